@@ -1,0 +1,49 @@
+"""Ronde: one training script, on one device or on many, the same training.
+
+    run = ronde.distribute(model, optimizer, train_set, loss=F.cross_entropy, batch_size=256)
+
+Everything but :func:`world` and the errors is imported when first used: ``import ronde`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+# The function takes the name of the room it lives in: ronde.world() is who this worker is.
+from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World, WorldError, world
+
+if TYPE_CHECKING:
+    from ronde.plan import Plan
+    from ronde.run import MicroBatches, Run, distribute
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "LossError",
+    "MicroBatches",
+    "Plan",
+    "RondeError",
+    "Run",
+    "World",
+    "WorldError",
+    "distribute",
+    "world",
+]
+
+_LATER = {"distribute": "ronde.run", "Run": "ronde.run", "MicroBatches": "ronde.run", "Plan": "ronde.plan"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        import importlib
+
+        value = getattr(importlib.import_module(_LATER[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'ronde' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LATER])

@@ -1,0 +1,6 @@
+"""``python -m ronde`` is the command ``ronde``."""
+
+from ronde.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The ``ronde`` command."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ronde.world import RondeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ronde",
+    help="One training script, on one device or on many: the same training.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import ronde
+
+        print(f"ronde {ronde.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+def _verbs() -> None:
+    from ronde.cli import run, runs, show
+
+    for verb in (run, runs, show):
+        verb.register(app)
+
+
+_verbs()
+
+
+def main() -> None:
+    """Run the command; an error of the user's is one line on standard error and exit status 2."""
+    try:
+        app()
+    except RondeError as error:
+        from rich.console import Console
+
+        Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

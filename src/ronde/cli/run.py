@@ -1,0 +1,296 @@
+"""``ronde run``: start a script on N workers."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.watch import Bar, Ended, Record, RunDir, check_name, claim, clock, curve, script_stem, summarise
+from ronde.world import ArgumentError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+Examples:
+
+  ronde run train.py                            one worker per GPU, or per core
+
+  ronde run --workers 2 train.py --lr 0.1       what follows the script is the script's own
+
+  ronde run --workers 4 --name big -m my.train  a module, under a name
+
+  ronde run --resume --name big -m my.train     go on from its newest checkpoint, on any number of workers
+"""
+
+_MEASURE_SECONDS = 8.0
+
+
+def _command(module: str | None, arguments: list[str]) -> list[str]:
+    """The worker's command, checked before anything is started."""
+    if module is not None:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise ArgumentError(f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages.")
+        return ["-m", module, *arguments]
+    if not arguments:
+        raise ArgumentError("no script given: ronde run SCRIPT [ARGS…], or ronde run -m MODULE [ARGS…].")
+    script = Path(arguments[0])
+    if script.is_dir():
+        raise ArgumentError(f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?")
+    if not script.is_file():
+        folder = script.parent if str(script.parent) else Path()
+        near = difflib.get_close_matches(script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1)
+        hint = f" Did you mean {folder / near[0]}?" if near else ""
+        raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
+    return arguments
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "run",
+        help="Start a script on N workers of this machine, watch them, and tell what came of it.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def run(
+        arguments: Annotated[
+            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        ] = None,
+        workers: Annotated[
+            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+        ] = "auto",
+        module: Annotated[
+            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
+        ] = None,
+        name: Annotated[
+            str | None, typer.Option("--name", help="Name of the run. Default: the script's, numbered.", show_default=False)
+        ] = None,
+        resume: Annotated[
+            bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of --name, or of this script's last run.")
+        ] = False,
+        runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS")] = Path(
+            "runs"
+        ),
+        baseline: Annotated[
+            bool, typer.Option("--baseline", help="Measure one worker afterwards, for some seconds, to compare with.")
+        ] = False,
+        tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write what is logged for TensorBoard too.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; the script's own output only.")] = False,
+    ) -> None:
+        from ronde.launch import Job, check_workers, launch, resolve_workers
+
+        command = _command(module, arguments or [])
+        if name is not None:
+            check_name(name)
+        count = resolve_workers(workers)
+        check_workers(count)
+        directory = claim(runs, name, script_stem(module or command[0]), resume)
+        console = _console()
+        terminal = console.is_terminal and not quiet
+        bar = Bar(console) if terminal else None
+        show = _shower(bar, console)
+        environment = {
+            "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
+            "RONDE_RESUME": "1" if resume else "0",
+        }
+        if tensorboard:
+            environment["RONDE_TENSORBOARD"] = "1"
+        if not quiet:
+            shown = " ".join(command)
+            console.print(
+                f"[bold]ronde[/] {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {_short(directory.path)}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
+        if bar:
+            bar.close()
+        if outcome.status:
+            _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
+            _tell_failure(outcome, directory)
+            raise typer.Exit(outcome.status)
+        if not quiet:
+            one = _baseline(command, count) if baseline and count > 1 else None
+            print_summary(directory, console, outcome.seconds, one, count)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _ignore(_: dict[str, Any]) -> None:
+    return None
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _shower(bar: Bar | None, console: Any) -> Any:
+    """What to do with rank 0's output: straight through, or above the bar in whole lines."""
+    from ronde.launch.console import to_terminal
+
+    if bar is None:
+        return to_terminal
+    held = bytearray()
+
+    def show(data: bytes) -> None:
+        held.extend(data)
+        end = held.rfind(b"\n")
+        if end < 0:
+            return
+        text = bytes(held[:end]).decode(errors="replace")
+        del held[: end + 1]
+        # With the bar up, rich moves it out of the way and puts it back.
+        from rich.text import Text
+
+        console.print(Text.from_ansi(text), soft_wrap=True)
+
+    return show
+
+
+def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: float) -> None:
+    summary = summarise(directory)
+    if summary.start is None:
+        return
+    record = Record(directory.record)
+    status = "interrupted" if rank is None else "failed"
+    record.write(
+        Ended(
+            status=status,
+            step=summary.step,
+            epoch=summary.epoch,
+            samples=summary.samples,
+            samples_per_second=None,
+            seconds=seconds,
+            error=error[:2000],
+            rank=rank,
+        )
+    )
+    record.close()
+
+
+def _tell_failure(outcome: Any, directory: RunDir) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    has_checkpoint = directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
+    again = f"ronde run --resume --name {directory.name} …" if has_checkpoint else ""
+    if outcome.interrupted:
+        console.print(
+            f"{outcome.error}; every worker has ended" + (f". Go on with: {again}" if again else ""), highlight=False, soft_wrap=True
+        )
+        return
+    if outcome.traceback:
+        console.print(Text(f"rank {outcome.rank} failed first:", style="bold red"))
+        print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
+    else:
+        console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)
+    logs = _short(directory.logs / f"rank-{outcome.rank}.log")
+    console.print(f"its output: {logs}" + (f"   go on with: {again}" if again else ""), highlight=False, soft_wrap=True)
+    if not directory.in_use:
+        return
+
+
+def _baseline(command: list[str], workers: int) -> float | None:
+    """Samples a second that one worker with all cores reaches on the same script, measured for some seconds."""
+    from ronde.launch import Job, launch
+
+    del workers
+    with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
+        file = Path(folder) / "rate.json"
+        environment = {
+            "RONDE_MEASURE": str(_MEASURE_SECONDS),
+            "RONDE_MEASURE_FILE": str(file),
+            "RONDE_PROGRESS": "quiet",
+            "RONDE_RESUME": "0",
+        }
+        launch(Job(command, 1, None, environment), _discard, _ignore)
+        try:
+            return float(json.loads(file.read_text())["samples_per_second"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _discard(_: bytes) -> None:
+    return None
+
+
+def print_summary(directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1) -> None:
+    """What ran where, the batch contract, the curve, the speed, and what to do next."""
+    from rich.box import ROUNDED
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    from ronde.plan import Plan
+
+    summary = summarise(directory)
+    start = summary.start
+    if start is None:
+        console.print(
+            f"the script ended after {clock(seconds)} without calling ronde.distribute; its output is in {_short(directory.logs)}",
+            highlight=False,
+        )
+        return
+    plan = Plan.from_dict(start.plan)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {start.host} ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
+    table.add_row("ran", f"{_short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
+    table.add_row("where", where)
+    table.add_row("batch", plan.sentence())
+    table.add_row(
+        "trained",
+        f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
+    )
+    if summary.samples_per_second:
+        speed = f"{summary.samples_per_second:,.0f} samples/s"
+        if one:
+            ratio = summary.samples_per_second / one
+            speed += f"; one worker with all cores, measured afterwards: {one:,.0f} → {ratio:.2f}× with {workers}"
+        table.add_row("speed", speed)
+    if summary.loss is not None:
+        first = summary.curve[0][1]
+        table.add_row("loss", f"{first:.4f} → {summary.loss:.4f}")
+    if summary.evaluation:
+        table.add_row(
+            "evaluation", "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in summary.evaluation.items())
+        )
+    table.add_row(
+        "kept in",
+        f"{_short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
+    )
+    runs_option = "" if _short(directory.path.parent) == "runs" else f" --runs {_short(directory.path.parent)}"
+    table.add_row("next", Text(f"ronde show {directory.name}{runs_option}", style="cyan"))
+    width = max(20, min(console.width - 20, 72))
+    drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
+    parts: list[Any] = [table]
+    if drawn:
+        parts += [Text(""), Text(drawn)]
+    if summary.warnings:
+        parts += [Text(""), *(Text(f"warning: {w}", style="yellow") for w in summary.warnings)]
+    console.print(Panel(Group(*parts), title=f"{directory.name}: {summary.status}", box=ROUNDED, expand=False))

@@ -1,0 +1,75 @@
+"""``ronde runs``: list the runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ronde.watch import RunDir, clock, summarise
+
+__all__ = ["register"]
+
+
+def _ago(written: float) -> str:
+    seconds = max(0.0, time.time() - written)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("runs", help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json")
+    def runs(
+        folder: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS")] = Path(
+            "runs"
+        ),
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    ) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        found = [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()] if folder.is_dir() else []
+        summaries = sorted((summarise(r) for r in found), key=lambda s: s.written, reverse=True)
+        if as_json:
+            print(json.dumps([s.to_dict() for s in summaries], indent=1))
+            return
+        console = Console()
+        if not summaries:
+            console.print(
+                f"no runs in {folder}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere.", highlight=False, soft_wrap=True
+            )
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name, side in (
+            ("run", "left"),
+            ("status", "left"),
+            ("workers", "right"),
+            ("epoch", "right"),
+            ("step", "right"),
+            ("loss", "right"),
+            ("samples/s", "right"),
+            ("took", "right"),
+            ("written", "left"),
+        ):
+            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        colour = {"completed": "green", "failed": "red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan"}
+        for s in summaries:
+            table.add_row(
+                s.run,
+                f"[{colour.get(s.status, 'white')}]{s.status}[/]",
+                str(s.start.workers) if s.start else "",
+                str(s.epoch),
+                f"{s.step:,}",
+                f"{s.loss:.4f}" if s.loss is not None else "",
+                f"{s.samples_per_second:,.0f}" if s.samples_per_second else "",
+                clock(s.seconds) if s.seconds is not None else "",
+                _ago(s.written),
+            )
+        console.print(table)

@@ -1,0 +1,155 @@
+"""Take over a user's Dataset or DataLoader: its data set, batch size, collate function, processes and order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from ronde.feed.loader import LoaderSettings
+from ronde.feed.order import Order, key_of
+from ronde.feed.randomness import restore_states, seed_all, states
+from ronde.world import ArgumentError
+
+__all__ = ["Taken", "take_over"]
+
+_OPTIONS = ("pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A data source as Ronde reads it."""
+
+    dataset: Dataset[Any]
+    order: Order
+    settings: LoaderSettings
+    batch_size: int | None
+    drop_last: bool
+    notes: tuple[str, ...] = ()
+
+
+def _length(dataset: Any, argument: str) -> int:
+    kind = type(dataset).__name__
+    try:
+        n = len(dataset)
+    except (TypeError, NotImplementedError):
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentError(
+                f"{argument} is an IterableDataset without a length ({kind}), so an epoch, a global batch and a place to resume "
+                "from are not defined. Give it a __len__ (how many samples one pass yields), or use a map-style Dataset "
+                "(__len__ and __getitem__)."
+            ) from None
+        if not hasattr(dataset, "__getitem__"):
+            raise ArgumentError(
+                f"{argument} must be a torch Dataset or DataLoader, found {kind}, which has neither __len__ nor __getitem__."
+            ) from None
+        raise ArgumentError(f"{argument} ({kind}) has no length: give it a __len__.") from None
+    if n == 0:
+        raise ArgumentError(f"{argument} ({kind}) is empty: its length is 0. Look at the path or the filter that it is made from.")
+    return int(n)
+
+
+def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
+    """The user's sampler as a pure function of (seed, epoch), the same on every rank."""
+
+    def draw(epoch: int) -> Sequence[int]:
+        before = states()
+        key = key_of(seed, 4, epoch)
+        try:
+            seed_all(key)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(key)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return [int(i) for i in sampler]
+        finally:
+            restore_states(before)
+
+    return draw
+
+
+def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str) -> tuple[Order, list[str]]:
+    sampler: Any = loader.sampler
+    if shuffle is not None:
+        return Order(n, seed, shuffle), []
+    if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
+        return Order(n, seed, False), []
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == n:
+        return Order(n, seed, True), []
+    if isinstance(sampler, DistributedSampler):
+        return Order(n, seed, bool(sampler.shuffle)), [
+            f"the DistributedSampler of {argument} is not used: ronde deals the samples out, and none is repeated"
+        ]
+    if not isinstance(sampler, Sized):
+        raise ArgumentError(f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it a __len__.")
+    return Order(n, seed, True, draw=_draws(sampler, seed), length=len(sampler)), []
+
+
+def take_over(
+    data: Any,
+    *,
+    seed: int,
+    batch_size: int | None,
+    shuffle: bool | None,
+    shuffle_dataset: bool,
+    drop_last: bool,
+    argument: str = "data",
+) -> Taken:
+    """Read what a user gave as data.
+
+    Args:
+        data: a Dataset, or a DataLoader whose settings are taken over.
+        batch_size: what the user asked for beside it, or None.
+        shuffle: what the user asked for beside it, or None to follow the DataLoader.
+        shuffle_dataset: whether a bare Dataset is shuffled where nothing was asked.
+
+    Raises:
+        ArgumentError: empty, without a length, or a DataLoader whose batches cannot be taken over.
+    """
+    if not isinstance(data, DataLoader):
+        n = _length(data, argument)
+        if shuffle and isinstance(data, IterableDataset):
+            raise ArgumentError(f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible.")
+        chosen = shuffle_dataset if shuffle is None else shuffle
+        order = Order(n, seed, chosen and not isinstance(data, IterableDataset))
+        return Taken(data, order, LoaderSettings(), batch_size, drop_last)
+
+    n = _length(data.dataset, argument)
+    if isinstance(data.dataset, IterableDataset) and shuffle:
+        raise ArgumentError(f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible.")
+    if data.batch_size is None and data.batch_sampler is None:
+        own_size = None
+    elif type(data.batch_sampler) not in (BatchSampler, type(None)):
+        raise ArgumentError(
+            f"{argument} has a batch_sampler of its own ({type(data.batch_sampler).__name__}), which decides what a batch holds; "
+            "ronde deals each global batch out by itself. Give a DataLoader with batch_size= and, if needed, sampler=."
+        )
+    else:
+        own_size = data.batch_size
+    if batch_size is not None and own_size not in (None, 1, batch_size):
+        raise ArgumentError(
+            f"two batch sizes: batch_size={batch_size} and the DataLoader's batch_size={own_size}. Both mean global samples per "
+            "optimizer step: give one of them."
+        )
+    order, notes = _order_of(data, n, seed, shuffle, argument)
+    known = inspect.signature(DataLoader.__init__).parameters
+    options = {name: getattr(data, name) for name in _OPTIONS if name in known and hasattr(data, name)}
+    if not options.get("pin_memory_device"):
+        options.pop("pin_memory_device", None)
+    workers = data.num_workers
+    if isinstance(data.dataset, IterableDataset) and workers > 1:
+        notes.append(f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order")
+    settings = LoaderSettings(data.collate_fn, workers, options, data.worker_init_fn)
+    return Taken(data.dataset, order, settings, batch_size or own_size, drop_last or data.drop_last, tuple(notes))

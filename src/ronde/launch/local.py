@@ -1,0 +1,325 @@
+"""Workers on this machine, under TorchElastic's agent."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ronde.launch.console import Router
+from ronde.world import ArgumentError, threads_per_worker, usable_cores
+
+__all__ = ["Job", "Outcome", "check_workers", "launch", "resolve_workers"]
+
+_MOST_PER_CORE = 8
+_SHUTDOWN_SECONDS = 10
+
+# What a rank says when another one has gone: a consequence, not the cause.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "connectFullMesh",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "Socket closed",
+    "Timed out waiting",
+    "DistNetworkError",
+    "The client socket has failed",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start.
+
+    Attributes:
+        command: script path and arguments, or ``-m``, module and arguments.
+        workers: how many.
+        directory: the run directory; None leaves nothing behind.
+        environment: further variables for the workers.
+    """
+
+    command: list[str]
+    workers: int
+    directory: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended.
+
+    Attributes:
+        status: exit status for the shell: 0 only if every worker ended well.
+        rank: the rank that failed first.
+        error: its error, one line.
+        traceback: its traceback, empty where it was killed.
+        interrupted: whether a signal to the launcher ended it.
+    """
+
+    status: int
+    rank: int | None = None
+    error: str | None = None
+    traceback: str = ""
+    interrupted: bool = False
+    seconds: float = 0.0
+
+
+def devices() -> tuple[int, str]:
+    """How many devices this machine offers and what they are; without a GPU, its usable cores."""
+    if os.environ.get("RONDE_DEVICE") != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.device_count(), "cuda"
+    return usable_cores(), "cpu"
+
+
+def resolve_workers(asked: str) -> int:
+    """``auto`` or a number, as a number of workers.
+
+    ``auto`` is one per GPU; without one, one per usable core, at most 8.
+    """
+    if asked == "auto":
+        count, kind = devices()
+        return count if kind == "cuda" else min(count, 8)
+    try:
+        workers = int(asked)
+    except ValueError:
+        workers = 0
+    if workers < 1:
+        raise ArgumentError(f"--workers {asked!r}: expected a whole number above 0, or auto.")
+    return workers
+
+
+def check_workers(workers: int) -> None:
+    """Refuse more workers than there are devices; on the CPU, more than could make any progress."""
+    count, kind = devices()
+    if kind == "cuda" and workers > count:
+        raise ArgumentError(
+            f"more workers than devices: {workers} asked, {count} GPU{'s' if count != 1 else ''} here. Use --workers {count}, or "
+            "RONDE_DEVICE=cpu to train on the CPU."
+        )
+    if kind == "cpu" and workers > count * _MOST_PER_CORE:
+        raise ArgumentError(
+            f"more workers than devices: {workers} asked, but no GPU and {count} usable cores here, on which at most "
+            f"{count * _MOST_PER_CORE} workers ({_MOST_PER_CORE} per core) make progress. Use --workers {count}."
+        )
+
+
+def _worker_environment(job: Job) -> dict[str, str]:
+    """Variables for the workers. What the user has set himself is left alone."""
+    count, kind = devices()
+    del count
+    wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
+    if job.workers > 1 and kind == "cpu":
+        # Workers share the cores: threads that spin while they wait take them from the others (10 to 24 times slower).
+        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+    if job.workers > 1 and "lo" in dict(psutil.net_if_addrs()):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    found = {k: v for k, v in wanted.items() if not os.environ.get(k)}
+    found.update(
+        PYTHONUNBUFFERED="1",
+        RONDE_LAUNCHER="ronde run",
+        RONDE_LAUNCHER_PID=str(os.getpid()),
+        **job.environment,
+    )
+    if job.directory is not None:
+        found["RONDE_RUN_DIR"] = str(job.directory.absolute())
+    return found
+
+
+def _register_rendezvous() -> str:
+    """A meeting point that listens on loopback only, on a free port. torch's own listens on every address."""
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.registry import handler_registry
+
+    class Loopback(RendezvousHandler):
+        def __init__(self, parameters: RendezvousParameters) -> None:
+            self._run_id = parameters.run_id
+            self._socket = socket.create_server(("127.0.0.1", 0))
+            self._port = int(self._socket.getsockname()[1])
+            # The store takes the descriptor over and closes it.
+            self._store = TCPStore(
+                "127.0.0.1",
+                self._port,
+                None,
+                True,
+                datetime.timedelta(seconds=60),
+                wait_for_workers=False,
+                master_listen_fd=self._socket.detach(),
+            )
+            self._round = 0
+
+        def get_backend(self) -> str:
+            return "ronde-loopback"
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            self._round += 1  # keys of an earlier attempt must not be read again
+            store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    name = "ronde-loopback"
+    if name not in handler_registry._registry:
+        handler_registry.register(name, Loopback)
+    return name
+
+
+def _logs_specs(router: Router, workers: int) -> Any:
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class ToRouter(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            errors = {rank: str(router.error_folder / f"error-{rank}.json") for rank in envs}
+            for rank, env in envs.items():
+                env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+            return LogsDest(
+                stdouts=dict(router.paths),
+                stderrs=dict(router.paths),
+                tee_stdouts={},
+                tee_stderrs={},
+                error_files=errors,
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(router.error_folder)
+
+    return ToRouter(None, local_ranks_filter=set(range(workers)))
+
+
+def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int]:
+    """Rank, error, traceback and exit code of the failure that came first and is not a consequence of another."""
+    told = []
+    for rank, failure in failures.items():
+        text, trace, when = "", "", float(failure.timestamp) * 1e9
+        try:
+            body = json.loads(Path(failure.error_file).read_text())["message"]
+            text, trace = body["message"], body["extraInfo"]["py_callstack"]
+            when = float(body["extraInfo"]["time_ns"])
+        except (OSError, ValueError, KeyError, TypeError):
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                text = f"killed by signal {-failure.exitcode} ({name})"
+                if name == "SIGKILL":
+                    text += ": by hand, by the system for want of memory, or by a scheduler"
+            else:
+                text = f"ended with exit status {failure.exitcode}"
+        consequence = any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
+        told.append((consequence, when, rank, text, trace, failure.exitcode))
+    _, _, rank, text, trace, code = min(told)
+    return rank, text, trace, code
+
+
+def _reap() -> None:
+    """Kill what is still there of this process's descendants: workers' own children that outlived them."""
+    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=3)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent dies, so that they can be found."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]) -> Outcome:
+    """Start workers, watch them, and return when all have ended.
+
+    Args:
+        show: called with bytes that rank 0 printed.
+        message: called with progress messages of rank 0.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for logger in list(logging.root.manager.loggerDict):
+        if logger.startswith("torch.distributed"):  # each has a level of its own; what happened is told below, once
+            logging.getLogger(logger).setLevel(logging.CRITICAL)
+    start = time.monotonic()
+    if shutil.which(sys.executable) is None:
+        raise ArgumentError(f"this Python ({sys.executable}) cannot be started again")
+    _adopt_orphans()
+    router = Router(job.workers, job.directory / "logs" if job.directory else None, show, message)
+    before = {k: os.environ.get(k) for k in _worker_environment(job)}
+    os.environ.update(_worker_environment(job))
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=job.workers,
+            logs_specs=_logs_specs(router, job.workers),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=_register_rendezvous(),
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=0,
+            monitor_interval=0.05,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            local_addr="127.0.0.1",
+        )
+        elastic_launch(config, sys.executable)("-u", "-m", "ronde.launch.worker", *job.command)
+        return Outcome(0, seconds=time.monotonic() - start)
+    except ChildFailedError as error:
+        rank, text, trace, code = _first_failure(error.failures)
+        return Outcome(code if code > 0 else 1, rank, text, trace, seconds=time.monotonic() - start)
+    except (SignalException, KeyboardInterrupt) as error:
+        number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+        return Outcome(
+            128 + int(number), error=f"stopped by {signal.Signals(number).name}", interrupted=True, seconds=time.monotonic() - start
+        )
+    finally:
+        for s in handlers:
+            signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
+        _reap()
+        router.close()
+        for s, handler in handlers.items():
+            signal.signal(s, handler)
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value

@@ -1,0 +1,78 @@
+"""Batch normalisation over the whole global batch, on any device.
+
+torch's SyncBatchNorm refuses CPU tensors. This one computes the same statistics (Ioffe and Szegedy 2015, over the
+batch of all workers) with autograd's own all_reduce, in two passes so that a large mean costs no digits.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn import functional as dist_nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["absent", "batchnorms", "synchronise"]
+
+_present = [True]
+
+
+@contextmanager
+def absent() -> Iterator[None]:
+    """Within, this worker's samples do not count: its share is empty and it only takes part in the exchange."""
+    _present[0] = False
+    try:
+        yield
+    finally:
+        _present[0] = True
+
+
+def batchnorms(model: nn.Module) -> list[str]:
+    """Names of the modules that normalise over the batch."""
+    return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+
+
+def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if not (self.training or self.running_mean is None):
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    self._check_input_dim(x)
+    axes = [0, *range(2, x.dim())]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    weight = 1.0 if _present[0] else 0.0
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = torch.full((1,), weight * x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
+    total = dist_nn.all_reduce(torch.cat([wide.sum(axes) * weight, count]), group=group)
+    n = total[-1].detach()
+    mean = total[:-1] / n
+    centred = wide - mean.view(shape)
+    var = dist_nn.all_reduce((centred * centred).sum(axes) * weight, group=group) / n
+    if self.training and self.track_running_stats and self.running_mean is not None:
+        self.num_batches_tracked.add_(1)
+        rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
+            self.running_var.lerp_((var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), rate)
+    out = centred * torch.rsqrt(var + self.eps).view(shape)
+    if self.affine:
+        out = out * self.weight.view(shape) + self.bias.view(shape)
+    return out.to(x.dtype)
+
+
+def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make every batch normalisation of ``model`` use the statistics of all workers' samples.
+
+    The modules stay the script's own: only how they compute changes. Every worker must then run the same number
+    of forward passes.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+
+            def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+                return _forward(self, x, group)
+
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]

@@ -1,0 +1,61 @@
+"""One device: no exchange, the arithmetic of a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ronde.parallel.base import Compute, Part, scale_gradients, trainable
+
+__all__ = ["Single"]
+
+
+class Single:
+    """Carries the plan of one worker out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = [p for _, p in trainable(model)]
+        self._loss: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None
+        self._samples = 1
+        self.local_loss: torch.Tensor | None = None
+
+    def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """See :meth:`Strategy.micro`."""
+        assert compute is not None
+        if self._loss is None:
+            for p in self.parameters:
+                p.grad = None
+        value, weight = compute()
+        self._samples = part.global_samples
+        if weight is not None:
+            loss = value / part.global_samples  # keeps its size near one until the true weight is known
+            self._weight = weight if self._weight is None else self._weight + weight
+        elif part.samples == part.global_samples:
+            loss = value  # the whole batch at once: exactly the plain loop, bit for bit
+        else:
+            loss = value * (part.samples / part.global_samples)
+        (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def finish(self) -> torch.Tensor:
+        """See :meth:`Strategy.finish`."""
+        loss, weight = self._loss, self._weight
+        self._loss = self._weight = None
+        assert loss is not None
+        self.local_loss = loss
+        if weight is not None:
+            factor = self._samples / weight
+            scale_gradients(self.parameters, factor)
+            loss = loss * factor
+        return loss
+
+    def start_epoch(self) -> None:
+        """See :meth:`Strategy.start_epoch`."""
+        self.parameters = [p for _, p in trainable(self.model)]
+
+    def sync_buffers(self) -> None:
+        """Nothing to do: there is one copy."""

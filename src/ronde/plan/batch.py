@@ -1,0 +1,93 @@
+"""The batch contract as arithmetic: who takes which samples of which global batch.
+
+Pure functions of (global batch, workers, micro-batch): nothing here knows a tensor or a process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Share", "epoch_steps", "shares", "split"]
+
+
+def split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut positions [start, stop) into ``parts`` runs whose sizes differ by at most one; the first are the larger.
+
+    Example:
+        >>> split(0, 7, 3)
+        [(0, 3), (3, 5), (5, 7)]
+        >>> split(0, 1, 2)
+        [(0, 1), (1, 1)]
+    """
+    size, extra = divmod(stop - start, parts)
+    bounds = [start + i * size + min(i, extra) for i in range(parts + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One worker's part of one global batch.
+
+    Attributes:
+        epoch: which epoch.
+        start, stop: positions of the whole global batch in the epoch's order.
+        micro: positions of this worker's micro-batches, in order; the same number on every worker.
+        samples: samples of this worker, 0 where the batch is smaller than the world.
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    micro: tuple[tuple[int, int], ...]
+    samples: int
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of the whole global batch."""
+        return self.stop - self.start
+
+
+def shares(
+    epoch: int,
+    offset: int,
+    epoch_samples: int,
+    batch_size: int,
+    rank: int,
+    size: int,
+    micro_batch: int | None = None,
+    drop_last: bool = False,
+) -> Iterator[Share]:
+    """This worker's share of every global batch of an epoch, from sample ``offset`` on.
+
+    Every rank gets the same number of shares, each with the same number of micro-batches, so that no rank waits
+    for one that has finished. A share may be empty: the batch is then smaller than the world.
+
+    Args:
+        offset: samples of this epoch already used.
+        batch_size: global samples per optimizer step.
+        micro_batch: most samples that a worker holds at once; None for its whole share.
+
+    Example:
+        >>> [s.micro for s in shares(0, 0, 10, 4, rank=1, size=3)]
+        [((2, 3),), ((6, 7),), ((9, 10),)]
+        >>> [s.samples for s in shares(0, 0, 10, 4, rank=2, size=3)]
+        [1, 1, 0]
+    """
+    start = offset
+    while start < epoch_samples:
+        stop = min(start + batch_size, epoch_samples)
+        if drop_last and stop - start < batch_size:
+            return
+        low, high = split(start, stop, size)[rank]
+        largest = -(-(stop - start) // size)
+        count = 1 if micro_batch is None else math.ceil(largest / micro_batch)
+        yield Share(epoch, start, stop, tuple(split(low, high, count)), high - low)
+        start = stop
+
+
+def epoch_steps(epoch_samples: int, batch_size: int, drop_last: bool) -> int:
+    """Optimizer steps in a whole epoch."""
+    return epoch_samples // batch_size if drop_last else math.ceil(epoch_samples / batch_size)

@@ -1,0 +1,138 @@
+"""What a script may hand to ``distribute``: each check names what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ronde.feed import Taken
+from ronde.plan import Plan
+from ronde.world import ArgumentError, World
+
+__all__ = ["check_model", "check_optimizer", "check_scheduler", "facts", "lazy_names", "positive"]
+
+
+def positive(name: str, value: Any, optional: bool = False) -> None:
+    """Refuse what is not a whole number above 0."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name}={value!r} must be a whole number above 0.")
+
+
+def lazy_names(model: nn.Module) -> list[str]:
+    """Parameters and buffers whose shape is not known yet."""
+    lazy = torch.nn.parameter.is_lazy
+    return [n for n, p in [*model.named_parameters(), *model.named_buffers()] if lazy(p)]
+
+
+def check_model(model: Any, me: World) -> None:
+    """A module with something to train, on one device that this worker may use."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ArgumentError(
+            f"model is wrapped in {type(model).__name__} already: give the module inside it (model.module), ronde distributes it."
+        )
+    named = list(model.named_parameters())
+    if not named:
+        raise ArgumentError(f"model ({type(model).__name__}) has no parameters: there is nothing to train.")
+    if not any(p.requires_grad for _, p in named):
+        raise ArgumentError(
+            f"every parameter of model ({type(model).__name__}) is frozen (requires_grad=False): there is nothing to train."
+        )
+    places: dict[torch.device, str] = {}
+    for name, tensor in [*named, *model.named_buffers()]:
+        if not torch.nn.parameter.is_lazy(tensor):
+            places.setdefault(tensor.device, name)
+    allowed = {torch.device("cpu"), me.device}
+    for device, name in places.items():
+        if device in allowed:
+            continue
+        if device.type == "meta":
+            raise ArgumentError(
+                f"model is on the meta device (parameter {name!r} has no values): this plan needs real ones. Build it on the CPU, "
+                "or call model.to_empty(device='cpu') and initialise it."
+            )
+        raise ArgumentError(
+            f"model is on another device: {name!r} is on {device}, this worker (rank {me.rank}) trains on {me.device}. Leave the "
+            "model on the CPU; ronde moves it to the worker's device."
+        )
+    if len(places) > 1:
+        pairs = ", ".join(f"{name!r} on {device}" for device, name in places.items())
+        raise ArgumentError(
+            f"model is spread over several devices ({pairs}): leave it whole on the CPU; ronde moves it to the worker's device."
+        )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
+    """An optimizer over the model's parameters. Returns names of trainable parameters that it leaves out."""
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+    if type(optimizer).__name__ == "LBFGS":
+        raise ArgumentError(
+            "optimizer is LBFGS, which evaluates the model several times a step by itself: that is not supported. Use a first-order one."
+        )
+    named = dict(model.named_parameters())
+    by_id = {id(p): n for n, p in named.items()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in by_id]
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) if not torch.nn.parameter.is_lazy(p) else "lazy" for p in foreign[:3])
+        more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
+        raise ArgumentError(
+            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the model's (shapes {shapes}{more}). It would "
+            "train something else. Build it from model.parameters() of this very model, after any copy, wrap or replacement of its "
+            "layers; parameters of the loss belong into the model."
+        )
+    ids = {id(p) for p in held}
+    return [n for n, p in named.items() if p.requires_grad and id(p) not in ids]
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """A scheduler of this optimizer that needs no measurement."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ArgumentError(
+            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call scheduler.step(value) yourself after run.evaluate()."
+        )
+    if not isinstance(scheduler, LRScheduler) and not callable(getattr(scheduler, "step", None)):
+        raise ArgumentError(f"scheduler must be a torch.optim.lr_scheduler, found {type(scheduler).__name__}.")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ArgumentError("scheduler was built over another optimizer: build it from the one given here.")
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() <= 16 else "tensor"
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def facts(plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What every rank must say alike before anything is exchanged."""
+    shown = plan.to_dict()
+    said: dict[str, Any] = {"batch_size": shown.pop("batch_size")}
+    said["the length of the data set"] = taken.order.n
+    said["the samples of an epoch"] = taken.order.epoch_samples
+    said["shuffle"] = taken.order.shuffle
+    if taken.order.draw is not None:
+        said["the order that the sampler draws"] = hashlib.sha256(taken.order.ids(0, 0, taken.order.epoch_samples).tobytes()).hexdigest()[
+            :12
+        ]
+    said.update(shown)
+    for name, p in model.named_parameters():
+        said[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" + ("" if p.requires_grad else ", frozen")
+    for name, b in model.named_buffers():
+        said[f"buffer {name!r}"] = f"{str(b.dtype).removeprefix('torch.')} {list(b.shape)}"
+    said["the optimizer"] = type(optimizer).__name__
+    for i, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            said[f"the optimizer's {key} (group {i})"] = len(value) if key == "params" else _setting(value)
+    said["the scheduler"] = type(scheduler).__name__
+    return said

@@ -1,0 +1,373 @@
+"""``ronde.distribute``: a script's model, optimizer, data and loss become a Run on however many workers there are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ronde import checkpoint
+from ronde.feed import Feed, Order, Taken, key_of, take_over
+from ronde.parallel import STRATEGIES, batchnorms, carry_out
+from ronde.plan import Plan, Share, split
+from ronde.run import checks, rates
+from ronde.run.evaluation import to_device
+from ronde.run.losses import LossCall
+from ronde.run.run import Run
+from ronde.watch import SCHEMA_VERSION, Record, Resumed, RunDir, Started, Watcher, choose_display, claim, script_stem
+from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world.agree import agree, broadcast_json
+from ronde.world.group import connect
+
+__all__ = ["distribute"]
+
+_made = 0  # runs that this process has made
+
+
+def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str]) -> None:
+    """Run one sample through a model with lazily initialised parameters, without training it."""
+    was_training = model.training
+    model.eval()
+    try:
+        feed = Feed(taken.dataset, Order(taken.order.n, 0, False), taken.settings, 0)
+        share = Share(0, 0, 1, ((0, 1),), 1)
+        for _, micros in feed.read(lambda: iter([share])):
+            with torch.no_grad():
+                forward.arguments(model, micros[0])
+    except Exception as error:
+        raise ArgumentError(
+            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not be given their shape by running one sample "
+            f"({type(error).__name__}: {error}). Run one batch through the model before ronde.distribute."
+        ) from error
+    finally:
+        model.train(was_training)
+    still = checks.lazy_names(model)
+    if still:
+        raise ArgumentError(f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was run: it is never used. Remove it.")
+
+
+def _grow(plan: Plan, optimizer: Optimizer, scheduler: Any, rule: str | None, warmup: int | None, samples: int) -> Plan:
+    """``batch="grow"``: the global batch times the workers, and the learning rate after it."""
+    chosen = rates.choose_rule(optimizer, rule)
+    factor = rates.lr_factor(chosen, plan.workers)
+    size = plan.batch_size * plan.workers
+    steps = (5 * -(-samples // size)) if warmup is None else warmup
+    rates.scale_rates(optimizer, scheduler, factor)
+    values = {**plan.to_dict(), "batch_size": size, "lr_rule": chosen, "lr_factor": factor, "warmup_steps": steps if factor > 1 else 0}
+    return Plan.from_dict(values)
+
+
+def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
+    """This run's directory, chosen by rank 0 (or the launcher), the same on every rank; and whether it is resumed."""
+    global _made
+    _made += 1
+    answer: dict[str, Any] = {}
+    if me.is_main:
+        resume = os.environ.get("RONDE_RESUME") == "1"
+        base = os.environ.get("RONDE_RUNS", "runs")
+        given = os.environ.get("RONDE_RUN_DIR")
+        try:
+            if os.environ.get("RONDE_MEASURE") or base == "none":
+                answer = {"path": None, "resume": False}
+            elif given:
+                # The launcher made it. A script that trains several models gives the later ones a place of their own.
+                path = Path(given) if _made == 1 else Path(f"{given}.{_made}")
+                path.mkdir(exist_ok=True)
+                answer = {"path": str(path), "resume": resume}
+            else:
+                run = claim(Path(base), name, script_stem(), resume)
+                answer = {"path": str(run.path.absolute()), "resume": resume}
+        except (RondeError, OSError) as error:
+            answer = {"error": str(error)}
+    answer = broadcast_json(me, answer)
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])
+
+
+def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rank 0's tensors on every rank, on the CPU."""
+    if me.size == 1:
+        return tensors
+    layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()} if me.is_main else None
+    result = {}
+    for name, (shape, dtype) in broadcast_json(me, layout).items():
+        tensor = tensors[name].contiguous() if me.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.numel():
+            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
+            dist.broadcast(bits, 0)
+            if not me.is_main:
+                tensor = bits.cpu().view(tensor.dtype).view(shape)
+        result[name] = tensor
+    return result
+
+
+def _resume(run: Run, me: World, directory: RunDir) -> str:
+    """Go on from the newest whole checkpoint, read by rank 0 and sent to all. Returns what to tell the user."""
+    answer: dict[str, Any] = {}
+    found = None
+    if me.is_main:
+        found, refused = checkpoint.find_valid(directory.checkpoints)
+        answer = {"refused": refused, "path": found.path.name if found else None, "state": found.state if found else None}
+    answer = broadcast_json(me, answer)
+    for text in answer["refused"]:
+        run._warn(text)
+    if answer["path"] is None:
+        if answer["refused"]:
+            raise CheckpointError(f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. {answer['refused'][0]}")
+        return f"{directory.name} has no checkpoint yet: it starts from the beginning"
+    tensors = {part: _send_tensors(me, found.load(f"{part}.safetensors") if found else {}) for part in ("model", "optimizer", "random")}
+    run.restore(answer["state"], tensors)
+    state = answer["state"]
+    run._watcher.event(
+        Resumed(
+            step=state["step"],
+            epoch=state["epoch"],
+            samples=state["samples"],
+            checkpoint=f"checkpoints/{answer['path']}",
+            workers=me.size,
+            written_by_workers=state["workers"],
+        )
+    )
+    others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
+    return f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample {state['epoch_samples']}{others}"
+
+
+def _writer(directory: RunDir | None, asked: bool, me: World) -> Any:
+    if not (asked or os.environ.get("RONDE_TENSORBOARD") == "1") or not me.is_main or directory is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ArgumentError("tensorboard=True needs the tensorboard package: pip install 'ronde[tensorboard]'.") from error
+    return SummaryWriter(str(directory.path / "tensorboard"))
+
+
+def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None:
+    """What the user should know before the first step."""
+    plan = run.plan
+    if plan.batch == "grow" and plan.workers > 1:
+        cite = {"linear": "linear scaling, Goyal et al. 2017", "sqrt": "square root, for adaptive optimizers", "none": "unchanged"}[
+            plan.lr_rule
+        ]
+        warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
+        run._watcher.say(
+            f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = {plan.batch_size} samples per step; "
+            f"learning rate × {plan.lr_factor:g} ({cite}){warm}"
+        )
+    for note in taken.notes:
+        run._warn(note)
+    if left_out:
+        shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
+        run._warn(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {shown}")
+    norms = batchnorms(model)
+    if norms and ((plan.workers > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
+        size = -(-plan.batch_size // plan.workers)
+        size = min(size, plan.micro_batch or size)
+        cure = "; sync_batchnorm=True uses all workers'" if plan.workers > 1 and not plan.sync_batchnorm else ""
+        run._warn(
+            f"batch normalisation ({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} samples at a time, not the "
+            f"global batch of {plan.batch_size}: this is not the same training as on one device{cure}"
+        )
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Dataset[Any] | DataLoader[Any],
+    *,
+    loss: Callable[..., Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    batch_size: int | None = None,
+    batch: Literal["keep", "grow"] = "keep",
+    micro_batch: int | None = None,
+    scheduler: Any = None,
+    clip_norm: float | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    plan: str | Plan = "data",
+    seed: int = 0,
+    name: str | None = None,
+    drop_last: bool = False,
+    shuffle: bool | None = None,
+    sync_batchnorm: bool = False,
+    lr_rule: Literal["linear", "sqrt", "none"] | None = None,
+    warmup_steps: int | None = None,
+    save_every: int | None = None,
+    keep: int = 3,
+    on_nan: Literal["error", "ignore"] = "error",
+    tensorboard: bool = False,
+) -> Run:
+    """Train one script's model on one device or on many: the same training.
+
+    Started by plain ``python`` this is one device; under ``ronde run --workers N``, ``torchrun``, ``srun``, ``mpirun`` or in a
+    SageMaker-style container the same lines run on all workers.
+
+    Args:
+        model: the module as the script built it. It stays the script's own; it is moved to this worker's device.
+        optimizer: a torch optimizer over ``model.parameters()``.
+        data: a map-style Dataset; or a DataLoader, whose dataset, batch_size, sampler, collate_fn, drop_last and loading
+            processes are taken over. A bare Dataset is shuffled.
+        loss: ``loss(output, target)`` -> scalar mean over the samples given, or ``(sum, weight)`` for a weighted mean (of
+            tokens, say).
+        forward: ``forward(model, batch)`` -> what ``loss`` takes (a tuple is spread), where a batch is not ``(inputs, target)``.
+        batch_size: **global** samples per optimizer step, over all workers.
+        batch: ``"keep"``: the global batch stays, whatever the number of workers. ``"grow"``: ``batch_size`` is per worker, and the
+            learning rate follows ``lr_rule``.
+        micro_batch: most samples that a worker holds at once; the rest of its share is accumulated.
+        scheduler: stepped once per optimizer step.
+        clip_norm: largest norm of all gradients together.
+        precision: ``"bf16"`` and ``"fp16"`` run forward and loss under autocast; ``"fp32"`` leaves the script's types alone.
+        plan: how the work is split: ``"data"``.
+        seed: key of the order of samples and of augmentation. The order is a pure function of (seed, epoch, position).
+        name: of the run directory; ``ronde run --name`` goes first.
+        drop_last: leave out a last batch that is shorter.
+        shuffle: overrides the DataLoader's, or a Dataset's True.
+        sync_batchnorm: batch normalisation over the global batch instead of each worker's share.
+        lr_rule: for ``batch="grow"``: ``"linear"`` (Goyal et al. 2017), ``"sqrt"`` (adaptive optimizers) or ``"none"``; None chooses.
+        warmup_steps: for ``batch="grow"``; None is five epochs, as in Goyal et al.
+        save_every: optimizer steps between checkpoints; None saves at the end, and at ends of epochs at most once a minute.
+        keep: how many checkpoints to keep.
+        on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights are touched; ``"ignore"`` trains on.
+            On accelerators the loss is only looked at by ``"error"`` where something reads it.
+        tensorboard: also write what is logged for TensorBoard (``pip install 'ronde[tensorboard]'``).
+
+    Returns:
+        Run: what the script holds from here on.
+
+    Raises:
+        ArgumentError: an argument cannot be used.
+        WorldError: the workers cannot meet, or disagree on the arguments, the model or the data.
+        CheckpointError: the run directory exists, or cannot be resumed.
+
+    Example:
+        >>> import torch, ronde
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+        >>> run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=16)
+        >>> for epoch in run.epochs(2):
+        ...     for batch in run.batches():
+        ...         loss = run.step(batch)
+    """
+    me = connect()
+    for argument, value, allowed in (
+        ("batch", batch, ("keep", "grow")),
+        ("precision", precision, ("fp32", "bf16", "fp16")),
+        ("on_nan", on_nan, ("error", "ignore")),
+    ):
+        if value not in allowed:
+            raise ArgumentError(f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+    strategy_name = plan.strategy if isinstance(plan, Plan) else plan
+    if strategy_name not in STRATEGIES:
+        raise ArgumentError(f"plan={strategy_name!r} is not known: choose one of {', '.join(map(repr, STRATEGIES))}.")
+    for argument, whole in (("batch_size", batch_size), ("micro_batch", micro_batch), ("save_every", save_every)):
+        checks.positive(argument, whole, optional=True)
+    checks.positive("keep", keep)
+    if not callable(loss):
+        raise ArgumentError(f"loss must be callable, loss(output, target) -> scalar; found {type(loss).__name__}.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
+    checks.check_model(model, me)
+    left_out = checks.check_optimizer(optimizer, model)
+    checks.check_scheduler(scheduler, optimizer)
+    taken = take_over(data, seed=seed, batch_size=batch_size, shuffle=shuffle, shuffle_dataset=True, drop_last=drop_last)
+    if taken.batch_size is None:
+        raise ArgumentError(
+            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of samples per optimizer step over all "
+            "workers, or a DataLoader that has one."
+        )
+    calls = LossCall(loss, forward)
+    lazy = checks.lazy_names(model)
+    if lazy:
+        _materialise(model, calls, taken, lazy)
+    model.to(me.device)
+    if me.device.type != "cpu":
+        for values in optimizer.state.values():
+            values.update({k: to_device(v, me.device) for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim()})
+
+    chosen = Plan(
+        strategy=strategy_name,
+        workers=me.size,
+        batch_size=taken.batch_size,
+        batch=batch,
+        micro_batch=micro_batch,
+        precision=precision,
+        clip_norm=clip_norm,
+        seed=seed,
+        drop_last=taken.drop_last,
+        sync_batchnorm=sync_batchnorm,
+    )
+    agree(me, checks.facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
+    if batch == "grow":
+        chosen = _grow(chosen, optimizer, scheduler, lr_rule, warmup_steps, taken.order.epoch_samples)
+    largest = split(0, chosen.batch_size, me.size)[0][1]
+    chosen = Plan.from_dict({**chosen.to_dict(), "accumulation": 1 if micro_batch is None else -(-largest // micro_batch)})
+    if chosen.drop_last and taken.order.epoch_samples < chosen.batch_size:
+        raise ArgumentError(
+            f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
+        )
+
+    directory, resume = _directory(me, name)
+    if me.is_main and directory is not None:
+        chosen.save(directory.plan)
+    strategy = carry_out(chosen.strategy, model, me, sync_batchnorm)
+    if me.size > 1:
+        torch.manual_seed(key_of(seed, 6, me.rank))  # until the first batch: workers must not draw alike
+    record = Record(directory.record) if me.is_main and directory is not None else None
+    measuring = os.environ.get("RONDE_MEASURE")
+    run = Run(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        taken=taken,
+        strategy=strategy,
+        loss=calls,
+        plan=chosen,
+        me=me,
+        watcher=Watcher(record, choose_display(me.is_main), me.is_main),
+        directory=directory,
+        save_every=save_every,
+        keep=keep,
+        on_nan=on_nan,
+        writer=_writer(directory, tensorboard, me),
+    )
+    run._watcher.event(
+        Started(
+            schema=SCHEMA_VERSION,
+            run=directory.name if directory else "",
+            script=sys.argv[0] if sys.argv else "",
+            workers=me.size,
+            device=_device_name(me),
+            host=socket.gethostname(),
+            launcher=os.environ.get("RONDE_LAUNCHER", me.launcher),
+            model=type(model).__name__,
+            parameters=sum(p.numel() for p in model.parameters()),
+            optimizer=type(optimizer).__name__,
+            samples=taken.order.epoch_samples,
+            steps_per_epoch=run.steps_per_epoch,
+            threads=torch.get_num_threads(),
+            plan=chosen.to_dict(),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+    )
+    _tell(run, model, left_out, taken)
+    if resume and directory is not None:
+        run._watcher.say(_resume(run, me, directory))
+        strategy.sync_buffers()
+    if measuring:
+        run.measure(float(measuring))
+    return run
+
+
+def _device_name(me: World) -> str:
+    return torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu"

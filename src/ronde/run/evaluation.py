@@ -1,0 +1,135 @@
+"""Evaluation: every sample counted once, on any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ronde.feed import Feed, LoaderSettings, Taken
+from ronde.plan import Plan, shares
+from ronde.run.losses import LossCall
+from ronde.world import ArgumentError, World
+
+__all__ = ["Evaluation", "to_device"]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in a batch, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(v, device) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(v, device) for v in value)
+    if isinstance(value, dict):
+        return type(value)((k, to_device(v, device)) for k, v in value.items())
+    return value.to(device) if callable(getattr(value, "to", None)) else value
+
+
+def _is_torchmetric(metric: Any) -> bool:
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
+    """What a plain metric returned, as a sum and its weight."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return float(value[0]), float(value[1])
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or value.numel() == 1:
+            return float(value.reshape(())) * samples, float(samples)
+        if value.shape[0] == samples:
+            return float(value.double().sum()), float(value.numel())
+        raise ArgumentError(
+            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} samples: expected a mean (0-d), one value per "
+            "sample, or (sum, weight)."
+        )
+    if isinstance(value, int | float):
+        return float(value) * samples, float(samples)
+    raise ArgumentError(f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or (sum, weight).")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+class Evaluation:
+    """Reads one data set for evaluation; kept between calls, so that its loading processes can be.
+
+    Args:
+        data: what the user gave.
+        taken: how it is read.
+        settings: how samples are fetched.
+    """
+
+    def __init__(self, data: Any, taken: Taken, settings: LoaderSettings, plan: Plan, me: World) -> None:
+        self.data = data
+        self.taken = taken
+        self.me = me
+        # A DataLoader's own batch size means the same as in training: samples of all workers together.
+        self.batch_size = max(taken.batch_size or plan.batch_size, 1)
+        self.micro_batch = plan.micro_batch if taken.batch_size is None else None
+        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed)
+
+    def run(
+        self, model: nn.Module, loss: LossCall, metrics: dict[str, Any], autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> tuple[dict[str, Any], int]:
+        """Loss and metrics over the whole set, and how many samples they are of."""
+        if "loss" in metrics:
+            raise ArgumentError("a metric cannot be called 'loss': that name is the loss's own.")
+        me, order = self.me, self.taken.order
+        objects = {name: m for name, m in metrics.items() if _is_torchmetric(m)}
+        plain = {name: m for name, m in metrics.items() if name not in objects}
+        for name, metric in plain.items():
+            if not callable(metric):
+                raise ArgumentError(f"metric {name!r} is {type(metric).__name__}: expected a callable or a torchmetrics object.")
+        for metric in objects.values():
+            metric.to(me.device)
+            metric.reset()
+        # Row 0: the loss, then each plain metric: sums and weights in float64; the last cell counts samples.
+        sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
+
+        def mine() -> Any:
+            return shares(0, 0, order.n, self.batch_size, me.rank, me.size, self.micro_batch)
+
+        counted = 0
+        with torch.no_grad():
+            for share, micros in self.feed.read(mine):
+                for micro, (low, high) in zip(micros, share.micro, strict=True):
+                    if low == high:
+                        continue
+                    batch = micro if me.device.type == "cpu" else to_device(micro, me.device)
+                    samples = high - low
+                    counted += samples
+                    with autocast():
+                        arguments = loss.arguments(model, batch)
+                        value, weight = loss.check(loss.loss(*arguments))
+                    sums[0] += float(value) if weight is not None else float(value) * samples
+                    sums[1] += samples if weight is None else float(weight)
+                    for i, (name, metric) in enumerate(plain.items(), 1):
+                        total, of = _sum_and_weight(name, metric(*arguments), samples)
+                        sums[2 * i] += total
+                        sums[2 * i + 1] += of
+                    for metric in objects.values():
+                        metric.update(*arguments)
+            sums[-1] = counted
+            if me.size > 1:
+                on_device = sums.to(me.device)
+                dist.all_reduce(on_device)
+                sums = on_device.cpu()
+        values = sums.tolist()
+        result: dict[str, Any] = {}
+        for i, name in enumerate(["loss", *plain]):
+            result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
+        for name, metric in objects.items():
+            result[name] = _plain(metric.compute())  # it exchanges its own states over all ranks
+            metric.reset()
+        return result, int(values[-1])

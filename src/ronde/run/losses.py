@@ -1,0 +1,73 @@
+"""What a script's loss and forward functions return, checked once and made uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ronde.world import LossError
+
+__all__ = ["LossCall"]
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return "a tuple of " + ", ".join(type(v).__name__ for v in value)
+    return type(value).__name__
+
+
+class LossCall:
+    """Calls ``forward`` and ``loss`` on one micro-batch.
+
+    Args:
+        loss: ``loss(*forward's values)`` -> scalar mean over samples, or ``(sum, weight)``.
+        forward: ``forward(model, batch)`` -> what ``loss`` takes; None for ``(inputs, target)`` batches.
+    """
+
+    def __init__(self, loss: Callable[..., Any], forward: Callable[[nn.Module, Any], Any] | None) -> None:
+        self.loss = loss
+        self.forward = forward
+
+    def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """What the loss and the metrics are called with."""
+        if self.forward is not None:
+            values = self.forward(model, batch)
+            return values if isinstance(values, tuple) else (values,)
+        try:
+            inputs, target = batch
+        except (TypeError, ValueError):
+            raise LossError(
+                f"a batch is {_shape(batch)}, not (inputs, target): say how it goes through the model with "
+                "forward=lambda model, batch: (model(…), …), which returns what loss() takes."
+            ) from None
+        return model(inputs), target
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``(mean, None)`` or ``(sum, weight)`` of one micro-batch."""
+        return self.check(self.loss(*self.arguments(model, batch)))
+
+    def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Make a loss's value uniform.
+
+        Raises:
+            LossError: it is neither a scalar tensor nor ``(sum, weight)``.
+        """
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value, None
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.reshape(()), None
+        if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.Tensor) and value[0].numel() == 1:
+            total, weight = value
+            if not isinstance(weight, torch.Tensor):
+                weight = torch.tensor(float(weight), device=total.device)
+            if weight.numel() == 1:
+                return total.reshape(()), weight.detach().reshape(()).to(torch.promote_types(total.dtype, torch.float32))
+        raise LossError(
+            f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over the samples given (reduction='mean'), or "
+            "(sum, weight) for a weighted mean. Add .mean(), or return (losses.sum(), weight)."
+        )

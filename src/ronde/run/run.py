@@ -1,0 +1,586 @@
+"""The Run: what a script holds after ``distribute``. One step of it is one optimizer step, on any number of workers."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ronde import checkpoint
+from ronde.feed import Feed, Taken, key_of, take_over
+from ronde.parallel import Part, Strategy
+from ronde.plan import Plan, Share, epoch_steps, shares
+from ronde.run import rates
+from ronde.run.evaluation import Evaluation, to_device
+from ronde.run.losses import LossCall
+from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
+from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
+from ronde.world.agree import gather_json
+
+__all__ = ["MicroBatches", "Run", "State"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SAVE_AT_LEAST_SECONDS = 60.0
+
+
+@dataclass
+class State:
+    """How far a run has come.
+
+    Attributes:
+        epoch: the epoch being trained, from 0.
+        step: optimizer steps done.
+        samples: samples trained on, over all workers, repeats in later epochs included.
+        epoch_samples: samples of this epoch done: where in its order the next batch starts.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+    epoch_samples: int = 0
+
+
+class MicroBatches(list[Any]):
+    """What ``run.batches()`` yields where a step has several micro-batches: a list of them.
+
+    ``run.step`` takes it whole; a script that owns its loop goes through it and calls ``run.backward`` for each.
+    """
+
+
+class Run:
+    """A training in progress; made by :func:`ronde.distribute`.
+
+    Attributes:
+        model: the script's own module.
+        optimizer: the script's own optimizer.
+        scheduler: the script's own scheduler, or None. It is stepped once per optimizer step.
+        plan: what is being done.
+        state: epoch, step and samples so far.
+        dir: the run directory, None where nothing is written (``RONDE_RUNS=none``).
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        taken: Taken,
+        strategy: Strategy,
+        loss: LossCall,
+        plan: Plan,
+        me: World,
+        watcher: Watcher,
+        directory: RunDir | None,
+        save_every: int | None,
+        keep: int,
+        on_nan: str,
+        writer: Any,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.plan = plan
+        self.state = State()
+        self.dir = directory
+        self._me = me
+        self._taken = taken
+        self._strategy = strategy
+        self._loss = loss
+        self._watcher = watcher
+        self._writer = writer
+        self._save_every = save_every
+        self._keep = keep
+        self._on_nan = on_nan
+        self._feed = Feed(taken.dataset, taken.order, taken.settings, plan.seed)
+        self._scaler = torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
+        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = self._scaler.scale if self._scaler else None  # type: ignore[assignment]
+        self._autocast: Callable[[], AbstractContextManager[Any]] = (
+            partial(torch.autocast, me.device.type, _DTYPES[plan.precision]) if plan.precision in _DTYPES else nullcontext
+        )
+        self._share: Share | None = None  # the batch handed out and not yet stepped on
+        self._backwards = 0
+        self._in_epochs = False
+        self._evaluations: dict[int, Evaluation] = {}
+        self._last_saved_step = -1
+        self._last_saved_time = time.monotonic()
+        self._started = time.monotonic()
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._deadline: float | None = None
+        self._ended = False
+        atexit.register(self._at_exit)
+
+    # -- who and where ---------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among all, from 0."""
+        return self._me.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train together."""
+        return self._me.size
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0 only."""
+        return self._me.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """What this worker trains on."""
+        return self._me.device
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in a whole epoch."""
+        return epoch_steps(self._taken.order.epoch_samples, self.plan.batch_size, self.plan.drop_last)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """Go through epochs up to ``n`` in all; a resumed run goes on in the epoch where it stopped.
+
+        Args:
+            n: epochs of the whole training, those before a resume included.
+
+        Yields:
+            int: the epoch, from 0.
+
+        Example:
+            >>> for epoch in run.epochs(10):  # doctest: +SKIP
+            ...     for batch in run.batches():
+            ...         loss = run.step(batch)
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise ArgumentError(f"run.epochs({n!r}): expected how many epochs to train in all, a whole number.")
+        self._watcher.epochs = n
+        self._watcher.total_steps = n * self.steps_per_epoch
+        if self.state.epoch >= n and self.state.step:
+            self._watcher.say(f"nothing left to train: {self.state.epoch} of {n} epochs are done")
+        while self.state.epoch < n:
+            epoch = self.state.epoch
+            self._in_epochs = True
+            yield epoch
+            self._in_epochs = False
+            if self.state.epoch == epoch:
+                self._end_epoch()
+            if self._save_every is None and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS:
+                self._save_quietly()
+        if self.state.step != self._last_saved_step:
+            self._save_quietly()
+        self._finish("completed")
+
+    def _end_epoch(self) -> None:
+        state = self.state
+        self._watcher.event(
+            Epoch(epoch=state.epoch, step=state.step, samples=state.samples, samples_per_second=self._watcher.rate.end_epoch())
+        )
+        state.epoch += 1
+        state.epoch_samples = 0
+
+    def batches(self) -> Iterator[Any]:
+        """This worker's share of each global batch of the current epoch, on its device; after a resume, of the rest of it.
+
+        Every worker gets the same number of batches. Where the last one is smaller than the world, a worker whose share is
+        empty gets a stand-in of one sample, which counts for nothing.
+
+        Yields:
+            What the data set's collate function makes of the worker's samples: usually ``(inputs, target)``, first
+            dimension = samples. With several micro-batches, a :class:`MicroBatches`.
+        """
+        state, plan, order = self.state, self.plan, self._taken.order
+        if state.epoch_samples >= order.epoch_samples and not self._in_epochs:
+            self._end_epoch()  # a script that has a loop of its own over epochs
+        epoch, offset = state.epoch, state.epoch_samples
+        self._strategy.start_epoch()
+
+        def mine() -> Iterator[Share]:
+            return shares(epoch, offset, order.epoch_samples, plan.batch_size, self.rank, self.world_size, plan.micro_batch, plan.drop_last)
+
+        self.model.train()
+        self._watcher.rate.resume()
+        several = plan.accumulation > 1
+        reseed = self.world_size > 1
+        for share, micros in self._feed.read(mine):
+            if self._share is not None:
+                raise RondeError(
+                    "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
+                    "batch takes one optimizer step."
+                )
+            self._share = share
+            self._backwards = 0
+            if reseed:
+                # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
+                torch.manual_seed(key_of(plan.seed, 5, state.step, self.rank))
+            on_device = micros if self.device.type == "cpu" else [to_device(m, self.device) for m in micros]
+            yield MicroBatches(on_device) if several else on_device[0]
+        if plan.drop_last and self._share is None:
+            state.epoch_samples = order.epoch_samples  # what is left of the epoch is left out
+
+    def _taken_share(self, call: str) -> Share:
+        if self._share is None:
+            raise RondeError(f"{call} was called without a batch: take one from run.batches(), and use each once.")
+        return self._share
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Train on one batch from :meth:`batches`: forward, backward, exchange, clip, update and schedule.
+
+        Args:
+            batch: what :meth:`batches` yielded, or what the script made of it.
+
+        Returns:
+            Tensor: 0-d, the loss of the whole global batch, the same on every rank. It waits for nothing until it is read.
+
+        Raises:
+            LossError: the loss is not a scalar, or is NaN or infinite.
+        """
+        share = self._taken_share("run.step(batch)")
+        micros = batch if isinstance(batch, MicroBatches) else (batch,)
+        if len(micros) != len(share.micro):
+            raise ArgumentError(
+                f"run.step() got {len(micros)} micro-batches, this step has {len(share.micro)}: pass on what run.batches() yielded."
+            )
+        last = len(micros) - 1
+        for i, (micro, (low, high)) in enumerate(zip(micros, share.micro, strict=True)):
+            part = Part(high - low, share.global_samples, i == last)
+            self._strategy.micro(partial(self._loss_of, micro), part, self._scale)
+        return self._update(share)
+
+    def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with self._autocast():
+            return self._loss(self.model, micro)
+
+    def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
+        """Backward pass of a script that owns its loop; once per micro-batch, in order, then :meth:`update`.
+
+        Args:
+            loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
+        """
+        share = self._taken_share("run.backward(loss)")
+        if self._backwards >= len(share.micro):
+            raise RondeError(f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches.")
+        value, weight = self._loss.check(loss)
+
+        def given() -> tuple[torch.Tensor, torch.Tensor | None]:
+            return value, weight
+
+        low, high = share.micro[self._backwards]
+        self._backwards += 1
+        part = Part(high - low, share.global_samples, self._backwards == len(share.micro))
+        self._strategy.micro(given, part, self._scale)
+
+    def update(self) -> torch.Tensor:
+        """Exchange, clip, update and schedule, after :meth:`backward`. Returns the global loss, as :meth:`step` does."""
+        share = self._taken_share("run.update()")
+        if self._backwards != len(share.micro):
+            raise RondeError(
+                f"run.update() was called after {self._backwards} of {len(share.micro)} backward passes: call run.backward(loss) for every micro-batch."
+            )
+        return self._update(share)
+
+    def _update(self, share: Share) -> torch.Tensor:
+        loss = self._strategy.finish()
+        plan, state, optimizer, scaler = self.plan, self.state, self.optimizer, self._scaler
+        if self._on_nan == "error" and loss.device.type == "cpu" and not math.isfinite(loss):
+            self._refuse_loss(float(loss), share)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if plan.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, plan.clip_norm)
+        lr = optimizer.param_groups[0]["lr"]
+        warm = rates.warmup_factor(state.step, plan.warmup_steps, plan.lr_factor) if plan.warmup_steps else 1.0
+        with rates.warmed(optimizer, warm):
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        samples = share.global_samples
+        state.step += 1
+        state.samples += samples
+        state.epoch_samples = share.stop
+        self._share = None
+        self._watcher.step(state.step, state.epoch, loss, lr * warm, state.samples, samples)
+        if self._save_every is not None and state.step % self._save_every == 0:
+            self.save()
+        if self._deadline is not None:
+            self._measure()
+        return loss
+
+    def _refuse_loss(self, value: float, share: Share) -> None:
+        # The loss is the same on every rank, so all of them are here: they can say whose samples it came from.
+        local = self._whose_loss()
+        order = self._taken.order
+        ids = order.ids(share.epoch, share.start, share.stop)
+        shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
+        raise LossError(
+            f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, samples {share.start}–{share.stop - 1} of its order: "
+            f"indices {shown}){local}. The weights were not updated. Look at these samples, lower the learning rate, or clip "
+            "(clip_norm=1.0); on_nan='ignore' trains on."
+        )
+
+    def _whose_loss(self) -> str:
+        if self.world_size == 1:
+            return ""
+        mine = self._strategy.local_loss
+        finite = gather_json(self._me, mine is None or math.isfinite(mine))
+        bad = [str(rank) for rank, good in enumerate(finite) if not good]
+        return f", from the samples of rank {', '.join(bad)}" if bad else ""
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, data: Any, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Loss and metrics over a data set, each sample counted once, the same result on every rank and for any number of them.
+
+        Args:
+            data: a Dataset or DataLoader, read in its own order.
+            metrics: name -> a torchmetrics object, or a callable of what the loss takes, usually ``(output, target)``, that
+                returns a mean over the samples given, ``(sum, weight)``, or one value per sample.
+
+        Returns:
+            dict: ``"loss"`` and each metric, as numbers (or what a torchmetrics object computes).
+
+        Example:
+            >>> run.evaluate(test_set, metrics={"accuracy": lambda out, y: (out.argmax(1) == y).float()})  # doctest: +SKIP
+            {'loss': 0.31, 'accuracy': 0.92}
+        """
+        self._watcher.rate.pause()
+        evaluation = self._evaluations.get(id(data))
+        if evaluation is None or evaluation.data is not data:
+            taken = take_over(
+                data,
+                seed=self.plan.seed,
+                batch_size=None,
+                shuffle=False,
+                shuffle_dataset=False,
+                drop_last=False,
+                argument="evaluate's data",
+            )
+            evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
+            self._evaluations[id(data)] = evaluation
+        self._strategy.sync_buffers()
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast)
+        finally:
+            self.model.train(was_training)
+        self._watcher.event(Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result))
+        if self.is_main and self._writer is not None:
+            self._write_scalars("evaluate", result)
+        shown = "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
+        self._watcher.say(f"epoch {self.state.epoch + 1}  step {self.state.step}  evaluate  {shown}")
+        self._watcher.rate.resume()
+        return result
+
+    def fit(self, epochs: int, validate: Any = None, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The loop, for those who want none: train, and evaluate after every epoch.
+
+        Args:
+            epochs: epochs of the whole training.
+            validate: data to evaluate on, or None.
+            metrics: see :meth:`evaluate`.
+
+        Returns:
+            dict: of the last evaluation, or ``{"loss": last training loss}``.
+        """
+        result: dict[str, Any] = {}
+        for _ in self.epochs(epochs):
+            loss = None
+            for batch in self.batches():
+                loss = self.step(batch)
+            if validate is not None:
+                result = self.evaluate(validate, metrics)
+            elif loss is not None:
+                result = {"loss": float(loss)}
+        return result
+
+    # -- what it leaves behind -------------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record values of the script's own, under their names; rank 0 writes, on others nothing happens.
+
+        Args:
+            values: name -> number, text, 0-d tensor or list of such.
+        """
+        if not self.is_main:
+            return
+        plain = {k: (v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in values.items()}
+        self._watcher.event(Logged(step=self.state.step, epoch=self.state.epoch, values=plain))
+        if self._writer is not None:
+            self._write_scalars("", plain)
+
+    def _write_scalars(self, group: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._writer.add_scalar(f"{group}/{name}" if group else name, value, self.state.step)
+        self._writer.flush()
+
+    def save(self) -> Path | None:
+        """Write a checkpoint now: weights, optimizer, scheduler, place in the data. Call it on every worker.
+
+        Returns:
+            Path: of the checkpoint on rank 0, None on others.
+
+        Raises:
+            CheckpointError: it could not be written; earlier ones are untouched.
+        """
+        if self._share is not None and self._backwards:
+            raise RondeError(
+                "run.save() was called between run.backward() and run.update(): the gradients would be lost. Call it after update()."
+            )
+        self._last_saved_step = self.state.step
+        self._last_saved_time = time.monotonic()
+        if not self.is_main or self.dir is None:
+            return None
+        self._watcher.rate.pause()
+        start = time.perf_counter()
+        weights, same = checkpoint.model_state(self.model)
+        moments, optimizer = checkpoint.optimizer_state(self.model, self.optimizer)
+        drawn, randomness = checkpoint.random_state()
+        order = self._taken.order
+        state = {
+            "epoch": self.state.epoch,
+            "step": self.state.step,
+            "samples": self.state.samples,
+            "epoch_samples": self.state.epoch_samples,
+            "workers": self.world_size,
+            "data": {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": self.plan.seed, "shuffle": order.shuffle},
+            "plan": self.plan.to_dict(),
+            "same_tensors": same,
+            "optimizer": optimizer,
+            "scheduler": checkpoint.encode(self.scheduler.state_dict(), "scheduler") if self.scheduler is not None else None,
+            "scaler": checkpoint.encode(self._scaler.state_dict(), "gradient scaler") if self._scaler is not None else None,
+            "randomness": randomness,
+        }
+        files = {"model.safetensors": weights, "optimizer.safetensors": moments, "random.safetensors": drawn}
+        path = checkpoint.write(self.dir.checkpoints, self.state.step, files, state, self._keep)
+        size = sum(f.stat().st_size for f in path.iterdir())
+        self._watcher.event(
+            Checkpointed(step=self.state.step, path=f"checkpoints/{path.name}", bytes=size, seconds=time.perf_counter() - start)
+        )
+        self._watcher.rate.resume()
+        return path
+
+    def _save_quietly(self) -> None:
+        """A checkpoint that nobody asked for must not end the training: a full disk is reported instead."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            self._warn(f"{error}")
+
+    def _warn(self, text: str) -> None:
+        self._watcher.event(Warned(text=text))
+        self._watcher.say(f"warning: {text}")
+
+    def restore(self, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        """Go on from a checkpoint's state and tensors (``{"model": …, "optimizer": …, "random": …}``). Used by ``--resume``."""
+        data, order = found["data"], self._taken.order
+        now = {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": self.plan.seed, "shuffle": order.shuffle}
+        words = {"samples": "samples in the data set", "epoch_samples": "samples an epoch", "seed": "seed", "shuffle": "shuffle"}
+        for name, value in now.items():
+            if data[name] != value:
+                raise CheckpointError(
+                    f"the checkpoint cannot be continued: {words[name]} was {data[name]} then and is {value} now, so the samples still "
+                    "to come would not be the same. Restore it, or start a new run."
+                )
+        was = found["plan"]
+        if self.plan.batch == "keep" and was["batch_size"] != self.plan.batch_size:
+            raise CheckpointError(
+                f"the checkpoint cannot be continued: batch_size was {was['batch_size']} then and is {self.plan.batch_size} now, which is another "
+                "training. Restore it, or start a new run."
+            )
+        if (found["scheduler"] is None) != (self.scheduler is None):
+            raise CheckpointError(
+                "the checkpoint cannot be continued: it was written with" + ("out" if found["scheduler"] is None else "") + " a scheduler."
+            )
+        checkpoint.load_model(self.model, tensors["model"], found["same_tensors"])
+        checkpoint.load_optimizer(self.model, self.optimizer, tensors["optimizer"], found["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(checkpoint.decode(found["scheduler"]))
+        if self._scaler is not None and found["scaler"] is not None:
+            self._scaler.load_state_dict(checkpoint.decode(found["scaler"]))
+        if was["lr_factor"] != self.plan.lr_factor:
+            rates.scale_rates(self.optimizer, self.scheduler, self.plan.lr_factor / was["lr_factor"])
+        self.state.epoch, self.state.step = found["epoch"], found["step"]
+        self.state.samples, self.state.epoch_samples = found["samples"], found["epoch_samples"]
+        self._last_saved_step = self.state.step
+        self._watcher.steps_at_start = self.state.step
+        if self.world_size == 1 and found["workers"] == 1:
+            checkpoint.restore_random(tensors["random"], found["randomness"])
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights as plain safetensors, under the names the script gave; rank 0 writes.
+
+        Tensors that share memory are written under each of their names.
+        """
+        if self.is_main:
+            weights, same = checkpoint.model_state(self.model)
+            checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, Path(path))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, status: str, error: str | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        state = self.state
+        self._watcher.event(
+            Ended(
+                status=status,
+                step=state.step,
+                epoch=state.epoch,
+                samples=state.samples,
+                samples_per_second=self._watcher.rate.samples_per_second,
+                seconds=time.monotonic() - self._started,
+                error=error,
+            )
+        )
+        if self._writer is not None:
+            self._writer.close()
+        self._watcher.close()
+        if self.dir is not None and os.environ.get("RONDE_PROGRESS", "") == "" and self.is_main and status == "completed":
+            self._watcher.display.say(f"run directory {self.dir.path}; 'ronde show {self.dir.name}' draws its curve")
+
+    def _at_exit(self) -> None:
+        # A script that ends by itself, without run.epochs(), has completed; one that failed is noted by the launcher.
+        import sys
+
+        if not self._ended:
+            self._watcher.flush()
+            if not hasattr(sys, "last_value") and self.state.step:
+                self._finish("completed")
+            else:
+                self._watcher.close()
+
+    def measure(self, seconds: float) -> None:
+        """From now on: train for about ``seconds``, write samples per second where ``RONDE_MEASURE_FILE`` says, and end the process."""
+        self._deadline = seconds
+
+    def _measure(self) -> None:
+        rate = self._watcher.rate
+        assert self._deadline is not None
+        if rate.seconds < self._deadline:
+            return
+        import json
+
+        self._ended = True
+        if self.is_main:
+            text = json.dumps({"workers": self.world_size, "samples_per_second": rate.samples_per_second, "steps": self.state.step})
+            Path(os.environ["RONDE_MEASURE_FILE"]).write_text(text)
+        raise SystemExit(0)

@@ -1,0 +1,64 @@
+"""The run seen from outside: its record, what it shows while it trains, its directory, its curve.
+
+Offers :class:`Record` and the event types, :class:`Watcher`, :class:`RunDir`, :func:`summarise` and :func:`curve`.
+Whatever watches can never break the training.
+"""
+
+from ronde.watch.curve import curve, thin
+from ronde.watch.progress import MARK, Bar, Display, Lines, Rate, Silent, Stream, choose_display, clock
+from ronde.watch.record import (
+    EVENTS,
+    SCHEMA_VERSION,
+    Checkpointed,
+    Ended,
+    Epoch,
+    Evaluated,
+    Event,
+    Logged,
+    Record,
+    Resumed,
+    Started,
+    Step,
+    Warned,
+    read,
+)
+from ronde.watch.rundir import RunDir, check_name, claim, latest, script_stem
+from ronde.watch.summary import Summary, summarise
+from ronde.watch.watcher import Watcher, recorded
+
+__all__ = [
+    "EVENTS",
+    "MARK",
+    "SCHEMA_VERSION",
+    "Bar",
+    "Checkpointed",
+    "Display",
+    "Ended",
+    "Epoch",
+    "Evaluated",
+    "Event",
+    "Lines",
+    "Logged",
+    "Rate",
+    "Record",
+    "Resumed",
+    "RunDir",
+    "Silent",
+    "Started",
+    "Step",
+    "Stream",
+    "Summary",
+    "Warned",
+    "Watcher",
+    "check_name",
+    "choose_display",
+    "claim",
+    "clock",
+    "curve",
+    "latest",
+    "read",
+    "recorded",
+    "script_stem",
+    "summarise",
+    "thin",
+]

@@ -1,0 +1,50 @@
+"""A loss curve in the terminal, drawn by plotille in braille dots."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+__all__ = ["curve", "thin"]
+
+
+def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most ``most`` points, each the mean of its neighbours."""
+    if len(points) <= most:
+        return list(points)
+    size = len(points) / most
+    groups = [points[int(i * size) : max(int((i + 1) * size), int(i * size) + 1)] for i in range(most)]
+    return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+
+
+def curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 10, label: str = "loss", axis: str = "step") -> str:
+    """Draw points as lines of text.
+
+    Args:
+        points: ``(x, y)`` with rising x; what is not finite is left out.
+        width, height: size of the drawing in characters.
+
+    Returns:
+        str: ``height`` lines and two for the axis; empty if there are fewer than two points.
+    """
+    import plotille
+
+    good = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(good) < 2:
+        return ""
+    good = thin(good, width * 2)
+    low, high = min(y for _, y in good), max(y for _, y in good)
+    if high == low:
+        low, high = low - 0.5, high + 0.5
+    left, right = good[0][0], good[-1][0]
+    canvas = plotille.Canvas(width=width, height=height, xmin=left, ymin=low, xmax=right, ymax=high + (high - low) * 1e-3)
+    for (x0, y0), (x1, y1) in itertools.pairwise(good):
+        canvas.line(x0, y0, x1, y1)
+    rows = canvas.plot().splitlines()
+    marks = {0: high, height // 2: (high + low) / 2, height - 1: low}
+    lines = [f"{marks[i]:>9.4g} │{row}" if i in marks else f"{'':>9} │{row}" for i, row in enumerate(rows)]
+    start, end = f"{left:g}", f"{right:g} {axis}"
+    lines.append(f"{label:>9} └{'─' * width}")
+    lines.append(f"{'':>11}{start}{end:>{max(1, width - len(start))}}")
+    return "\n".join(lines)

@@ -1,0 +1,218 @@
+"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere, nothing when quiet.
+
+Under ``ronde run`` the launcher owns the terminal: rank 0 sends it small messages inside its output, one line each
+that starts with the record separator (as RFC 7464 has it), and the launcher draws. Started by itself, a script draws.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+__all__ = ["MARK", "Bar", "Display", "Lines", "Silent", "Stream", "choose_display", "clock"]
+
+MARK = "\x1e"
+"""First character of a message line from rank 0 to the launcher."""
+
+
+def clock(seconds: float) -> str:
+    """``75`` -> ``1:15``."""
+    whole = max(0, int(seconds))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+class Display(Protocol):
+    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second, seconds_left (each may be None)."""
+
+    interval_seconds: float
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Show a new state."""
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+
+    def close(self) -> None:
+        """Take the display down."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    interval_seconds = float("inf")
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _describe(state: dict[str, Any]) -> str:
+    parts = []
+    epochs = f"/{state['epochs']}" if state.get("epochs") else ""
+    parts.append(f"epoch {state['epoch'] + 1}{epochs}")
+    steps = f"/{state['steps']}" if state.get("steps") else ""
+    parts.append(f"step {state['step']}{steps}")
+    if state.get("loss") is not None:
+        parts.append(f"loss {state['loss']:.4f}")
+    if state.get("samples_per_second"):
+        parts.append(f"{state['samples_per_second']:,.0f} samples/s")
+    if state.get("seconds_left") is not None:
+        parts.append(f"{clock(state['seconds_left'])} left")
+    return "  ".join(parts)
+
+
+class Lines:
+    """Plain lines, one every few seconds: for files, pipes and batch systems."""
+
+    def __init__(self, interval_seconds: float = 5.0) -> None:
+        self.interval_seconds = interval_seconds
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Print one line."""
+        print(_describe(state), flush=True)
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Nothing to take down."""
+
+
+class Stream:
+    """Messages to the launcher, inside this process's own output."""
+
+    interval_seconds = 0.2
+
+    def _send(self, message: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        os.write(1, (MARK + json.dumps(message) + "\n").encode())  # one write: it is not torn by other output
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Send the state."""
+        self._send(state)
+
+    def say(self, text: str) -> None:
+        """Print it: the launcher shows and keeps what rank 0 prints."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """Ask the launcher to take the bar down."""
+        self._send({"close": True})
+
+
+class Bar:
+    """A rich progress bar."""
+
+    interval_seconds = 0.2
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def _start(self) -> Progress:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
+        progress = Progress(*columns, console=self.console, transient=True, expand=True, refresh_per_second=8)
+        progress.start()
+        self._task = progress.add_task("", rest="", total=None)
+        self._progress = progress
+        return progress
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Move the bar."""
+        if state.get("close"):
+            self.close()
+            return
+        progress = self._progress or self._start()
+        assert self._task is not None
+        left, _, rest = _describe(state).partition("  loss")
+        progress.update(
+            self._task,
+            description=left,
+            completed=state["step"],
+            total=state.get("steps") or None,
+            rest=f"loss{rest}" if rest else "",
+        )
+
+    def say(self, text: str) -> None:
+        """Print above the bar."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Take the bar down."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def choose_display(is_main: bool) -> Display:
+    """The display for this process: only rank 0 shows anything."""
+    mode = os.environ.get("RONDE_PROGRESS", "")
+    if not is_main or mode == "quiet":
+        return Silent()
+    if mode == "stream":
+        return Stream()
+    if mode == "" and sys.stdout.isatty():
+        from rich.console import Console
+
+        return Bar(Console())
+    return Lines()
+
+
+class Rate:
+    """Samples a second while training: the time of evaluation, saving and the first steps is left out."""
+
+    def __init__(self, skip_steps: int = 3) -> None:
+        self._skip = skip_steps
+        self._mark: float | None = None
+        self.seconds = 0.0
+        self.samples = 0
+        self.epoch_seconds = 0.0
+        self.epoch_samples = 0
+
+    def pause(self) -> None:
+        """What follows is not training."""
+        self._mark = None
+
+    def step(self, samples: int, now: float) -> None:
+        """A step of ``samples`` ended at ``now``."""
+        if self._mark is not None:
+            if self._skip > 0:
+                self._skip -= 1
+            else:
+                self.seconds += now - self._mark
+                self.samples += samples
+                self.epoch_seconds += now - self._mark
+                self.epoch_samples += samples
+        self._mark = now
+
+    def resume(self) -> None:
+        """Training goes on from here."""
+        self._mark = time.perf_counter()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over all of this process's training."""
+        return self.samples / self.seconds if self.seconds else None
+
+    def end_epoch(self) -> float | None:
+        """Over the epoch that ends; the next one starts from zero."""
+        rate = self.epoch_samples / self.epoch_seconds if self.epoch_seconds else None
+        self.epoch_seconds, self.epoch_samples = 0.0, 0
+        return rate

@@ -1,0 +1,218 @@
+"""The run's record: ``record.jsonl``, one JSON object a line, each of a type below. The schema is documented field by field.
+
+Readers skip types and fields that they do not know, so that later versions can add some. A resumed run appends; steps
+that it trains again replace those recorded before the stop (see :func:`read`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+__all__ = [
+    "EVENTS",
+    "SCHEMA_VERSION",
+    "Checkpointed",
+    "Ended",
+    "Epoch",
+    "Evaluated",
+    "Logged",
+    "Record",
+    "Resumed",
+    "Started",
+    "Step",
+    "Warned",
+    "read",
+]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. ``time``: seconds since 1970, UTC."""
+
+    type: ClassVar[str] = "event"
+    time: float = field(default_factory=time.time, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    """A process group began to train. ``plan`` is plan.yaml, ``parameters`` a count, ``steps_per_epoch`` optimizer steps."""
+
+    type: ClassVar[str] = "start"
+    schema: int
+    run: str
+    script: str
+    workers: int
+    device: str
+    host: str
+    launcher: str
+    model: str
+    parameters: int
+    optimizer: str
+    samples: int
+    steps_per_epoch: int
+    threads: int
+    plan: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    """Training went on from a checkpoint. Steps recorded above ``step`` before this line are void."""
+
+    type: ClassVar[str] = "resume"
+    step: int
+    epoch: int
+    samples: int
+    checkpoint: str
+    workers: int
+    written_by_workers: int
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first group as used, ``samples`` since the run began."""
+
+    type: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Epoch(Event):
+    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` of its training steps, evaluation and saving left out."""
+
+    type: ClassVar[str] = "epoch"
+    epoch: int
+    step: int
+    samples: int
+    samples_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """``evaluate`` returned ``metrics`` over ``samples`` samples, each counted once."""
+
+    type: ClassVar[str] = "evaluate"
+    step: int
+    epoch: int
+    samples: int
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Logged(Event):
+    """The script called ``run.log(values)``."""
+
+    type: ClassVar[str] = "log"
+    step: int
+    epoch: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpointed(Event):
+    """A checkpoint was written whole. ``path`` is relative to the run directory."""
+
+    type: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """Something the user was told."""
+
+    type: ClassVar[str] = "warning"
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The script ended. ``status``: ``completed``, or ``failed`` with ``error`` and, if known, ``rank``."""
+
+    type: ClassVar[str] = "end"
+    status: str
+    step: int
+    epoch: int
+    samples: int
+    samples_per_second: float | None
+    seconds: float
+    error: str | None = None
+    rank: int | None = None
+
+
+EVENTS: dict[str, type[Event]] = {cls.type: cls for cls in (Started, Resumed, Step, Epoch, Evaluated, Logged, Checkpointed, Warned, Ended)}
+"""Name of a type -> its class."""
+
+
+class Record:
+    """Appends events to ``record.jsonl``. Only rank 0 holds one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def write(self, *events: Event) -> None:
+        """Append events and flush them to the system."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a")
+        for event in events:
+            values = {"type": event.type, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
+            self._file.write(json.dumps(values, default=str) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a later event opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # the last line of a run that was killed may be cut
+            if isinstance(value, dict):
+                yield value
+
+
+def read(path: Path) -> list[Event]:
+    """Events of a record, in order, with what a resume made void left out.
+
+    Example:
+        >>> read(Path("runs/train-1/record.jsonl"))  # doctest: +SKIP
+        [Started(...), Step(...), ...]
+    """
+    events: list[Event] = []
+    for value in _lines(path):
+        cls = EVENTS.get(str(value.get("type")))
+        if cls is None:
+            continue
+        names = {f.name for f in dataclasses.fields(cls)}
+        try:
+            event = cls(**{k: v for k, v in value.items() if k in names})
+        except TypeError:
+            continue
+        if isinstance(event, Resumed):
+            void = (Step, Evaluated, Logged, Epoch)
+            events = [e for e in events if not (isinstance(e, void) and e.step > event.step)]
+            events = [e for e in events if not (isinstance(e, Epoch) and e.epoch >= event.epoch)]
+        events.append(event)
+    return events

@@ -1,0 +1,95 @@
+"""A run told from its record: for the end of ``ronde run``, ``ronde runs`` and ``ronde show``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ronde.watch.record import Checkpointed, Ended, Epoch, Evaluated, Event, Started, Step, Warned, read
+from ronde.watch.rundir import RunDir
+
+__all__ = ["Summary", "summarise"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a record says of a run; None where it does not."""
+
+    run: str
+    path: str
+    status: str
+    start: Started | None = None
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    samples_per_second: float | None = None
+    seconds: float | None = None
+    loss: float | None = None
+    evaluation: dict[str, Any] | None = None
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    checkpoints: int = 0
+    warnings: list[str] = field(default_factory=list)
+    error: str | None = None
+    written: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ``--json``."""
+        start = self.start
+        return {
+            "run": self.run,
+            "path": self.path,
+            "status": self.status,
+            "script": start.script if start else None,
+            "workers": start.workers if start else None,
+            "device": start.device if start else None,
+            "plan": start.plan if start else None,
+            "epoch": self.epoch,
+            "step": self.step,
+            "samples": self.samples,
+            "samples_per_second": self.samples_per_second,
+            "seconds": self.seconds,
+            "loss": self.loss,
+            "evaluation": self.evaluation,
+            "checkpoints": self.checkpoints,
+            "error": self.error,
+        }
+
+
+def _last(events: list[Event], kind: type[Any]) -> Any:
+    return next((e for e in reversed(events) if isinstance(e, kind)), None)
+
+
+def summarise(run: RunDir) -> Summary:
+    """Read a run directory's record.
+
+    A run without an end that was written to in the last 30 s is called ``running``, otherwise ``stopped``.
+    """
+    if not run.record.exists():
+        return Summary(run.name, str(run.path), "empty")
+    events = read(run.record)
+    start, ended, evaluated = _last(events, Started), _last(events, Ended), _last(events, Evaluated)
+    steps = [e for e in events if isinstance(e, Step)]
+    written = run.record.stat().st_mtime
+    if ended is not None and start is not None and ended.time < start.time:
+        ended = None  # it was resumed after that end
+    status = ended.status if ended else "running" if time.time() - written < 30 else "stopped"
+    epochs = [e for e in events if isinstance(e, Epoch)]
+    return Summary(
+        run.name,
+        str(run.path),
+        status,
+        start,
+        step=ended.step if ended and ended.step else steps[-1].step if steps else 0,
+        epoch=ended.epoch if ended and ended.epoch else epochs[-1].epoch + 1 if epochs else 0,
+        samples=ended.samples if ended and ended.samples else steps[-1].samples if steps else 0,
+        samples_per_second=ended.samples_per_second if ended else epochs[-1].samples_per_second if epochs else None,
+        seconds=ended.seconds if ended else (events[-1].time - events[0].time if events else None),
+        loss=steps[-1].loss if steps else None,
+        evaluation=evaluated.metrics if evaluated else None,
+        curve=[(e.step, e.loss) for e in steps],
+        checkpoints=len({e.path for e in events if isinstance(e, Checkpointed)}),
+        warnings=list(dict.fromkeys(e.text for e in events if isinstance(e, Warned))),
+        error=ended.error if ended else None,
+        written=written,
+    )

@@ -1,0 +1,137 @@
+"""Watches one run from within: notes each step's loss unread, and reads, records and shows them now and then.
+
+Nothing in here may break the training: what fails is counted and reported once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ronde.watch.progress import Display, Rate
+from ronde.watch.record import Event, Record, Step
+
+__all__ = ["Watcher", "recorded"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FLUSH_SECONDS = 1.0
+_MOST_HELD = 256
+
+
+def recorded(step: int) -> bool:
+    """Whether a step's loss goes into the record: all of the first thousand, then one in ten, then one in a hundred."""
+    return step <= 1_000 or (step <= 10_000 and step % 10 == 0) or step % 100 == 0
+
+
+def _guarded(method: F) -> F:
+    """Whatever watches can never break the training: it is caught, counted and reported once."""
+
+    @functools.wraps(method)
+    def call(self: Watcher, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                import sys
+
+                print(f"ronde: watching this run failed ({type(error).__name__}: {error}); training goes on", file=sys.stderr)
+            return None
+
+    return call  # type: ignore[return-value]
+
+
+class Watcher:
+    """Records and shows one run; on ranks other than 0 it only counts.
+
+    Args:
+        record: where events go, None for nowhere.
+        display: what a person sees.
+        active: whether this is rank 0.
+    """
+
+    def __init__(self, record: Record | None, display: Display, active: bool) -> None:
+        self.record = record
+        self.active = active
+        self.display = display
+        self.rate = Rate()
+        self.failures = 0
+        self.epochs: int | None = None
+        self.total_steps: int | None = None
+        self.steps_at_start = 0
+        self._held: list[tuple[int, int, torch.Tensor, float, int, float]] = []
+        self._shown = time.perf_counter()
+        self._flushed = time.perf_counter()
+
+    def step(self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int, batch: int) -> None:
+        """Note a step. The loss is a 0-d tensor, not read here."""
+        now = time.perf_counter()
+        self.rate.step(batch, now)
+        if not self.active:
+            return
+        if self.record is not None and recorded(step):
+            self._held.append((step, epoch, loss, lr, samples, time.time()))
+        if now - self._shown >= self.display.interval_seconds:
+            self._show(step, epoch, loss, now)
+        if now - self._flushed >= _FLUSH_SECONDS or len(self._held) >= _MOST_HELD:
+            self.flush()
+
+    @_guarded
+    def _show(self, step: int, epoch: int, loss: torch.Tensor, now: float) -> None:
+        self._shown = now
+        rate = self.rate
+        left = None
+        if self.total_steps and rate.seconds and step > self.steps_at_start:
+            done = step - self.steps_at_start
+            left = (self.total_steps - step) * (rate.seconds / max(1, done - 3))
+        self.display.update(
+            {
+                "epoch": epoch,
+                "epochs": self.epochs,
+                "step": step,
+                "steps": self.total_steps,
+                "loss": float(loss),
+                "samples_per_second": rate.samples_per_second,
+                "seconds_left": left,
+            }
+        )
+
+    @_guarded
+    def flush(self) -> None:
+        """Read the losses held, all at once, and write them to the record."""
+        self._flushed = time.perf_counter()
+        held, self._held = self._held, []
+        if held and self.record is not None:
+            losses = torch.stack([h[2].double() for h in held]).tolist()
+            self.record.write(
+                *(
+                    Step(step=step, epoch=epoch, loss=value, lr=lr, samples=samples, time=when)
+                    for (step, epoch, _, lr, samples, when), value in zip(held, losses, strict=True)
+                )
+            )
+
+    @_guarded
+    def event(self, *events: Event) -> None:
+        """Write events, after the steps before them."""
+        if self.record is not None:
+            self.flush()
+            self.record.write(*events)
+
+    @_guarded
+    def say(self, text: str) -> None:
+        """Tell the user something, once, on rank 0."""
+        if self.active:
+            self.display.say(text)
+
+    @_guarded
+    def close(self) -> None:
+        """Write what is held and take the display down."""
+        self.flush()
+        self.display.close()
+        if self.record is not None:
+            self.record.close()

@@ -1,0 +1,25 @@
+"""The errors that Ronde raises on purpose: each says what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+__all__ = ["ArgumentError", "CheckpointError", "LossError", "RondeError", "WorldError"]
+
+
+class RondeError(Exception):
+    """Base of every error that Ronde raises on purpose."""
+
+
+class ArgumentError(RondeError, ValueError):
+    """An argument cannot be used: its name, what was found and what was expected are in the text."""
+
+
+class WorldError(RondeError, RuntimeError):
+    """The processes do not form a world: variables contradict each other, ranks disagree, a port is taken."""
+
+
+class CheckpointError(RondeError, RuntimeError):
+    """A checkpoint or run directory cannot be read or written safely."""
+
+
+class LossError(RondeError, ArithmeticError):
+    """The loss is not a number that can be trained on: NaN, infinite, or not a scalar."""

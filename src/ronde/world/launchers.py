@@ -1,0 +1,290 @@
+"""Which rank am I? One table of what each launcher puts into the environment.
+
+The order is from the innermost launcher outwards: ``torchrun`` inside ``srun`` or ``mpirun`` has set
+RANK last and is believed; a RANK set by hand that disagrees with MPI or Slurm is refused.
+Everything here is a pure function of a mapping, so that each launcher is tested with what it was
+measured to set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ronde.world.errors import WorldError
+
+__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify"]
+
+Env = Mapping[str, str]
+
+_SAGEMAKER_CONFIG = Path("/opt/ml/input/config/resourceconfig.json")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the environment says of this process.
+
+    ``local_rank`` and ``local_size`` are None where the launcher does not tell. ``address`` is None where
+    the launcher names no meeting point: all ranks are then on one machine, or the user must name it.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    node: int = 0
+    address: str | None = None
+    port: int | None = None
+    interface: str | None = None
+
+
+def _number(env: Env, name: str) -> int:
+    try:
+        value = int(env[name])
+    except ValueError:
+        raise WorldError(f"{name}={env[name]!r} is not a whole number. Unset it, or set it as your launcher does.") from None
+    if value < 0:
+        raise WorldError(f"{name}={value} is negative. Unset it, or set it as your launcher does.")
+    return value
+
+
+def _optional(env: Env, name: str) -> int | None:
+    return _number(env, name) if env.get(name) else None
+
+
+def _need(env: Env, launcher: str, names: tuple[str, ...], seen: tuple[str, ...]) -> None:
+    """All of ``names``, or an error that says which are there and which are missing."""
+    missing = [n for n in names if not env.get(n)]
+    if missing:
+        there = ", ".join(f"{n}={env[n]}" for n in seen if env.get(n))
+        raise WorldError(
+            f"The environment is only partly that of {launcher}: {there} set, but {' and '.join(missing)} missing. "
+            f"Set {'them' if len(missing) > 1 else 'it'}, or unset the rest to run on one device."
+        )
+
+
+def _check_port(env: Env) -> int | None:
+    port = _optional(env, "MASTER_PORT")
+    if port is not None and not 0 < port < 65536:
+        raise WorldError(f"MASTER_PORT={port} is not a port: it must be between 1 and 65535.")
+    return port
+
+
+def _torchrun(env: Env) -> Identity | None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if not any(env.get(n) for n in names):
+        return None
+    _need(env, "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)", ("RANK", "WORLD_SIZE"), names)
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if size > 1:
+        _need(env, "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)", ("MASTER_ADDR", "MASTER_PORT"), names)
+    return Identity(
+        "torchrun" if env.get("TORCHELASTIC_RUN_ID") else "environment",
+        rank,
+        size,
+        _optional(env, "LOCAL_RANK"),
+        _optional(env, "LOCAL_WORLD_SIZE"),
+        _optional(env, "GROUP_RANK") or 0,
+        env.get("MASTER_ADDR") or None,
+        _check_port(env),
+    )
+
+
+def _open_mpi(env: Env) -> Identity | None:
+    p = "OMPI_COMM_WORLD_"
+    names = (p + "RANK", p + "SIZE", p + "LOCAL_RANK", p + "LOCAL_SIZE")
+    if not any(env.get(n) for n in names):
+        return None
+    _need(env, "Open MPI's mpirun", names, names)
+    rank, size, local, local_size = (_number(env, n) for n in names)
+    return Identity("mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env))
+
+
+def _pmi(env: Env) -> Identity | None:
+    """MPICH, Intel MPI and others that start their ranks with Hydra."""
+    names = ("PMI_RANK", "PMI_SIZE")
+    if not any(env.get(n) for n in names) or env.get("SLURM_STEP_ID"):
+        return None  # srun --mpi=pmi2 sets PMI_* as well: Slurm tells more
+    _need(env, "MPICH's or Intel's mpirun", names, names)
+    local, local_size = _optional(env, "MPI_LOCALRANKID"), _optional(env, "MPI_LOCALNRANKS")
+    rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
+    return Identity("mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env))
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Host names of a Slurm node list, in its order: ``n[1-2,07],gpu3`` -> n1, n2, n07, gpu3.
+
+    Parsed here because ``scontrol`` is often missing inside containers.
+    """
+    hosts: list[str] = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        names = [""]
+        for literal, group in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            if literal:
+                names = [n + literal for n in names]
+                continue
+            choices: list[str] = []
+            for item in group.split(","):
+                low, dash, high = item.partition("-")
+                if dash:
+                    choices += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
+                else:
+                    choices.append(item)
+            names = [n + c for n in names for c in choices]
+        hosts += [n.strip() for n in names if n.strip()]
+    return hosts
+
+
+def _tasks_on_node(text: str, node: int) -> int | None:
+    """``2(x3),1`` at node 3 -> 1."""
+    for item in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if not found:
+            return None
+        repeat = int(found[2] or 1)
+        if node < repeat:
+            return int(found[1])
+        node -= repeat
+    return None
+
+
+def _slurm(env: Env) -> Identity | None:
+    # A bare sbatch shell has SLURM_PROCID=0 and SLURM_NTASKS too: only a step (srun) has ranks.
+    if not env.get("SLURM_STEP_ID") or not env.get("SLURM_PROCID"):
+        return None
+    size = _optional(env, "SLURM_STEP_NUM_TASKS") or _optional(env, "SLURM_NTASKS")
+    if size is None:
+        _need(env, "Slurm's srun", ("SLURM_STEP_NUM_TASKS",), ("SLURM_STEP_ID", "SLURM_PROCID"))
+        raise AssertionError
+    if size == 1:
+        return None  # an interactive srun --pty, or a job of one task: nothing is distributed
+    node = _optional(env, "SLURM_NODEID") or 0
+    nodes = expand_nodelist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "")
+    address = env.get("MASTER_ADDR") or (nodes[0] if nodes else None)
+    if address is None:
+        _need(env, "Slurm's srun", ("SLURM_STEP_NODELIST",), ("SLURM_STEP_ID", "SLURM_PROCID"))
+    job, step = _optional(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID")
+    return Identity(
+        "srun",
+        _number(env, "SLURM_PROCID"),
+        size,
+        _optional(env, "SLURM_LOCALID"),
+        _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
+        node,
+        address,
+        # Every rank must find the same port without talking: a function of job and step, below the ephemeral range.
+        _check_port(env) or 20000 + (job * 131 + step * 17) % 10000,
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _sagemaker(env: Env) -> Identity | None:
+    """A container with the SageMaker contract: one process a host, rank = its place among the sorted hosts."""
+    config: dict[str, object] = {}
+    if not env.get("SM_HOSTS") and not env.get("SM_CURRENT_HOST"):
+        if not env.get("TRAINING_JOB_NAME"):
+            return None
+        try:
+            config = json.loads(_SAGEMAKER_CONFIG.read_text())
+        except (OSError, ValueError):
+            return None
+    names = ("SM_HOSTS", "SM_CURRENT_HOST")
+    if not config:
+        _need(env, "a SageMaker container", names, names)
+    try:
+        hosts = [str(h) for h in (config.get("hosts") or json.loads(env["SM_HOSTS"]))]  # type: ignore[attr-defined]
+    except (ValueError, TypeError):
+        raise WorldError(f"SM_HOSTS={env['SM_HOSTS']!r} is not a JSON list of host names.") from None
+    me = str(config.get("current_host") or env["SM_CURRENT_HOST"])
+    if me not in hosts:
+        raise WorldError(f"SM_CURRENT_HOST={me} is not among SM_HOSTS={hosts}: the variables contradict each other.")
+    hosts.sort(key=_natural)  # algo-2 before algo-10, the same on every host; the service does not promise an order
+    rank = hosts.index(me)
+    return Identity(
+        "sagemaker",
+        rank,
+        len(hosts),
+        0,
+        1,
+        rank,
+        env.get("MASTER_ADDR") or hosts[0],
+        _check_port(env) or int(env.get("SM_MASTER_PORT", "7777")),
+        str(config.get("network_interface_name") or env.get("SM_NETWORK_INTERFACE_NAME") or "") or None,
+    )
+
+
+LAUNCHERS: dict[str, Callable[[Env], Identity | None]] = {
+    "torchrun": _torchrun,
+    "Open MPI": _open_mpi,
+    "MPICH or Intel MPI": _pmi,
+    "Slurm": _slurm,
+    "SageMaker": _sagemaker,
+}
+"""The table: name -> reader of the environment. The first that answers is believed."""
+
+
+def _check(found: Identity) -> None:
+    if found.size < 1 or found.rank >= found.size:
+        raise WorldError(
+            f"The environment of {found.launcher} contradicts itself: rank {found.rank} in a world of {found.size}. "
+            f"Ranks go from 0 to {max(found.size - 1, 0)}: look at RANK and WORLD_SIZE (or what your launcher sets)."
+        )
+    if found.local_rank is not None:
+        limit = found.local_size if found.local_size is not None else found.size
+        if found.local_rank >= limit or limit > found.size:
+            raise WorldError(
+                f"The environment of {found.launcher} contradicts itself: local rank {found.local_rank} of {limit} on this node, "
+                f"in a world of {found.size}. Look at LOCAL_RANK and LOCAL_WORLD_SIZE (or what your launcher sets)."
+            )
+
+
+def identify(env: Env) -> Identity:
+    """Read rank, size and meeting point from an environment.
+
+    Args:
+        env: a mapping such as ``os.environ``.
+
+    Returns:
+        Identity: that of the first launcher in :data:`LAUNCHERS` that set its variables; rank 0 of 1, launcher
+        ``"python"``, where there is none.
+
+    Raises:
+        WorldError: variables are partial, not numbers, out of range, or two launchers disagree.
+
+    Example:
+        >>> identify({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank
+        1
+        >>> identify({}).launcher
+        'python'
+    """
+    answers = {name: answer for name, read in LAUNCHERS.items() if (answer := read(env)) is not None}
+    if not answers:
+        return Identity("python", 0, 1, 0, 1)
+    for answer in answers.values():
+        _check(answer)
+    name, first = next(iter(answers.items()))
+    # torchrun, or an MPI inside Slurm or SageMaker, started this process inside the other's allocation: no
+    # contradiction. A RANK set by hand is one if it differs, and so are two MPIs.
+    if first.launcher == "environment":
+        others = answers
+    elif first.launcher == "mpirun":
+        others = {k: v for k, v in answers.items() if v.launcher == "mpirun"}
+    else:
+        others = {}
+    for other_name, other in others.items():
+        if (other.rank, other.size) != (first.rank, first.size):
+            raise WorldError(
+                f"Two launchers contradict each other: {name} variables (RANK, WORLD_SIZE) say rank {first.rank} of {first.size}, "
+                f"those of {other_name} say rank {other.rank} of {other.size}. Unset the ones that are left over."
+                if name == "torchrun"
+                else f"Two launchers contradict each other: {name} says rank {first.rank} of {first.size}, "
+                f"{other_name} says rank {other.rank} of {other.size}. Unset the variables that are left over."
+            )
+    return first
