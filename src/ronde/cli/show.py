@@ -35,12 +35,15 @@ def _series(run: RunDir) -> dict[str, list[tuple[float, float]]]:
     """Numbers that were evaluated or logged, by name, over steps."""
     series: dict[str, list[tuple[float, float]]] = {}
     for event in read(run.record):
-        values = event.metrics if isinstance(event, Evaluated) else event.values if isinstance(event, Logged) else {}
+        if isinstance(event, Evaluated):
+            values = {f"evaluate/{name}": value for name, value in event.metrics.items()}
+        elif isinstance(event, Logged):
+            values = event.values
+        else:
+            continue
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                series.setdefault(f"evaluate/{name}" if isinstance(event, Evaluated) else name, []).append(
-                    (float(event.step), float(value))
-                )  # type: ignore[attr-defined]
+                series.setdefault(name, []).append((float(event.step), float(value)))
     return series
 
 

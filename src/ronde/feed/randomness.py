@@ -48,7 +48,7 @@ def seed_all(key: int) -> None:
 
 def _numpy_mark() -> Any:
     """Something that changes when ``numpy.random`` draws. ``get_state`` takes 40 µs; a copy of the memory 1 µs."""
-    generator = np.random.get_bit_generator()
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return repr(generator.state)

@@ -146,9 +146,9 @@ def _worker_environment(job: Job) -> dict[str, str]:
 
 def _register_rendezvous() -> str:
     """A meeting point that listens on loopback only, on a free port. torch's own listens on every address."""
-    from torch.distributed import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
-    from torch.distributed.elastic.rendezvous.registry import handler_registry
+    from torch.distributed.elastic.rendezvous.registry import handler_registry  # type: ignore[attr-defined]
 
     class Loopback(RendezvousHandler):
         def __init__(self, parameters: RendezvousParameters) -> None:

@@ -7,7 +7,7 @@ batch of all workers) with autograd's own all_reduce, in two passes so that a la
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = ["absent", "batchnorms", "synchronise"]
 
 _present = [True]
+
+_all_reduce: Callable[..., torch.Tensor] = dist_nn.all_reduce
 
 
 @contextmanager
@@ -46,11 +48,11 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     weight = 1.0 if _present[0] else 0.0
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = torch.full((1,), weight * x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
-    total = dist_nn.all_reduce(torch.cat([wide.sum(axes) * weight, count]), group=group)
+    total = _all_reduce(torch.cat([wide.sum(axes) * weight, count]), group=group)
     n = total[-1].detach()
     mean = total[:-1] / n
     centred = wide - mean.view(shape)
-    var = dist_nn.all_reduce((centred * centred).sum(axes) * weight, group=group) / n
+    var = _all_reduce((centred * centred).sum(axes) * weight, group=group) / n
     if self.training and self.track_running_stats and self.running_mean is not None:
         self.num_batches_tracked.add_(1)
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -60,7 +62,8 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     out = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.affine:
         out = out * self.weight.view(shape) + self.bias.view(shape)
-    return out.to(x.dtype)
+    result: torch.Tensor = out.to(x.dtype)
+    return result
 
 
 def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:

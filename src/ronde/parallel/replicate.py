@@ -66,6 +66,11 @@ def _is_sparse(model: nn.Module) -> bool:
     return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in model.modules())
 
 
+def _sparse_zeros(p: torch.Tensor) -> torch.Tensor:
+    index = torch.empty((1, 0), dtype=torch.int64, device=p.device)
+    return torch.sparse_coo_tensor(index, p.new_empty((0, *p.shape[1:])), p.shape)
+
+
 class Replicate:
     """Carries data parallelism out on one model.
 
@@ -135,7 +140,7 @@ class Replicate:
                 assert self._reached is not None
                 self._reached.add(i)
 
-            self._hooks.append(p.register_post_accumulate_grad_hook(reached))
+            self._hooks.append(p.register_post_accumulate_grad_hook(reached))  # type: ignore[no-untyped-call]
 
     def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """See :meth:`Strategy.micro`."""
@@ -195,6 +200,7 @@ class Replicate:
             missing = [i for i in range(len(self.parameters)) if i not in self._reached]
             unused = [i for i in missing if self.parameters[i].grad is None]
         payload = self._payload
+        assert self._loss is not None
         payload[_LOSS] = self._loss
         if self._weighted is not False:
             payload[_WEIGHT] = 0.0 if self._weight is None else self._weight
@@ -207,9 +213,7 @@ class Replicate:
         for i in missing:
             p = self.parameters[i]
             roots.append(p)
-            grads.append(
-                torch.sparse_coo_tensor(size=p.shape, dtype=p.dtype, device=p.device) if self._is_sparse_one(p) else torch.zeros_like(p)
-            )
+            grads.append(_sparse_zeros(p) if self._is_sparse_one(p) else torch.zeros_like(p))
         torch.autograd.backward(roots, grads)
         if unused:
             summed = self._carrier.grad
@@ -258,7 +262,7 @@ class Replicate:
                 flat = torch.cat([b.reshape(-1) for b in same]).to(self.me.device)
                 bits = flat.view(torch.uint8)
                 dist.broadcast(bits, 0)
-                for b, part in zip(same, flat.split([b.numel() for b in same]), strict=True):
+                for b, part in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
                     b.copy_(part.view_as(b))
 
     def sync_buffers(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ronde.world.cores import threads_per_worker
 from ronde.world.errors import WorldError
@@ -21,7 +22,7 @@ from ronde.world.who import World, _identity, world
 __all__ = ["connect"]
 
 
-def _local_store(size: int) -> dist.Store:
+def _local_store(size: int) -> Store:
     """A store in a file, for ranks of one machine whose launcher (MPI) names no address: no port is needed.
 
     All ranks of one machine have the same parent (mpirun, or its proxy): its pid and start time name the file.
@@ -31,10 +32,10 @@ def _local_store(size: int) -> dist.Store:
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise WorldError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
-    return dist.FileStore(str(folder / f"{parent.pid}-{parent.create_time():.2f}"), size)
+    return FileStore(str(folder / f"{parent.pid}-{parent.create_time():.2f}"), size)
 
 
-def _store(me: World, timeout: datetime.timedelta) -> dist.Store:
+def _store(me: World, timeout: datetime.timedelta) -> Store:
     found = _identity()
     if found.address is None or found.port is None:
         if found.launcher == "mpirun" and found.local_size == found.size:
@@ -47,7 +48,7 @@ def _store(me: World, timeout: datetime.timedelta) -> dist.Store:
     # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
     serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(found.address, found.port, found.size, serves, timeout, wait_for_workers=False, multi_tenant=True)
+        store = TCPStore(found.address, found.port, found.size, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except (dist.DistNetworkError, RuntimeError) as error:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -61,7 +62,7 @@ def _store(me: World, timeout: datetime.timedelta) -> dist.Store:
         ) from error
     # Restarted workers must not read the addresses that dead ones left in the agent's store.
     generation = os.environ.get("RONDE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return dist.PrefixStore(f"ronde/{generation}", store)
+    return PrefixStore(f"ronde/{generation}", store)
 
 
 def connect(timeout_seconds: float = 1800.0) -> World:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ronde.world.errors import WorldError
 
@@ -187,7 +188,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _sagemaker(env: Env) -> Identity | None:
     """A container with the SageMaker contract: one process a host, rank = its place among the sorted hosts."""
-    config: dict[str, object] = {}
+    config: dict[str, Any] = {}
     if not env.get("SM_HOSTS") and not env.get("SM_CURRENT_HOST"):
         if not env.get("TRAINING_JOB_NAME"):
             return None
@@ -199,7 +200,7 @@ def _sagemaker(env: Env) -> Identity | None:
     if not config:
         _need(env, "a SageMaker container", names, names)
     try:
-        hosts = [str(h) for h in (config.get("hosts") or json.loads(env["SM_HOSTS"]))]  # type: ignore[attr-defined]
+        hosts = [str(h) for h in (config.get("hosts") or json.loads(env["SM_HOSTS"]))]
     except (ValueError, TypeError):
         raise WorldError(f"SM_HOSTS={env['SM_HOSTS']!r} is not a JSON list of host names.") from None
     me = str(config.get("current_host") or env["SM_CURRENT_HOST"])
