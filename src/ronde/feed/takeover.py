@@ -25,7 +25,7 @@ from ronde.world import ArgumentError
 
 __all__ = ["Taken", "take_over"]
 
-_OPTIONS = ("pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")
+_OPTIONS = ("pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
 
 
 @dataclass(frozen=True)

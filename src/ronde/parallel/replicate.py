@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.parallel.base import Compute, Part, scale_gradients, trainable
+from ronde.parallel.base import Compute, Part, backward, scale_gradients, trainable
 from ronde.parallel.batchnorm import absent
 from ronde.world import World, WorldError
 from ronde.world.agree import broadcast_json, gather_json
@@ -89,8 +89,8 @@ class Replicate:
         self._buffers_each_step: list[torch.Tensor] | None = None
         self._versions: dict[int, int] = {}
         self.local_loss: torch.Tensor | None = None
-        self._loss: torch.Tensor | None = None
-        self._weight: torch.Tensor | None = None
+        self._begun = False  # whether a step is under way
+        self._factors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._weighted: bool | None = None
         self._reached: set[int] | None = None
         self._hooks: list[Any] = []
@@ -102,6 +102,7 @@ class Replicate:
         self.parameters = [p for _, p in named]
         self._carrier = nn.Parameter(torch.zeros(_UNUSED + len(named), dtype=_carrier_dtype(self.parameters), device=self.me.device))
         self._payload = torch.zeros_like(self._carrier, requires_grad=False)
+        self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
         self._flagged = False
         self._sparse = _is_sparse(self.model)
         for hook in self._hooks:
@@ -145,7 +146,7 @@ class Replicate:
     def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """See :meth:`Strategy.micro`."""
         ddp = self._ddp
-        if self._loss is None:
+        if not self._begun:
             self._before_first()
         if not part.last:
             if self._reached is None:
@@ -166,30 +167,40 @@ class Replicate:
         for p in self.parameters:
             p.grad = None
         self._carrier.grad = None
-        self._loss = self._payload.new_zeros(())
+        self._begun = True
+        self._loss_slot.zero_()
+        if self._weighted is not False:
+            self._weight_slot.zero_()
         if self._buffers_each_step is None:
             self._versions = {id(b): b._version for b in self.model.buffers()}
         elif self._buffers_each_step:
             self._broadcast(self._buffers_each_step)
 
     def _forward_backward(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-        assert compute is not None and self._loss is not None
-        size = self.me.size
-        if part.samples:
-            value, weight = self._ddp(compute)
-            self._weighted = weight is not None
-            # DDP divides by the number of workers: multiply by it.
-            factor = size / part.global_samples
-            loss = value * (factor if weight is not None else part.samples * factor)
-            if weight is not None:
-                weight = weight * factor
-                self._weight = weight if self._weight is None else self._weight + weight
-        else:
+        assert compute is not None
+        if not part.samples:
             with absent():
                 value, _ = self._ddp(compute)
-                loss = value * 0.0
-        (loss if scale is None else scale(loss)).backward()
-        self._loss = self._loss + loss.detach()
+            self._backward(value, 0.0, scale)
+            return
+        value, weight = self._ddp(compute)
+        self._weighted = weight is not None
+        factor = self.me.size / part.global_samples  # DDP divides by the number of workers: multiply by it
+        if weight is not None:
+            self._weight_slot.add_(weight, alpha=factor)
+        else:
+            factor *= part.samples
+        self._backward(value, factor, scale)
+        self._loss_slot.add_(value.detach(), alpha=factor)
+
+    def _backward(self, value: torch.Tensor, factor: float, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        """Backward pass of ``factor * value``, without the multiplication: the factor is where the chain rule starts."""
+        start = self._factors.get((factor, value.dtype))
+        if start is None:
+            if len(self._factors) > 64:
+                self._factors.clear()
+            start = self._factors[factor, value.dtype] = torch.tensor(factor, dtype=value.dtype, device=value.device)
+        backward((value,), (start if scale is None else scale(start),))
 
     def _exchange(self) -> None:
         """Give DDP the rest of what it waits for: the carrier, and zeros for what was not reached."""
@@ -200,10 +211,6 @@ class Replicate:
             missing = [i for i in range(len(self.parameters)) if i not in self._reached]
             unused = [i for i in missing if self.parameters[i].grad is None]
         payload = self._payload
-        assert self._loss is not None
-        payload[_LOSS] = self._loss
-        if self._weighted is not False:
-            payload[_WEIGHT] = 0.0 if self._weight is None else self._weight
         if self._flagged or unused:
             payload[_UNUSED:] = 0
             payload[_UNUSED:][unused] = 1
@@ -214,7 +221,7 @@ class Replicate:
             p = self.parameters[i]
             roots.append(p)
             grads.append(_sparse_zeros(p) if self._is_sparse_one(p) else torch.zeros_like(p))
-        torch.autograd.backward(roots, grads)
+        backward(tuple(roots), tuple(grads))
         if unused:
             summed = self._carrier.grad
             assert summed is not None
@@ -232,8 +239,8 @@ class Replicate:
         assert summed is not None
         if self._buffers_each_step is None:
             self._choose_buffers()
-        self.local_loss = self._loss
-        self._loss = self._weight = None
+        self.local_loss = self._loss_slot
+        self._begun = False
         loss = summed[_LOSS]
         # A worker that had no sample yet learns from the others whether the loss has weights.
         if self._weighted if self._weighted is not None else bool(summed[_WEIGHT] != 0):

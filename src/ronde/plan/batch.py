@@ -81,10 +81,14 @@ def shares(
         stop = min(start + batch_size, epoch_samples)
         if drop_last and stop - start < batch_size:
             return
-        low, high = split(start, stop, size)[rank]
-        largest = -(-(stop - start) // size)
-        count = 1 if micro_batch is None else math.ceil(largest / micro_batch)
-        yield Share(epoch, start, stop, tuple(split(low, high, count)), high - low)
+        each, extra = divmod(stop - start, size)
+        low = start + rank * each + min(rank, extra)  # as split() cuts, for this rank alone
+        high = low + each + (rank < extra)
+        if micro_batch is None:
+            micro: tuple[tuple[int, int], ...] = ((low, high),)
+        else:
+            micro = tuple(split(low, high, math.ceil((each + (extra > 0)) / micro_batch)))
+        yield Share(epoch, start, stop, micro, high - low)
         start = stop
 
 

@@ -318,8 +318,6 @@ def distribute(
         )
 
     directory, resume = _directory(me, name)
-    if me.is_main and directory is not None:
-        chosen.save(directory.plan)
     strategy = carry_out(chosen.strategy, model, me, sync_batchnorm)
     if me.size > 1:
         torch.manual_seed(key_of(seed, 6, me.rank))  # until the first batch: workers must not draw alike
@@ -364,6 +362,8 @@ def distribute(
     if resume and directory is not None:
         run._watcher.say(_resume(run, me, directory))
         strategy.sync_buffers()
+    if me.is_main and directory is not None:
+        chosen.save(directory.plan)  # only now: a resume that was refused leaves the old one
     if measuring:
         run.measure(float(measuring))
     return run

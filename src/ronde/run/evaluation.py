@@ -53,6 +53,20 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
     raise ArgumentError(f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or (sum, weight).")
 
 
+def _forget(metric: Any) -> None:
+    """Take a torchmetrics object's only update back, but keep the kinds of what it has collected.
+
+    Its exchange gathers lists of tensors, and does not match if a rank that saw no sample has none of the type of the others'.
+    """
+    for part in metric.modules():
+        for name, default in getattr(part, "_defaults", {}).items():
+            state = getattr(part, name)
+            if isinstance(state, list):
+                setattr(part, name, [value.reshape(-1)[:0] if value.dim() == 0 else value[:0] for value in state])
+            else:
+                setattr(part, name, default.detach().clone().to(state.device))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
@@ -101,10 +115,12 @@ class Evaluation:
             return shares(0, 0, order.n, self.batch_size, me.rank, me.size, self.micro_batch)
 
         counted = 0
+        stand_in: Any = None
         with torch.no_grad():
             for share, micros in self.feed.read(mine):
                 for micro, (low, high) in zip(micros, share.micro, strict=True):
                     if low == high:
+                        stand_in = micro
                         continue
                     batch = micro if me.device.type == "cpu" else to_device(micro, me.device)
                     samples = high - low
@@ -121,6 +137,12 @@ class Evaluation:
                     for metric in objects.values():
                         metric.update(*arguments)
             sums[-1] = counted
+            if objects and counted == 0:
+                with autocast():
+                    arguments = loss.arguments(model, to_device(stand_in, me.device))
+                for metric in objects.values():
+                    metric.update(*arguments)
+                    _forget(metric)
             if me.size > 1:
                 on_device = sums.to(me.device)
                 dist.all_reduce(on_device)
