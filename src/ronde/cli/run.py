@@ -83,9 +83,9 @@ def register(app: typer.Typer) -> None:
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of --name, or of this script's last run.")
         ] = False,
-        runs: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS")] = Path(
-            "runs"
-        ),
+        runs: Annotated[
+            Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories; none keeps nothing.", envvar="RONDE_RUNS")
+        ] = Path("runs"),
         baseline: Annotated[
             bool, typer.Option("--baseline", help="Measure one worker afterwards, for some seconds, to compare with.")
         ] = False,
@@ -99,7 +99,10 @@ def register(app: typer.Typer) -> None:
             check_name(name)
         count = resolve_workers(workers)
         check_workers(count)
-        directory = claim(runs, name, script_stem(module or command[0]), resume)
+        temporary = tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
+        if temporary and (resume or name):
+            raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
+        directory = claim(Path(temporary.name) if temporary else runs, name, script_stem(module or command[0]), resume)
         console = _console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
@@ -117,6 +120,8 @@ def register(app: typer.Typer) -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+        if bar:
+            bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
         outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
         if bar:
             bar.close()
@@ -125,7 +130,13 @@ def register(app: typer.Typer) -> None:
             _tell_failure(outcome, directory)
             raise typer.Exit(outcome.status)
         if not quiet:
-            one = _baseline(command, count) if baseline and count > 1 else None
+            one = None
+            if baseline and count > 1:
+                if bar:
+                    bar.begin(f"measuring one worker for {_MEASURE_SECONDS:.0f} s, to compare")
+                one = _baseline(command)
+                if bar:
+                    bar.close()
             print_summary(directory, console, outcome.seconds, one, count)
 
 
@@ -213,11 +224,10 @@ def _tell_failure(outcome: Any, directory: RunDir) -> None:
         return
 
 
-def _baseline(command: list[str], workers: int) -> float | None:
+def _baseline(command: list[str]) -> float | None:
     """Samples a second that one worker with all cores reaches on the same script, measured for some seconds."""
     from ronde.launch import Job, launch
 
-    del workers
     with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
         file = Path(folder) / "rate.json"
         environment = {
@@ -253,6 +263,7 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
         console.print(
             f"the script ended after {clock(seconds)} without calling ronde.distribute; its output is in {_short(directory.logs)}",
             highlight=False,
+            soft_wrap=True,
         )
         return
     plan = Plan.from_dict(start.plan)

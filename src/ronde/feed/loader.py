@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from ronde.feed.order import Order, key_of
 from ronde.feed.randomness import KeyedRandomness
 from ronde.plan.batch import Share
+from ronde.world import ArgumentError
 
 __all__ = ["Feed", "LoaderSettings"]
 
@@ -121,7 +122,7 @@ class _StreamReader(IterableDataset[Any]):
                     try:
                         held = next(stream)
                     except StopIteration:
-                        raise IndexError(
+                        raise ArgumentError(
                             f"the data set says that its length is {self.length}, but it ended after {position} samples"
                         ) from None
                     position += 1

@@ -80,13 +80,20 @@ def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
     return draw
 
 
-def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str) -> tuple[Order, list[str]]:
+def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool) -> tuple[Order, list[str]]:
     sampler: Any = loader.sampler
+    ready_made = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
     if shuffle is not None:
+        if not (ready_made or isinstance(sampler, SequentialSampler | DistributedSampler) or isinstance(loader.dataset, IterableDataset)):
+            raise ArgumentError(
+                f"shuffle={shuffle} contradicts the sampler of {argument} ({type(sampler).__name__}), which decides the order: give one of them."
+            )
         return Order(n, seed, shuffle), []
+    if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
+        return Order(n, seed, False), []  # each sample once: in which order does not matter
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
         return Order(n, seed, False), []
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == n:
+    if ready_made:
         return Order(n, seed, True), []
     if isinstance(sampler, DistributedSampler):
         return Order(n, seed, bool(sampler.shuffle)), [
@@ -106,6 +113,7 @@ def take_over(
     shuffle_dataset: bool,
     drop_last: bool,
     argument: str = "data",
+    evaluate: bool = False,
 ) -> Taken:
     """Read what a user gave as data.
 
@@ -114,6 +122,7 @@ def take_over(
         batch_size: what the user asked for beside it, or None.
         shuffle: what the user asked for beside it, or None to follow the DataLoader.
         shuffle_dataset: whether a bare Dataset is shuffled where nothing was asked.
+        evaluate: it is read to evaluate: shuffling is left out, a sampler that chooses is not.
 
     Raises:
         ArgumentError: empty, without a length, or a DataLoader whose batches cannot be taken over.
@@ -143,7 +152,7 @@ def take_over(
             f"two batch sizes: batch_size={batch_size} and the DataLoader's batch_size={own_size}. Both mean global samples per "
             "optimizer step: give one of them."
         )
-    order, notes = _order_of(data, n, seed, shuffle, argument)
+    order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
     known = inspect.signature(DataLoader.__init__).parameters
     options = {name: getattr(data, name) for name in _OPTIONS if name in known and hasattr(data, name)}
     if not options.get("pin_memory_device"):

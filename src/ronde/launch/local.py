@@ -301,7 +301,7 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
             shutdown_timeout=_SHUTDOWN_SECONDS,
             local_addr="127.0.0.1",
         )
-        elastic_launch(config, sys.executable)("-u", "-m", "ronde.launch.worker", *job.command)
+        elastic_launch(config, sys.executable)("-u", str(Path(__file__).with_name("worker.py")), *job.command)
         return Outcome(0, seconds=time.monotonic() - start)
     except ChildFailedError as error:
         rank, text, trace, code = _first_failure(error.failures)

@@ -1,14 +1,19 @@
 """What each worker process runs first: it sets the process up, then runs the user's script as ``__main__``.
 
-Started as ``python -m ronde.launch.worker SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``.
+Started as ``python worker.py SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``, by path: it imports nothing of Ronde, so that a
+Ctrl-C is understood from the first moment on, and the script pays for no import that it does not make.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the script runs, there is nothing to take down
+
 import atexit
 import faulthandler
 import json
-import os
 import sys
 import threading
 import time
@@ -16,9 +21,9 @@ import traceback
 import types
 from pathlib import Path
 
-from ronde.watch.progress import MARK
-
 __all__ = ["main"]
+
+_MARK = "\x1e"  # ronde.watch.MARK
 
 
 def _die_with_launcher() -> None:
@@ -26,7 +31,6 @@ def _die_with_launcher() -> None:
     if sys.platform != "linux":
         return
     import ctypes
-    import signal
 
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     launcher = os.environ.get("RONDE_LAUNCHER_PID")
@@ -70,7 +74,7 @@ def _to_log(text: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("RONDE_LAUNCHER_PID"):
-        os.write(1, (MARK + json.dumps({"log": text}) + "\n").encode())
+        os.write(1, (_MARK + json.dumps({"log": text}) + "\n").encode())
     else:
         print(text, file=sys.stderr, end="")
 
@@ -90,6 +94,7 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     arguments = sys.argv[1:]
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy
 

@@ -35,9 +35,11 @@ class Strategy(Protocol):
 
     Attributes:
         local_loss: this worker's own part of the last step's loss, None if it had no samples.
+        parameters: those that take gradients.
     """
 
     local_loss: torch.Tensor | None
+    parameters: list[torch.nn.Parameter]
 
     def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         """Forward and backward of one micro-batch. ``scale`` multiplies the loss for half-precision gradients."""

@@ -173,7 +173,7 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
     norms = batchnorms(model)
     if norms and ((plan.workers > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
         size = -(-plan.batch_size // plan.workers)
-        size = min(size, plan.micro_batch or size)
+        size = min(size, plan.micro_batch or size) * (plan.workers if plan.sync_batchnorm else 1)
         cure = "; sync_batchnorm=True uses all workers'" if plan.workers > 1 and not plan.sync_batchnorm else ""
         run._warn(
             f"batch normalisation ({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} samples at a time, not the "
@@ -229,7 +229,7 @@ def distribute(
         precision: ``"bf16"`` and ``"fp16"`` run forward and loss under autocast; ``"fp32"`` leaves the script's types alone.
         plan: how the work is split: ``"data"``.
         seed: key of the order of samples and of augmentation. The order is a pure function of (seed, epoch, position).
-        name: of the run directory; ``ronde run --name`` goes first.
+        name: of the run directory, where the script is not started by ``ronde run``, which names it.
         drop_last: leave out a last batch that is shorter.
         shuffle: overrides the DataLoader's, or a Dataset's True.
         sync_batchnorm: batch normalisation over the global batch instead of each worker's share.
@@ -268,14 +268,25 @@ def distribute(
         if value not in allowed:
             raise ArgumentError(f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
     strategy_name = plan.strategy if isinstance(plan, Plan) else plan
+    if isinstance(plan, Plan) and plan != Plan(strategy=plan.strategy):
+        differs = [k for k, v in plan.to_dict().items() if v != getattr(Plan, k) and k != "strategy"]
+        raise ArgumentError(
+            f"plan has {', '.join(differs)} of its own: give these as arguments of ronde.distribute; of a plan the strategy is taken."
+        )
     if strategy_name not in STRATEGIES:
         raise ArgumentError(f"plan={strategy_name!r} is not known: choose one of {', '.join(map(repr, STRATEGIES))}.")
     for argument, whole in (("batch_size", batch_size), ("micro_batch", micro_batch), ("save_every", save_every)):
         checks.positive(argument, whole, optional=True)
     checks.positive("keep", keep)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError(f"seed={seed!r} must be a whole number.")
+    if warmup_steps is not None and (isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0):
+        raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
+    if lr_rule is not None and lr_rule not in rates.RULES:
+        raise ArgumentError(f"lr_rule={lr_rule!r} is not known: choose one of {', '.join(rates.RULES)}.")
     if not callable(loss):
         raise ArgumentError(f"loss must be callable, loss(output, target) -> scalar; found {type(loss).__name__}.")
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and (isinstance(clip_norm, bool | str) or not clip_norm > 0):
         raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
     checks.check_model(model, me)
     left_out = checks.check_optimizer(optimizer, model)

@@ -112,7 +112,7 @@ class Evaluation:
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
         def mine() -> Any:
-            return shares(0, 0, order.n, self.batch_size, me.rank, me.size, self.micro_batch)
+            return shares(0, 0, order.epoch_samples, self.batch_size, me.rank, me.size, self.micro_batch)
 
         counted = 0
         stand_in: Any = None

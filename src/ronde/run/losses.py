@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ __all__ = ["LossCall"]
 def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple):
-        return "a tuple of " + ", ".join(type(v).__name__ for v in value)
+    if isinstance(value, Mapping):
+        return "a dictionary of " + ", ".join(map(repr, value))
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of " + ", ".join(type(v).__name__ for v in value)
     return type(value).__name__
 
 
@@ -39,6 +41,8 @@ class LossCall:
             values = self.forward(model, batch)
             return values if isinstance(values, tuple) else (values,)
         try:
+            if isinstance(batch, Mapping | str | bytes):
+                raise TypeError
             inputs, target = batch
         except (TypeError, ValueError):
             raise LossError(

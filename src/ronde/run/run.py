@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import time
@@ -116,7 +117,6 @@ class Run:
         self._last_saved_step = -1
         self._last_saved_time = time.monotonic()
         self._started = time.monotonic()
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._deadline: float | None = None
         self._ended = False
         atexit.register(self._at_exit)
@@ -204,6 +204,7 @@ class Run:
         state, plan, order = self.state, self.plan, self._taken.order
         if state.epoch_samples >= order.epoch_samples and not self._in_epochs:
             self._end_epoch()  # a script that has a loop of its own over epochs
+        self._share = None  # of a loop that was left before it used its last batch
         epoch, offset = state.epoch, state.epoch_samples
         self._strategy.start_epoch()
 
@@ -305,7 +306,7 @@ class Run:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if plan.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, plan.clip_norm)
+            nn.utils.clip_grad_norm_(self._strategy.parameters, plan.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         warm = 1.0
         if state.step < plan.warmup_steps:
@@ -379,10 +380,11 @@ class Run:
                 data,
                 seed=self.plan.seed,
                 batch_size=None,
-                shuffle=False,
+                shuffle=None,
                 shuffle_dataset=False,
                 drop_last=False,
                 argument="evaluate's data",
+                evaluate=True,
             )
             evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
             self._evaluations[id(data)] = evaluation
@@ -552,6 +554,8 @@ class Run:
         if self._ended:
             return
         self._ended = True
+        if self._deadline is not None:
+            self._write_measure()  # the training was shorter than the time asked for
         state = self.state
         self._watcher.event(
             Ended(
@@ -577,6 +581,10 @@ class Run:
         if not self._ended:
             self._watcher.flush()
             if not hasattr(sys, "last_value") and self.state.step:
+                if self.state.epoch_samples >= self._taken.order.epoch_samples:
+                    self._end_epoch()
+                if self.state.step != self._last_saved_step and self._deadline is None:
+                    self._save_quietly()
                 self._finish("completed")
             else:
                 self._watcher.close()
@@ -588,12 +596,13 @@ class Run:
     def _measure(self) -> None:
         rate = self._watcher.rate
         assert self._deadline is not None
-        if rate.seconds < self._deadline:
-            return
-        import json
+        if rate.seconds >= self._deadline:
+            self._write_measure()
+            self._ended = True
+            raise SystemExit(0)
 
-        self._ended = True
+    def _write_measure(self) -> None:
         if self.is_main:
-            text = json.dumps({"workers": self.world_size, "samples_per_second": rate.samples_per_second, "steps": self.state.step})
-            Path(os.environ["RONDE_MEASURE_FILE"]).write_text(text)
-        raise SystemExit(0)
+            rate = self._watcher.rate
+            measured = {"workers": self.world_size, "samples_per_second": rate.samples_per_second, "steps": self.state.step}
+            Path(os.environ["RONDE_MEASURE_FILE"]).write_text(json.dumps(measured))

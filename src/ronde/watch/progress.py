@@ -134,6 +134,12 @@ class Bar:
         self._progress = progress
         return progress
 
+    def begin(self, text: str) -> None:
+        """Show that something is on its way, before there is a first step."""
+        progress = self._progress or self._start()
+        assert self._task is not None
+        progress.update(self._task, description=text, rest="", total=None)
+
     def update(self, state: dict[str, Any]) -> None:
         """Move the bar."""
         if state.get("close"):

@@ -141,7 +141,7 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The script ended. ``status``: ``completed``, or ``failed`` with ``error`` and, if known, ``rank``."""
+    """The script ended. ``status``: ``completed``; ``failed`` with ``error`` and, if known, ``rank``; or ``interrupted``."""
 
     type: ClassVar[str] = "end"
     status: str
