@@ -33,11 +33,11 @@ def curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 
     good = [(x, y) for x, y in points if math.isfinite(y)]
     if len(good) < 2:
         return ""
+    left, right = good[0][0], good[-1][0]
     good = thin(good, width * 2)
     low, high = min(y for _, y in good), max(y for _, y in good)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    left, right = good[0][0], good[-1][0]
     canvas = plotille.Canvas(width=width, height=height, xmin=left, ymin=low, xmax=right, ymax=high + (high - low) * 1e-3)
     for (x0, y0), (x1, y1) in itertools.pairwise(good):
         canvas.line(x0, y0, x1, y1)
