@@ -211,7 +211,6 @@ class Run:
         def mine() -> Iterator[Share]:
             return shares(epoch, offset, order.epoch_samples, plan.batch_size, self.rank, self.world_size, plan.micro_batch, plan.drop_last)
 
-        self.model.train()
         self._watcher.rate.resume()
         several = plan.accumulation > 1
         reseed = self.world_size > 1
@@ -389,12 +388,13 @@ class Run:
             evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
             self._evaluations[id(data)] = evaluation
         self._strategy.sync_buffers()
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast)
         finally:
-            self.model.train(was_training)
+            for module, training in modes:
+                module.training = training  # each its own: a frozen part stays as the script set it
         self._watcher.event(Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result))
         if self.is_main and self._writer is not None:
             self._write_scalars("evaluate", result)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ronde.world.errors import WorldError
-from ronde.world.launchers import Identity, identify
+from ronde.world.launchers import Identity, _optional, identify
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ class World:
         local_size: workers on this node, as far as the launcher tells.
         node: place of this node among the nodes.
         device: what this worker trains on, ``cpu`` or ``cuda:K``.
-        launcher: who started it: ``python``, ``torchrun``, ``srun``, ``mpirun``, ``sagemaker``, ``environment``.
+        launcher: who started it: ``python``, ``torchrun``, ``srun``, ``mpirun``, ``sagemaker``, ``environment`` (variables set by hand) or
+            ``process group`` (made by the script itself).
         host: name of this machine.
     """
 
@@ -72,12 +73,16 @@ def _device(identity: Identity) -> torch.device:
     return torch.device("cuda", local)
 
 
-@lru_cache(maxsize=1)
 def _identity() -> Identity:
-    return identify(os.environ)
+    """The environment's word; where it says nothing, that of a process group that the script made by itself."""
+    found = identify(os.environ)
+    distributed = sys.modules.get("torch.distributed")
+    if found.launcher == "python" and distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        return Identity("process group", rank, size, _optional(os.environ, "LOCAL_RANK"))
+    return found
 
 
-@lru_cache(maxsize=1)
 def world() -> World:
     """This process's place in the world, read from whichever launcher started it; nothing is connected.
 
