@@ -1,0 +1,68 @@
+# Needs make and Python 3.11 or later; everything else goes into .venv. `make` lists the targets.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
+STAMP := .venv/.installed
+BENCH_STAMP := .venv/.installed-bench
+
+# Which Python makes .venv: python3 where it is new enough, else the newest python3.x. `make venv PYTHON=…` decides otherwise.
+PYTHON ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint bench docs clean
+
+help:  ## list the targets
+	@echo "make TARGET, where TARGET is one of:"
+	@echo
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  \1	\2/p' Makefile | expand -t 10
+
+venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do it too)
+
+demo: $(STAMP)  ## train a small GPT on two workers, about two minutes
+	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py
+
+test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## look at format, style, types and who imports whom
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(BENCH_STAMP)  ## time a training step beside its peers; ARGS="--help" tells the choices
+	@$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+docs: $(STAMP)  ## build the documentation into site/
+	@$(BIN)/mkdocs build --strict
+
+clean:  ## remove .venv, site/ and all caches; runs/ stays
+	@rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info
+	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; found=; \
+	for try in $${python:-python3 python3.19 python3.18 python3.17 python3.16 python3.15 python3.14 python3.13 python3.12 python3.11}; do \
+		if $$try -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$try; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "error: Python 3.11 or later is needed; $${python:-python3} is $$($${python:-python3} --version 2>&1 | tail -n 1)." >&2; exit 1; \
+	fi; \
+	if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+		version=$$($$found -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+		echo "error: $$found cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv" \
+			"(python$$version-venv where $$found is not the system's own)." >&2; exit 1; \
+	fi; \
+	echo "making .venv with $$($$found --version)"; \
+	$$found -m venv .venv
+	@echo "installing torch (some hundred megabytes, once)"
+	@$(PIP) torch
+	@echo "installing ronde and its tools"
+	@$(PIP) --editable '.[dev,examples,docs,tensorboard]'
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	@echo "installing what the benchmarks compare with"
+	@$(PIP) --editable '.[bench]'
+	@touch $@

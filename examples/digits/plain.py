@@ -1,0 +1,42 @@
+"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes with."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch", type=int, default=32, help="images in a training step")
+parser.add_argument("--lr", type=float, default=2e-3)
+args = parser.parse_args()
+
+
+def accuracy(output, label):
+    return (output.argmax(1) == label).float().mean()
+
+
+torch.manual_seed(0)
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+labels = torch.tensor(digits.target)
+train_set, test_set = random_split(TensorDataset(images, labels), [0.8, 0.2])
+loader = DataLoader(train_set, batch_size=args.batch, shuffle=True)
+
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+    nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Flatten(), nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10),
+)  # fmt: skip
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+for epoch in range(args.epochs):
+    for inputs, target in loader:
+        loss = F.cross_entropy(model(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch + 1}  evaluate  accuracy {accuracy(model(images[test_set.indices]), labels[test_set.indices]):.4f}")
