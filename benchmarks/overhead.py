@@ -179,7 +179,12 @@ def worker(size: str, rounds: int, steps: int, names: list[str], out: str) -> No
                 next(loop)
             times[name].append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        result = {"times": times, "steps": steps, "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "torch": torch.__version__}
+        result = {
+            "times": times,
+            "steps": steps,
+            "peak_megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "torch": torch.__version__,
+        }
         Path(out).write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # the loops are not at their end
@@ -241,7 +246,10 @@ print(json.dumps({"first_batch_ms": first * 1e3, "grown_megabytes": (resource.ge
 """
     found = {}
     for n in (10**5, 10**7, 10**9):
-        runs = [json.loads(subprocess.run([sys.executable, "-c", code, str(n)], check=True, capture_output=True, text=True).stdout) for _ in range(3)]
+        runs = [
+            json.loads(subprocess.run([sys.executable, "-c", code, str(n)], check=True, capture_output=True, text=True).stdout)
+            for _ in range(3)
+        ]
         found[f"{n:.0e}"] = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
     return found
 
@@ -259,7 +267,11 @@ def main() -> None:
         return
     path = Path(arguments.out)
     report: dict[str, Any] = json.loads(path.read_text()) if arguments.only and path.exists() else {}
-    report["machine"] = {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine(), "python": platform.python_version()}
+    report["machine"] = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
     for size, steps in (("small", 200), ("rows", 200), ("large", 8)):
         if arguments.only not in (None, size):
             continue
@@ -280,7 +292,9 @@ def main() -> None:
         for name in CONTESTANTS:
             p = part[name]
             quartiles = f"{p['quartiles'][0]:.3f}–{p['quartiles'][1]:.3f}"
-            print(f"{name:12}{p['steps_per_second']:10.1f}{p['relative_to_ddp']:9.3f}{quartiles:>16}{p['peak_megabytes']:10.0f}", flush=True)
+            print(
+                f"{name:12}{p['steps_per_second']:10.1f}{p['relative_to_ddp']:9.3f}{quartiles:>16}{p['peak_megabytes']:10.0f}", flush=True
+            )
     if arguments.only in (None, "import"):
         report["import_seconds"] = import_cost()
         print("\nimport, seconds (median)")

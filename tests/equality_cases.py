@@ -64,7 +64,9 @@ class Transformer(nn.Module):
         x = self.embed(tokens) + self.position
         b, t, w = x.shape
         for i in range(2):
-            q, k, v = getattr(self, f"qkv{i}")(getattr(self, f"norm_a{i}")(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+            q, k, v = (
+                getattr(self, f"qkv{i}")(getattr(self, f"norm_a{i}")(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+            )
             scores = q @ k.transpose(-1, -2) / math.sqrt(w // self.heads) + self.mask.to(x.dtype)
             x = x + getattr(self, f"out{i}")((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, w))
             x = x + getattr(self, f"down{i}")(F.gelu(getattr(self, f"up{i}")(getattr(self, f"norm_b{i}")(x))))

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from equality_cases import Case, ronde_loop
 from safetensors.torch import save_file
 
 import ronde
+from equality_cases import Case, ronde_loop
 
 cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 for i, values in enumerate(cases):

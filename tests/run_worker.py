@@ -69,7 +69,6 @@ def pair(output, target):
 import torchmetrics  # noqa: E402
 
 
-
 class Collected(torchmetrics.Metric):
     """Its states are lists of tensors of several types: a rank without samples must have them too."""
 
@@ -179,6 +178,7 @@ for epoch in run.epochs(2):
 results["thawed later"] = not first.equal(model[0].weight)
 results["thawed weights"] = checksum(model)
 
+
 # dictionaries as batches, forward=, and a loss that takes one value
 class Dicts(torch.utils.data.Dataset):
     def __len__(self):
@@ -203,13 +203,26 @@ for kind, rule in (("SGD", None), ("AdamW", None), ("SGD", "none"), ("AdamW", "l
         for batch in run.batches():
             run.step(batch)
             rates.append(optimizer.param_groups[0]["lr"])
-    results[f"grow {kind} {rule}"] = [run.plan.batch_size, run.plan.lr_rule, run.plan.lr_factor, run.plan.warmup_steps, rates[0], run.steps_per_epoch]
+    results[f"grow {kind} {rule}"] = [
+        run.plan.batch_size,
+        run.plan.lr_rule,
+        run.plan.lr_factor,
+        run.plan.warmup_steps,
+        rates[0],
+        run.steps_per_epoch,
+    ]
 
 # half precision
 for precision in ("bf16", "fp16"):
-    run = start(classifier().float(), DataLoader(TensorDataset(rows(30).tensors[0].float(), rows(30).tensors[1]), 8), batch_size=None, precision=precision)
+    run = start(
+        classifier().float(),
+        DataLoader(TensorDataset(rows(30).tensors[0].float(), rows(30).tensors[1]), 8),
+        batch_size=None,
+        precision=precision,
+    )
     losses = train(run, 3)
     results[precision] = losses[-1] < losses[0]
+
 
 # buffers that a step changes and the next one reads are rank 0's on all ranks
 class Memory(nn.Module):

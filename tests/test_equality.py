@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from equality_cases import Case, largest_difference, plain_loop
 from safetensors.torch import load_file
 
+from equality_cases import Case, largest_difference, plain_loop
 from ronde.feed import key_of, permute
 
 HERE = Path(__file__).parent
@@ -35,7 +35,9 @@ EXACT = [
 ]
 SINGLE = [dataclasses.replace(c, dtype="float32") for c in EXACT[:8]]
 NORM = [Case("norm", "sgd", sync_batchnorm=True, n=24), Case("norm", "adamw", sync_batchnorm=True, batch=7, n=23)]
-OWN = [{**dataclasses.asdict(c), "own_loop": True} for c in (Case("lstm", "adamw"), Case("cnn", "sgd", micro=True), Case("tokens", "adamw"))]
+OWN = [
+    {**dataclasses.asdict(c), "own_loop": True} for c in (Case("lstm", "adamw"), Case("cnn", "sgd", micro=True), Case("tokens", "adamw"))
+]
 
 
 def run_cases(cases: list[dict], workers: int, folder: Path) -> list[dict]:

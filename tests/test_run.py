@@ -17,7 +17,18 @@ HERE = Path(__file__).parent
 
 def results(folder: Path, workers: int) -> dict:
     folder.mkdir()
-    command = [sys.executable, "-m", "ronde", "run", "-n", str(workers), "--runs", str(folder / "runs"), str(HERE / "run_worker.py"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "ronde",
+        "run",
+        "-n",
+        str(workers),
+        "--runs",
+        str(folder / "runs"),
+        str(HERE / "run_worker.py"),
+        str(folder),
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, env=dict(os.environ))
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "said.txt").write_text(done.stdout)
@@ -96,7 +107,10 @@ def test_export_has_the_scripts_own_names(found):
 def test_the_grow_rule_is_printed(found):
     base, _ = found
     said = (base / "2" / "said.txt").read_text()
-    assert "batch='grow': 2 workers × 3 = 6 samples per step; learning rate × 2 (linear scaling, Goyal et al. 2017), warmed up over 4 steps" in said
+    assert (
+        "batch='grow': 2 workers × 3 = 6 samples per step; learning rate × 2 (linear scaling, Goyal et al. 2017), warmed up over 4 steps"
+        in said
+    )
     assert "square root, for adaptive optimizers" in said
 
 

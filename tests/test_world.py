@@ -241,7 +241,7 @@ def test_a_rank_by_hand_that_agrees_is_fine():
 
 
 def test_world_of_plain_python(tmp_path):
-    script = "w = ronde.world(); print(w.rank, w.size, w.local_rank, w.local_size, w.node, w.device, w.launcher, w.is_main, bool(w.host), w is ronde.world())"
+    script = "w = ronde.world(); print(w.rank, w.size, w.local_rank, w.local_size, w.node, w.device, w.launcher, w.is_main, bool(w.host), w == ronde.world())"
     lazy = "import sys, ronde; print('torch' in sys.modules)"
     done = python(["-c", f"{lazy}\n{script}"], tmp_path)
     assert done.stdout.splitlines() == ["False", "0 1 0 1 0 cpu python True True True"], done.stderr

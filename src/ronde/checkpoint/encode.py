@@ -44,7 +44,10 @@ def encode(value: Any, where: str = "state") -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() > 4096:
             raise CheckpointError(f"{where} is a tensor of {value.numel()} elements: too large to be written beside the numbers")
-        return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "values": value.detach().cpu().tolist()}
+        if value.is_complex() or value.is_sparse or value.is_quantized:
+            raise CheckpointError(f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON does not hold")
+        flat = value.detach().cpu().reshape(-1).tolist()
+        return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": flat}
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and k != _KIND for k in value) and type(value) is dict:
             return {k: encode(v, f"{where}.{k}") for k, v in value.items()}
@@ -69,7 +72,7 @@ def decode(value: Any) -> Any:
         dtype = getattr(torch, str(value["dtype"]), None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"unknown tensor type {value['dtype']!r} in a checkpoint")
-        return torch.tensor(value["values"], dtype=dtype)
+        return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
     items = value["items"]
     if kind == "tuple":
         return tuple(decode(v) for v in items)

@@ -7,6 +7,7 @@ renamed: a reader sees all of it or none. Nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -65,6 +66,11 @@ def _manifest_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _manifest_text(body: Mapping[str, Any]) -> str:
+    """The one way in which a manifest is written: another spelling of the same values has been changed."""
+    return json.dumps(body, indent=1)
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -115,7 +121,7 @@ def write(folder: Path, step: int, files: Mapping[str, Tensors], state: Mapping[
         body["state"] = dict(state)
         body["digest"] = _manifest_digest(body)
         manifest = temporary / "manifest.json"
-        manifest.write_text(json.dumps(body, indent=1))
+        manifest.write_text(_manifest_text(body), encoding="utf-8")
         _sync(manifest)
         _sync(temporary)
         temporary.rename(target)
@@ -158,16 +164,17 @@ def verify(path: Path) -> Checkpoint:
         return CheckpointError(f"{path} is not a whole checkpoint: {why}")
 
     try:
-        body = json.loads((path / "manifest.json").read_bytes())
+        text = (path / "manifest.json").read_text(encoding="utf-8")
+        body = json.loads(text)
     except FileNotFoundError:
         raise broken("manifest.json is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise broken(f"manifest.json cannot be read ({error})") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise broken("manifest.json is not of a Ronde checkpoint")
     if body.get("version") != _VERSION:
         raise broken(f"it has version {body.get('version')} of the format, this Ronde reads {_VERSION}")
-    if body.get("digest") != _manifest_digest(body):
+    if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
         raise broken("manifest.json does not match its own digest")
     for name, entry in body["files"].items():
         if not _FILE.fullmatch(name):
@@ -196,13 +203,14 @@ def find_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def export(tensors: Tensors, path: Path) -> None:
     """Write plain safetensors, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(_dense(tensors), temporary, metadata={"format": "pt"})
         _sync(temporary)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -125,6 +125,7 @@ def register(app: typer.Typer) -> None:
         outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
         if bar:
             bar.close()
+            show(b"")
         if outcome.status:
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
             _tell_failure(outcome, directory)
@@ -166,8 +167,13 @@ def _shower(bar: Bar | None, console: Any) -> Any:
     held = bytearray()
 
     def show(data: bytes) -> None:
+        bar.settle()  # the script speaks: it has started
         held.extend(data)
-        end = held.rfind(b"\n")
+        if not bar.drawing:
+            to_terminal(bytes(held))  # as it comes: it may be a question, or a bar of the script's own
+            held.clear()
+            return
+        end = max(held.rfind(b"\n"), held.rfind(b"\r"))
         if end < 0:
             return
         text = bytes(held[:end]).decode(errors="replace")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 from ronde.feed.order import Order, key_of
 from ronde.feed.randomness import KeyedRandomness
 from ronde.plan.batch import Share
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 
 __all__ = ["Feed", "LoaderSettings"]
 
@@ -158,6 +158,7 @@ class Feed:
         workers = settings.num_workers
         if isinstance(dataset, IterableDataset):
             workers = min(workers, 1)
+            options.pop("persistent_workers", None)  # a process that stays keeps what it was asked for in the epoch before
             self._stream = _StreamReader(dataset, settings.collate, seed, order.n)
         if workers == 0:
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
@@ -209,3 +210,5 @@ class Feed:
         for first in batches:
             share = asked.popleft()
             yield share, [first, *(next(batches) for _ in share.micro[1:])]
+        if asked:
+            raise RondeError(f"the loading processes ended with {len(asked)} batches still to come")

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ronde.world import ArgumentError
+
 __all__ = ["Order", "key_of", "permute"]
 
 Ids = npt.NDArray[np.int64]
@@ -174,5 +176,5 @@ class Order:
             cache.clear()
             cache[epoch] = np.asarray(list(self.draw(epoch)), dtype=np.int64)
             if self.length is not None and len(cache[epoch]) != self.length:
-                raise IndexError(f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its length is {self.length}")
+                raise ArgumentError(f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its length is {self.length}")
         return cache[epoch]

@@ -16,6 +16,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    default_collate,
+    default_convert,
 )
 
 from ronde.feed.loader import LoaderSettings
@@ -81,7 +83,8 @@ def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
 
 
 def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool) -> tuple[Order, list[str]]:
-    sampler: Any = loader.sampler
+    # With batch_sampler=BatchSampler(…), the sampler that counts is inside it.
+    sampler: Any = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
     ready_made = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
     if shuffle is not None:
         if not (ready_made or isinstance(sampler, SequentialSampler | DistributedSampler) or isinstance(loader.dataset, IterableDataset)):
@@ -146,7 +149,7 @@ def take_over(
             "ronde deals each global batch out by itself. Give a DataLoader with batch_size= and, if needed, sampler=."
         )
     else:
-        own_size = data.batch_size
+        own_size = data.batch_sampler.batch_size if type(data.batch_sampler) is BatchSampler else data.batch_size
     if batch_size is not None and own_size not in (None, 1, batch_size):
         raise ArgumentError(
             f"two batch sizes: batch_size={batch_size} and the DataLoader's batch_size={own_size}. Both mean global samples per "
@@ -160,5 +163,8 @@ def take_over(
     workers = data.num_workers
     if isinstance(data.dataset, IterableDataset) and workers > 1:
         notes.append(f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order")
-    settings = LoaderSettings(data.collate_fn, workers, options, data.worker_init_fn)
-    return Taken(data.dataset, order, settings, batch_size or own_size, drop_last or data.drop_last, tuple(notes))
+    # A loader that does not batch converts single samples: where ronde batches, they are collated.
+    collate = default_collate if data.collate_fn is default_convert else data.collate_fn
+    settings = LoaderSettings(collate, workers, options, data.worker_init_fn)
+    leave_out = drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
+    return Taken(data.dataset, order, settings, batch_size or own_size, leave_out, tuple(notes))

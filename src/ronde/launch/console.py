@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import sys
 import tempfile
 import threading
@@ -17,11 +18,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from ronde.watch import MARK
 
 __all__ = ["Router"]
 
 _MARK = MARK.encode()
+
+
+def _sweep() -> None:
+    """Remove the folders of launchers that were killed: of processes that are gone, and this user's own."""
+    for folder in Path(tempfile.gettempdir()).glob("ronde-*-*"):
+        pid = folder.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Router:
@@ -34,7 +46,8 @@ class Router:
     """
 
     def __init__(self, workers: int, logs: Path | None, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ronde-")
+        _sweep()
+        self._folder = tempfile.TemporaryDirectory(prefix=f"ronde-{os.getpid()}-")
         self._show = show
         self._message = message
         self._rest: dict[int, bytes] = {}

@@ -54,8 +54,9 @@ def _report(error: BaseException) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    extra = {"py_callstack": _formatted(error), "timestamp": str(now // 10**9), "time_ns": now}
-    body = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
+    said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else ""  # sys.exit("why") says it all
+    extra = {"py_callstack": "" if said else _formatted(error), "timestamp": str(now // 10**9), "time_ns": now}
+    body = {"message": {"message": said or f"{type(error).__name__}: {error}", "extraInfo": extra}}
     temporary = f"{file}.writing"
     Path(temporary).write_text(json.dumps(body))
     Path(temporary).rename(file)

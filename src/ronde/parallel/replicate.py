@@ -89,6 +89,7 @@ class Replicate:
         self._buffers_each_step: list[torch.Tensor] | None = None
         self._versions: dict[int, int] = {}
         self.local_loss: torch.Tensor | None = None
+        self._scaled = False  # whether the step is in half precision
         self._begun = False  # whether a step is under way
         self._factors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._weighted: bool | None = None
@@ -148,6 +149,7 @@ class Replicate:
         ddp = self._ddp
         if not self._begun:
             self._before_first()
+            self._scaled = scale is not None
         if not part.last:
             if self._reached is None:
                 self._watch_reached()
@@ -190,7 +192,8 @@ class Replicate:
             self._weight_slot.add_(weight, alpha=factor)
         else:
             factor *= part.samples
-        self._backward(value, factor, scale)
+        # In half precision afterwards, so that what overflows does not depend on the number of workers.
+        self._backward(value, factor if scale is None else factor / self.me.size, scale)
         self._loss_slot.add_(value.detach(), alpha=factor)
 
     def _backward(self, value: torch.Tensor, factor: float, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
@@ -239,6 +242,8 @@ class Replicate:
         assert summed is not None
         if self._buffers_each_step is None:
             self._choose_buffers()
+        if self._scaled:
+            scale_gradients(self.parameters, torch.tensor(float(self.me.size), device=self.me.device))
         self.local_loss = self._loss_slot
         self._begun = False
         loss = summed[_LOSS]

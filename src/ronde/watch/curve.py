@@ -36,13 +36,16 @@ def curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 
     left, right = good[0][0], good[-1][0]
     good = thin(good, width * 2)
     low, high = min(y for _, y in good), max(y for _, y in good)
-    if high == low:
-        low, high = low - 0.5, high + 0.5
-    canvas = plotille.Canvas(width=width, height=height, xmin=left, ymin=low, xmax=right, ymax=high + (high - low) * 1e-3)
-    for (x0, y0), (x1, y1) in itertools.pairwise(good):
+    if left == right:
+        return ""
+    # Drawn between 0 and 1, so that no value is too large or too close to another for the canvas. Halves do not overflow.
+    span = high / 2 - low / 2
+    drawn = [((x - left) / (right - left), (y / 2 - low / 2) / span if span else 0.5) for x, y in good]
+    canvas = plotille.Canvas(width=width, height=height, xmin=0.0, ymin=0.0, xmax=1.0, ymax=1.001)
+    for (x0, y0), (x1, y1) in itertools.pairwise(drawn):
         canvas.line(x0, y0, x1, y1)
     rows = canvas.plot().splitlines()
-    marks = {0: high, height // 2: (high + low) / 2, height - 1: low}
+    marks = {0: high, height // 2: high / 2 + low / 2, height - 1: low} if span else {height // 2: low}
     lines = [f"{marks[i]:>9.4g} │{row}" if i in marks else f"{'':>9} │{row}" for i, row in enumerate(rows)]
     start, end = f"{left:g}", f"{right:g} {axis}"
     lines.append(f"{label:>9} └{'─' * width}")

@@ -123,6 +123,7 @@ class Bar:
         self.console = console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._beginning = False
 
     def _start(self) -> Progress:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -134,17 +135,29 @@ class Bar:
         self._progress = progress
         return progress
 
+    @property
+    def drawing(self) -> bool:
+        """Whether the bar is up."""
+        return self._progress is not None
+
+    def settle(self) -> None:
+        """Take down what :meth:`begin` shows."""
+        if self._beginning:
+            self.close()
+
     def begin(self, text: str) -> None:
         """Show that something is on its way, before there is a first step."""
         progress = self._progress or self._start()
         assert self._task is not None
         progress.update(self._task, description=text, rest="", total=None)
+        self._beginning = True
 
     def update(self, state: dict[str, Any]) -> None:
         """Move the bar."""
         if state.get("close"):
             self.close()
             return
+        self.settle()
         progress = self._progress or self._start()
         assert self._task is not None
         left, _, rest = _describe(state).partition("  loss")
@@ -165,6 +178,7 @@ class Bar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        self._beginning = False
 
 
 def choose_display(is_main: bool) -> Display:

@@ -169,7 +169,10 @@ class Record:
         """Append events and flush them to the system."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
+            torn = _ends_torn(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+            if torn:
+                self._file.write("\n")  # the run before was killed in the middle of a line
         for event in events:
             values = {"type": event.type, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
             self._file.write(json.dumps(values, default=str) + "\n")
@@ -182,12 +185,21 @@ class Record:
             self._file = None
 
 
+def _ends_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False  # not there yet, or empty
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # the last line of a run that was killed may be cut
             if isinstance(value, dict):
                 yield value

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ronde.watch.progress import Display, Rate
 from ronde.watch.record import Event, Record, Step
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Watcher", "recorded"]
 
@@ -107,6 +108,8 @@ class Watcher:
         self._flushed = time.perf_counter()
         held, self._held = self._held, []
         if held and self.record is not None:
+            import torch
+
             losses = torch.stack([h[2].double() for h in held]).tolist()
             self.record.write(
                 *(
@@ -128,10 +131,17 @@ class Watcher:
         if self.active:
             self.display.say(text)
 
-    @_guarded
     def close(self) -> None:
         """Write what is held and take the display down."""
         self.flush()
+        self._close_display()
+        self._close_record()
+
+    @_guarded
+    def _close_display(self) -> None:
         self.display.close()
+
+    @_guarded
+    def _close_record(self) -> None:
         if self.record is not None:
             self.record.close()

@@ -108,8 +108,10 @@ def _open_mpi(env: Env) -> Identity | None:
 def _pmi(env: Env) -> Identity | None:
     """MPICH, Intel MPI and others that start their ranks with Hydra."""
     names = ("PMI_RANK", "PMI_SIZE")
-    if not any(env.get(n) for n in names) or env.get("SLURM_STEP_ID"):
-        return None  # srun --mpi=pmi2 sets PMI_* as well: Slurm tells more
+    if not any(env.get(n) for n in names):
+        return None
+    if env.get("SLURM_STEP_ID") and not (env.get("MPI_LOCALRANKID") or env.get("MPI_LOCALNRANKS")):
+        return None  # srun --mpi=pmi2 sets PMI_* as well, and tells more; Hydra's own ranks, inside srun's step, have MPI_LOCAL*
     _need(env, "MPICH's or Intel's mpirun", names, names)
     local, local_size = _optional(env, "MPI_LOCALRANKID"), _optional(env, "MPI_LOCALNRANKS")
     rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
@@ -131,6 +133,8 @@ def expand_nodelist(text: str) -> list[str]:
             choices: list[str] = []
             for item in group.split(","):
                 low, dash, high = item.partition("-")
+                if dash and not (low.isdigit() and high.isdigit()):
+                    raise WorldError(f"SLURM_STEP_NODELIST={text!r} is not a list of nodes: {item!r} is not a range.")
                 if dash:
                     choices += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
                 else:
@@ -216,7 +220,7 @@ def _sagemaker(env: Env) -> Identity | None:
         1,
         rank,
         env.get("MASTER_ADDR") or hosts[0],
-        _check_port(env) or int(env.get("SM_MASTER_PORT", "7777")),
+        _check_port(env) or _optional(env, "SM_MASTER_PORT") or 7777,
         str(config.get("network_interface_name") or env.get("SM_NETWORK_INTERFACE_NAME") or "") or None,
     )
 
