@@ -295,6 +295,7 @@ def main() -> None:
             print(
                 f"{name:12}{p['steps_per_second']:10.1f}{p['relative_to_ddp']:9.3f}{quartiles:>16}{p['peak_megabytes']:10.0f}", flush=True
             )
+        _write(path, report)
     if arguments.only in (None, "import"):
         report["import_seconds"] = import_cost()
         print("\nimport, seconds (median)")
@@ -305,6 +306,10 @@ def main() -> None:
         print("\norder: first batch after a resume at two thirds of the epoch")
         for n, values in report["order"].items():
             print(f"{n:>8} samples{values['first_batch_ms']:10.1f} ms{values['grown_megabytes']:8.1f} MB")
+    _write(path, report)
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 

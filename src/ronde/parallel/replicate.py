@@ -51,6 +51,8 @@ class _Wrapped(nn.Module):
     def forward(self, compute: Callable[[], Any]) -> Any:
         return compute()
 
+    __call__ = forward  # it has no hooks: the way through them costs 3 µs
+
 
 def _nothing() -> None:
     return None
