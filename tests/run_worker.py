@@ -192,6 +192,28 @@ class Dicts(torch.utils.data.Dataset):
 run = start(data=Dicts(), forward=lambda model, b: F.cross_entropy(model(b["x"]), b["y"]), loss=lambda value: value)
 results["dicts"] = train(run)
 
+
+# sparse gradients, and a tail smaller than the world
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 4, sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+
+g = torch.Generator().manual_seed(0)
+words = TensorDataset(torch.randint(20, (19, 5), generator=g), torch.randint(3, (19,), generator=g))
+torch.manual_seed(2)
+for micro in (None, 1):
+    sparse = Sparse().double()
+    run = start(sparse, words, optimizer=torch.optim.SGD(sparse.parameters(), lr=0.5), batch_size=6, micro_batch=micro)
+    train(run, 2)
+    results[f"sparse {micro}"] = checksum(sparse)
+    torch.manual_seed(2)
+
 # growing the batch
 for kind, rule in (("SGD", None), ("AdamW", None), ("SGD", "none"), ("AdamW", "linear")):
     model = classifier()

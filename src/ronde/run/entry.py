@@ -23,6 +23,7 @@ from ronde.plan import Plan, Share, split
 from ronde.run import checks, rates
 from ronde.run.evaluation import to_device
 from ronde.run.losses import LossCall
+from ronde.run.persist import restore
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, Record, Resumed, RunDir, Started, Watcher, choose_display, claim, script_stem
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
@@ -127,7 +128,7 @@ def _resume(run: Run, me: World, directory: RunDir) -> str:
             raise CheckpointError(f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. {answer['refused'][0]}")
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
     tensors = {part: _send_tensors(me, found.load(f"{part}.safetensors") if found else {}) for part in ("model", "optimizer", "random")}
-    run.restore(answer["state"], tensors)
+    restore(run, answer["state"], tensors)
     state = answer["state"]
     run._watcher.event(
         Resumed(
@@ -238,7 +239,7 @@ def distribute(
         save_every: optimizer steps between checkpoints; None saves at the end, and at ends of epochs at most once a minute.
         keep: how many checkpoints to keep.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights are touched; ``"ignore"`` trains on.
-            On accelerators the loss is only looked at by ``"error"`` where something reads it.
+            On accelerators, where looking means waiting, it looks at one step in fifty.
         tensorboard: also write what is logged for TensorBoard (``pip install 'ronde[tensorboard]'``).
 
     Returns:

@@ -25,6 +25,7 @@ from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import rates
 from ronde.run.evaluation import Evaluation, to_device
 from ronde.run.losses import LossCall
+from ronde.run.persist import collect
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
 from ronde.world.agree import gather_json
@@ -33,6 +34,7 @@ __all__ = ["MicroBatches", "Run", "State"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SAVE_AT_LEAST_SECONDS = 60.0
+_NAN_EVERY = 50  # steps; to look at a loss on an accelerator is to wait for it
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Run:
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
             partial(torch.autocast, me.device.type, _DTYPES[plan.precision]) if plan.precision in _DTYPES else nullcontext
         )
+        self._reads_are_free = me.device.type == "cpu"
         self._share: Share | None = None  # the batch handed out and not yet stepped on
         self._backwards = 0
         self._in_epochs = False
@@ -300,7 +303,7 @@ class Run:
     def _update(self, share: Share) -> torch.Tensor:
         loss = self._strategy.finish()
         plan, state, optimizer, scaler = self.plan, self.state, self.optimizer, self._scaler
-        if self._on_nan == "error" and loss.device.type == "cpu" and not math.isfinite(loss):
+        if self._on_nan == "error" and (self._reads_are_free or state.step % _NAN_EVERY == 0) and not math.isfinite(loss):
             self._refuse_loss(float(loss), share)
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -340,10 +343,13 @@ class Run:
         local = self._whose_loss()
         order = self._taken.order
         ids = order.ids(share.epoch, share.start, share.stop)
+        found = "The weights were not updated."
+        if not self._reads_are_free:
+            found = f"On this device that is looked at every {_NAN_EVERY} steps: it may have begun in an earlier one."
         shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
         raise LossError(
             f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, samples {share.start}–{share.stop - 1} of its order: "
-            f"indices {shown}){local}. The weights were not updated. Look at these samples, lower the learning rate, or clip "
+            f"indices {shown}){local}. {found} Look at these samples, lower the learning rate, or clip "
             "(clip_norm=1.0); on_nan='ignore' trains on."
         )
 
@@ -465,25 +471,7 @@ class Run:
             return None
         self._watcher.rate.pause()
         start = time.perf_counter()
-        weights, same = checkpoint.model_state(self.model)
-        moments, optimizer = checkpoint.optimizer_state(self.model, self.optimizer)
-        drawn, randomness = checkpoint.random_state()
-        order = self._taken.order
-        state = {
-            "epoch": self.state.epoch,
-            "step": self.state.step,
-            "samples": self.state.samples,
-            "epoch_samples": self.state.epoch_samples,
-            "workers": self.world_size,
-            "data": {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": self.plan.seed, "shuffle": order.shuffle},
-            "plan": self.plan.to_dict(),
-            "same_tensors": same,
-            "optimizer": optimizer,
-            "scheduler": checkpoint.encode(self.scheduler.state_dict(), "scheduler") if self.scheduler is not None else None,
-            "scaler": checkpoint.encode(self._scaler.state_dict(), "gradient scaler") if self._scaler is not None else None,
-            "randomness": randomness,
-        }
-        files = {"model.safetensors": weights, "optimizer.safetensors": moments, "random.safetensors": drawn}
+        files, state = collect(self)
         path = checkpoint.write(self.dir.checkpoints, self.state.step, files, state, self._keep)
         size = sum(f.stat().st_size for f in path.iterdir())
         self._watcher.event(
@@ -502,42 +490,6 @@ class Run:
     def _warn(self, text: str) -> None:
         self._watcher.event(Warned(text=text))
         self._watcher.say(f"warning: {text}")
-
-    def restore(self, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]) -> None:
-        """Go on from a checkpoint's state and tensors (``{"model": …, "optimizer": …, "random": …}``). Used by ``--resume``."""
-        data, order = found["data"], self._taken.order
-        now = {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": self.plan.seed, "shuffle": order.shuffle}
-        words = {"samples": "samples in the data set", "epoch_samples": "samples an epoch", "seed": "seed", "shuffle": "shuffle"}
-        for name, value in now.items():
-            if data[name] != value:
-                raise CheckpointError(
-                    f"the checkpoint cannot be continued: {words[name]} was {data[name]} then and is {value} now, so the samples still "
-                    "to come would not be the same. Restore it, or start a new run."
-                )
-        was = found["plan"]
-        if self.plan.batch == "keep" and was["batch_size"] != self.plan.batch_size:
-            raise CheckpointError(
-                f"the checkpoint cannot be continued: batch_size was {was['batch_size']} then and is {self.plan.batch_size} now, which is another "
-                "training. Restore it, or start a new run."
-            )
-        if (found["scheduler"] is None) != (self.scheduler is None):
-            raise CheckpointError(
-                "the checkpoint cannot be continued: it was written with" + ("out" if found["scheduler"] is None else "") + " a scheduler."
-            )
-        checkpoint.load_model(self.model, tensors["model"], found["same_tensors"])
-        checkpoint.load_optimizer(self.model, self.optimizer, tensors["optimizer"], found["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(checkpoint.decode(found["scheduler"]))
-        if self._scaler is not None and found["scaler"] is not None:
-            self._scaler.load_state_dict(checkpoint.decode(found["scaler"]))
-        if was["lr_factor"] != self.plan.lr_factor:
-            rates.scale_rates(self.optimizer, self.scheduler, self.plan.lr_factor / was["lr_factor"])
-        self.state.epoch, self.state.step = found["epoch"], found["step"]
-        self.state.samples, self.state.epoch_samples = found["samples"], found["epoch_samples"]
-        self._last_saved_step = self.state.step
-        self._watcher.steps_at_start = self.state.step
-        if self.world_size == 1 and found["workers"] == 1:
-            checkpoint.restore_random(tensors["random"], found["randomness"])
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights as plain safetensors, under the names the script gave; rank 0 writes.
