@@ -3,6 +3,7 @@
 SHELL := /bin/sh
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
+CORE_STAMP := .venv/.installed-core
 STAMP := .venv/.installed
 BENCH_STAMP := .venv/.installed-bench
 
@@ -19,7 +20,7 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do it too)
 
-demo: $(STAMP)  ## train a small GPT on two workers, about two minutes
+demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py
 
 test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some
@@ -41,7 +42,7 @@ clean:  ## remove .venv, site/ and all caches; runs/ stays
 	@rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache src/*.egg-info
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+$(CORE_STAMP): pyproject.toml constraints.txt
 	@python="$(PYTHON)"; found=; \
 	for try in $${python:-python3 python3.19 python3.18 python3.17 python3.16 python3.15 python3.14 python3.13 python3.12 python3.11}; do \
 		if $$try -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$try; break; fi; \
@@ -58,7 +59,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$$found -m venv .venv
 	@echo "installing torch (some hundred megabytes, once)"
 	@$(PIP) torch
-	@echo "installing ronde and its tools"
+	@echo "installing ronde"
+	@$(PIP) --editable .
+	@touch $@
+
+$(STAMP): $(CORE_STAMP)
+	@echo "installing its tools"
 	@$(PIP) --editable '.[dev,examples,docs,tensorboard]'
 	@touch $@
 
