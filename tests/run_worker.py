@@ -179,6 +179,26 @@ results["thawed later"] = not first.equal(model[0].weight)
 results["thawed weights"] = checksum(model)
 
 
+# thawed, then frozen, in the middle of an epoch
+model = classifier()
+model[0].requires_grad_(False)
+run = start(model, data=rows(40))
+for _ in run.epochs(1):
+    for i, batch in enumerate(run.batches()):
+        if i in (1, 3):
+            model[0].requires_grad_(i == 1)
+        run.step(batch)
+results["thawed within"] = checksum(model)
+
+# an early stop, then a loop of the script's own
+run = start()
+for _ in run.epochs(9):
+    for batch in run.batches():
+        run.step(batch)
+    break
+results["after a break"] = [sum(1 for batch in run.batches() if run.step(batch) is not None) for _ in range(2)]
+
+
 # dictionaries as batches, forward=, and a loss that takes one value
 class Dicts(torch.utils.data.Dataset):
     def __len__(self):
@@ -260,6 +280,34 @@ class Memory(nn.Module):
                 self.seen.mul_(0.5).add_(x.mean(0))
         return self.fc(x - self.seen)
 
+
+class Reassigned(Memory):
+    def forward(self, x):
+        if self.training:
+            self.seen = 0.5 * self.seen + x.detach().mean(0)
+        return self.fc(x - self.seen)
+
+
+alike = []
+for kind in (Memory, Reassigned):
+    memory = kind().double()
+    run = start(memory)
+    for _ in run.epochs(2):
+        for batch in run.batches():
+            value = memory.seen.clone()  # as the step will find it: rank 0's
+            values = [torch.zeros_like(value) for _ in range(run.world_size)]
+            if run.world_size > 1:
+                torch.distributed.all_gather(values, value)
+                alike.append(all(v.equal(values[0]) for v in values))
+            run.step(batch)
+results["buffers alike before each step"] = all(alike)
+
+# one tensor as the learning rate of two groups
+model = classifier()
+rate = torch.tensor(0.1, dtype=torch.float64)
+optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=rate)
+start(model, optimizer=optimizer, batch="grow")
+results["grow a shared rate"] = [float(g["lr"]) for g in optimizer.param_groups]
 
 memory = Memory().double()
 run = start(memory)

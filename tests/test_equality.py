@@ -35,9 +35,9 @@ EXACT = [
 ]
 SINGLE = [dataclasses.replace(c, dtype="float32") for c in EXACT[:8]]
 NORM = [Case("norm", "sgd", sync_batchnorm=True, n=24), Case("norm", "adamw", sync_batchnorm=True, batch=7, n=23)]
-OWN = [
-    {**dataclasses.asdict(c), "own_loop": True} for c in (Case("lstm", "adamw"), Case("cnn", "sgd", micro=True), Case("tokens", "adamw"))
-]
+# The script runs forward and loss by itself.
+OWN_CASES = [Case("lstm", "adamw"), Case("cnn", "sgd", micro=True), Case("tokens", "adamw"), NORM[0], NORM[1]]
+OWN = [{**dataclasses.asdict(c), "own_loop": True} for c in OWN_CASES]
 
 
 def run_cases(cases: list[dict], workers: int, folder: Path) -> list[dict]:

@@ -86,6 +86,9 @@ def test_counts_and_flags(found):
         assert r["state"] == [2, 8, 60]
         assert r["drop_last"] == [6, 48]
         assert r["tied"] and r["saved on main only"] and r["buffers alike"]
+        assert r["buffers alike before each step"]
+        assert r["after a break"] == [4, 4]
+        assert r["grow a shared rate"] == [pytest.approx(0.1 * workers)] * 2
         assert r["frozen first"] and r["thawed later"]
         assert r["lazy"] == [[7, 5], [7], [3, 7], [3]]
         assert r["bf16"] and r["fp16"]

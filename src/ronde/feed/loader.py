@@ -75,8 +75,9 @@ def _stack(samples: list[Any]) -> Any:
 class _Reader(Dataset[Any]):
     """Reads an :class:`_Ask` as a collated batch."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, by_position: bool) -> None:
         self.dataset = dataset
+        self.by_position = by_position
         self.collate = _stack if collate is default_collate else collate
         self.randomness = KeyedRandomness(seed)
         # Rows of tensors are picked by one index each, not one by one: the same bits as collating them.
@@ -94,7 +95,9 @@ class _Reader(Dataset[Any]):
         def read_all() -> Any:
             return self.collate(many(ask.ids) if many is not None else [self.dataset[i] for i in ask.ids])
 
-        return self.randomness.batch(ask.epoch, ask.ids, read_one, read_all, self.collate)
+        # A sampler may draw a sample several times in an epoch: each time its augmentation is another one.
+        keys = range(ask.start, ask.start + len(ask.ids)) if self.by_position else ask.ids
+        return self.randomness.batch(ask.epoch, ask.ids, keys, read_one, read_all, self.collate)
 
 
 class _StreamReader(IterableDataset[Any]):
@@ -165,7 +168,7 @@ class Feed:
                 options.pop(name, None)
         # The loader draws its base seed from a generator of its own: the script's randomness is left alone.
         options["generator"] = torch.Generator().manual_seed(key_of(seed, 3) & 0x7FFFFFFFFFFFFFFF)
-        reader = None if self._stream is not None else _Reader(dataset, settings.collate, seed)
+        reader = None if self._stream is not None else _Reader(dataset, settings.collate, seed, order.draw is not None)
         self._direct = reader if workers == 0 and not options.get("pin_memory") else None
         self._loader: DataLoader[Any] = DataLoader(
             reader if reader is not None else cast("Dataset[Any]", self._stream),

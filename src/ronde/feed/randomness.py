@@ -11,7 +11,7 @@ from __future__ import annotations
 import _random
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -148,6 +148,7 @@ class KeyedRandomness:
         self,
         epoch: int,
         ids: list[int],
+        keys: Sequence[int],
         read_one: Callable[[int], Any],
         read_all: Callable[[], T],
         collate: Callable[[list[Any]], T],
@@ -155,6 +156,7 @@ class KeyedRandomness:
         """Read samples ``ids`` of ``epoch`` and make a batch of them.
 
         Args:
+            keys: one for each sample, among those of the epoch.
             read_one: reads one sample, called under the sample's own key.
             read_all: reads and collates all of them, used where nothing is drawn.
             collate: makes a batch of what ``read_one`` gave, called under a key of the first sample.
@@ -168,8 +170,8 @@ class KeyedRandomness:
             self._draws = True  # it does draw, rarely: read this batch again, and all others, under keys
         before = states()
         try:
-            samples = [self._keyed(key_of(self.seed, 1, epoch, i), read_one, i) for i in ids]
-            return self._keyed(key_of(self.seed, 2, epoch, ids[0] if ids else 0), collate, samples)
+            samples = [self._keyed(key_of(self.seed, 1, epoch, k), read_one, i) for i, k in zip(ids, keys, strict=True)]
+            return self._keyed(key_of(self.seed, 2, epoch, keys[0]), collate, samples)
         finally:
             restore_states(before)
 

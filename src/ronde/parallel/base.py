@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 
-__all__ = ["Compute", "Part", "Strategy", "backward", "scale_gradients", "trainable"]
+__all__ = ["Compute", "Flags", "Part", "Strategy", "backward", "scale_gradients", "trainable"]
 
 Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum, weight)``."""
@@ -48,10 +48,31 @@ class Strategy(Protocol):
         """Complete the exchange: gradients are those of the global mean. Returns the global loss, 0-d, on every rank."""
 
     def start_epoch(self) -> None:
-        """Take note of parameters that were frozen or thawed, and of buffers that drifted apart."""
+        """Bring buffers that drifted apart together."""
+
+    def before_batch(self, present: bool) -> None:
+        """Before the script sees a batch: no forward pass of its step has run. ``present``: its first micro-batch has samples."""
+
+    def refresh(self) -> bool:
+        """Take note of parameters that were frozen, thawed or replaced. Returns whether any were."""
+
+    def expect(self, present: bool) -> None:
+        """The next forward pass, which the script runs by itself, has samples or is of a stand-in."""
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
+
+
+class Flags:
+    """Which parameters there are and which take gradients, to see cheaply whether that has changed."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._flags = [p.requires_grad for p in self._parameters]
+
+    def changed(self) -> bool:
+        """Whether one was frozen or thawed."""
+        return [p.requires_grad for p in self._parameters] != self._flags
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

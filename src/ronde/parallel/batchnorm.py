@@ -1,7 +1,7 @@
 """Batch normalisation over the whole global batch, on any device.
 
 torch's SyncBatchNorm refuses CPU tensors. This one computes the same statistics (Ioffe and Szegedy 2015, over the
-batch of all workers) with autograd's own all_reduce, in two passes so that a large mean costs no digits.
+batch of all workers) with sums over workers, in two passes so that a large mean costs no digits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn import functional as dist_nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["absent", "batchnorms", "synchronise"]
+__all__ = ["absent", "batchnorms", "set_present", "synchronise"]
 
 _present = [True]
 
-_all_reduce: Callable[..., torch.Tensor] = dist_nn.all_reduce
+
+class _AllReduce(torch.autograd.Function):
+    """A sum over workers that gradients go back through: each worker's is the sum of all workers'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+_all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllReduce.apply  # type: ignore[assignment]
 
 
 @contextmanager
@@ -34,13 +51,18 @@ def absent() -> Iterator[None]:
         _present[0] = True
 
 
+def set_present(present: bool) -> None:
+    """Whether the samples of the forward passes to come count: for a script that runs them by itself."""
+    _present[0] = present
+
+
 def batchnorms(model: nn.Module) -> list[str]:
     """Names of the modules that normalise over the batch."""
     return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
 
 
 def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if not (self.training or self.running_mean is None):
+    if not self.training:  # evaluation exchanges nothing: a worker whose share is empty does not take part
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     self._check_input_dim(x)
     axes = [0, *range(2, x.dim())]
@@ -48,11 +70,11 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     weight = 1.0 if _present[0] else 0.0
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = torch.full((1,), weight * x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
-    total = _all_reduce(torch.cat([wide.sum(axes) * weight, count]), group=group)
+    total = _all_reduce(torch.cat([wide.sum(axes) * weight, count]), group)
     n = total[-1].detach()
     mean = total[:-1] / n
     centred = wide - mean.view(shape)
-    var = _all_reduce((centred * centred).sum(axes) * weight, group=group) / n
+    var = _all_reduce((centred * centred).sum(axes) * weight, group) / n
     if self.training and self.track_running_stats and self.running_mean is not None:
         self.num_batches_tracked.add_(1)
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.parallel.base import Compute, Part, backward, scale_gradients, trainable
-from ronde.parallel.batchnorm import absent
+from ronde.parallel.base import Compute, Flags, Part, backward, scale_gradients, trainable
+from ronde.parallel.batchnorm import absent, set_present
 from ronde.world import World, WorldError
 from ronde.world.agree import broadcast_json, gather_json
 
@@ -88,8 +88,9 @@ class Replicate:
         self.me = me
         self.run_empty = run_empty
         self._bucket_megabytes = bucket_megabytes
-        self._buffers_each_step: list[torch.Tensor] | None = None
-        self._versions: dict[int, int] = {}
+        self._changing: list[str] = []  # buffers that a step changes and the next one reads
+        self._steps = 0
+        self._seen: dict[str, tuple[int, int]] | None = None
         self.local_loss: torch.Tensor | None = None
         self._scaled = False  # whether the step is in half precision
         self._begun = False  # whether a step is under way
@@ -111,6 +112,7 @@ class Replicate:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._flags = Flags(self.model)
         self._ddp = DistributedDataParallel(
             _Wrapped(self.model, self._carrier),
             **_NO_BUFFERS,
@@ -175,17 +177,13 @@ class Replicate:
         self._loss_slot.zero_()
         if self._weighted is not False:
             self._weight_slot.zero_()
-        if self._buffers_each_step is None:
-            self._versions = {id(b): b._version for b in self.model.buffers()}
-        elif self._buffers_each_step:
-            self._broadcast(self._buffers_each_step)
 
     def _forward_backward(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         assert compute is not None
         if not part.samples:
             with absent():
                 value, _ = self._ddp(compute)
-            self._backward(value, 0.0, scale)
+                self._backward(value, 0.0, scale)
             return
         value, weight = self._ddp(compute)
         self._weighted = weight is not None
@@ -242,8 +240,8 @@ class Replicate:
         """See :meth:`Strategy.finish`."""
         summed = self._carrier.grad
         assert summed is not None
-        if self._buffers_each_step is None:
-            self._choose_buffers()
+        if self._seen is not None:
+            self._choose_buffers(self._seen)
         if self._scaled:
             scale_gradients(self.parameters, torch.tensor(float(self.me.size), device=self.me.device))
         self.local_loss = self._loss_slot
@@ -255,17 +253,46 @@ class Replicate:
             return loss / summed[_WEIGHT]
         return loss.clone()  # the bucket behind it is written again by the next step
 
-    def _choose_buffers(self) -> None:
-        """After the first step: which buffers does a step change, and the next one read?
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        """Every buffer that matters while training, as it is now: which tensor, and how often it was changed in place.
 
-        Constant ones (masks, positions) need no exchange. The running statistics of batch normalisation are not read
-        while training, so they are exchanged when something reads them: see :meth:`sync_buffers`.
+        The running statistics of batch normalisation are not read while training: they are exchanged when something reads
+        them, see :meth:`sync_buffers`.
         """
         running = {id(b) for m in self.model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
-        named = dict(self.model.named_buffers())
-        mine = [n for n, b in named.items() if id(b) not in running and b._version != self._versions.get(id(b))]
-        chosen = broadcast_json(self.me, mine) if named else []  # rank 0 is never without samples
-        self._buffers_each_step = [named[n] for n in chosen]
+        return {n: (id(b), b._version) for n, b in self.model.named_buffers() if id(b) not in running}
+
+    def before_batch(self, present: bool) -> None:
+        """See :meth:`Strategy.before_batch`."""
+        set_present(present or not self.run_empty)
+        self.refresh()
+        if self._changing:
+            named = dict(self.model.named_buffers())
+            self._broadcast([named[n] for n in self._changing])
+        # Constant buffers (masks, positions) need no exchange: which are, is looked at in step 1, 2, 4, 8 …
+        self._seen = self._marks() if self._steps & (self._steps - 1) == 0 else None
+        self._steps += 1
+
+    def _choose_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        """Which buffers did this step change, for the next one to read?"""
+        self._seen = None
+        if not before:
+            return
+        changed = [n for n, mark in self._marks().items() if mark != before.get(n)]
+        everyone = broadcast_json(self.me, changed)  # rank 0 is never without samples
+        self._changing = sorted({*self._changing, *everyone})
+
+    def refresh(self) -> bool:
+        """See :meth:`Strategy.refresh`."""
+        changed = self._flags.changed()
+        if changed:
+            self._reached = None
+            self._build()
+        return changed
+
+    def expect(self, present: bool) -> None:
+        """See :meth:`Strategy.expect`."""
+        set_present(present or not self.run_empty)
 
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -287,8 +314,8 @@ class Replicate:
 
     def start_epoch(self) -> None:
         """See :meth:`Strategy.start_epoch`."""
-        if [name for name, _ in trainable(self.model)] != self.names:
+        if [(n, id(p)) for n, p in trainable(self.model)] != list(zip(self.names, map(id, self.parameters), strict=True)):
             self._reached = None
             self._build()
-        elif self._buffers_each_step is not None:
+        elif self._steps:
             self.sync_buffers()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ronde.parallel.base import Compute, Part, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, scale_gradients, trainable
 
 __all__ = ["Single"]
 
@@ -18,6 +18,7 @@ class Single:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = [p for _, p in trainable(model)]
+        self._flags = Flags(model)
         self._loss: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._samples = 1
@@ -56,6 +57,21 @@ class Single:
     def start_epoch(self) -> None:
         """See :meth:`Strategy.start_epoch`."""
         self.parameters = [p for _, p in trainable(self.model)]
+        self._flags = Flags(self.model)
+
+    def before_batch(self, present: bool) -> None:
+        """See :meth:`Strategy.before_batch`."""
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """See :meth:`Strategy.refresh`."""
+        changed = self._flags.changed()
+        if changed:
+            self.start_epoch()
+        return changed
+
+    def expect(self, present: bool) -> None:
+        """Nothing to do: every batch has samples."""
 
     def sync_buffers(self) -> None:
         """Nothing to do: there is one copy."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.feed import Feed, Order, Taken, key_of, take_over
+from ronde.feed import Feed, Order, Taken, take_over
 from ronde.parallel import STRATEGIES, batchnorms, carry_out
 from ronde.plan import Plan, Share, split
 from ronde.run import checks, rates
@@ -331,8 +331,6 @@ def distribute(
 
     directory, resume = _directory(me, name)
     strategy = carry_out(chosen.strategy, model, me, sync_batchnorm)
-    if me.size > 1:
-        torch.manual_seed(key_of(seed, 6, me.rank))  # until the first batch: workers must not draw alike
     record = Record(directory.record) if me.is_main and directory is not None else None
     measuring = os.environ.get("RONDE_MEASURE")
     run = Run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ronde.feed import Feed, LoaderSettings, Taken
 from ronde.plan import Plan, shares
@@ -22,12 +24,16 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor in a batch, whatever it is made of."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    if isinstance(value, PackedSequence):
+        return value.to(device)  # type: ignore[arg-type]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(v, device) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(to_device(v, device) for v in value)
     if isinstance(value, dict):
-        return type(value)((k, to_device(v, device)) for k, v in value.items())
+        moved = copy.copy(value)  # whatever kind of dictionary it is
+        moved.update({k: to_device(v, device) for k, v in value.items()})
+        return moved
     return value.to(device) if callable(getattr(value, "to", None)) else value
 
 

@@ -51,10 +51,8 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr", "max_lr", "min_lr"):
             value = group.get(name)
-            if isinstance(value, torch.Tensor):
-                value.mul_(factor)
-            elif isinstance(value, int | float):
-                group[name] = value * factor
+            if isinstance(value, int | float | torch.Tensor):
+                group[name] = value * factor  # a new tensor: groups may share one
     if scheduler is not None:
         for each in _schedulers(scheduler):
             for name in ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "eta_min"):

@@ -160,7 +160,8 @@ class Run:
             n: epochs of the whole training, those before a resume included.
 
         Yields:
-            int: the epoch, from 0.
+            int: the epoch, from 0. A run that stopped after an epoch's last batch goes on with that epoch, without batches: it
+            may not have been evaluated.
 
         Example:
             >>> for epoch in run.epochs(10):  # doctest: +SKIP
@@ -176,8 +177,10 @@ class Run:
         while self.state.epoch < n:
             epoch = self.state.epoch
             self._in_epochs = True
-            yield epoch
-            self._in_epochs = False
+            try:
+                yield epoch
+            finally:
+                self._in_epochs = False
             if self.state.epoch == epoch:
                 self._end_epoch()
             if self._save_every is None and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS:
@@ -194,6 +197,10 @@ class Run:
         state.epoch += 1
         state.epoch_samples = 0
 
+    def _epoch_is_over(self) -> bool:
+        left = self._taken.order.epoch_samples - self.state.epoch_samples
+        return left <= 0 or (self.plan.drop_last and left < self.plan.batch_size)
+
     def batches(self) -> Iterator[Any]:
         """This worker's share of each global batch of the current epoch, on its device; after a resume, of the rest of it.
 
@@ -205,7 +212,7 @@ class Run:
             dimension = samples. With several micro-batches, a :class:`MicroBatches`.
         """
         state, plan, order = self.state, self.plan, self._taken.order
-        if state.epoch_samples >= order.epoch_samples and not self._in_epochs:
+        if self._epoch_is_over() and not self._in_epochs:
             self._end_epoch()  # a script that has a loop of its own over epochs
         self._share = None  # of a loop that was left before it used its last batch
         epoch, offset = state.epoch, state.epoch_samples
@@ -228,6 +235,8 @@ class Run:
             if reseed:
                 # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
                 self._seed(key_of(plan.seed, 5, state.step, self.rank))
+            low, high = share.micro[0]
+            self._strategy.before_batch(high > low)
             on_device = micros if self.device.type == "cpu" else [to_device(m, self.device) for m in micros]
             yield MicroBatches(on_device) if several else on_device[0]
         if plan.drop_last and self._share is None:
@@ -262,6 +271,7 @@ class Run:
             raise ArgumentError(
                 f"run.step() got {len(micros)} micro-batches, this step has {len(share.micro)}: pass on what run.batches() yielded."
             )
+        self._strategy.refresh()
         last = len(micros) - 1
         for i, (micro, (low, high)) in enumerate(zip(micros, share.micro, strict=True)):
             part = Part(high - low, share.global_samples, i == last)
@@ -281,6 +291,10 @@ class Run:
         share = self._taken_share("run.backward(loss)")
         if self._backwards >= len(share.micro):
             raise RondeError(f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches.")
+        if self._backwards == 0 and self._strategy.refresh():
+            raise RondeError(
+                "requires_grad of a parameter was changed after its batch was taken: freeze and thaw before, at the end of the loop's body."
+            )
         value, weight = self._loss.check(loss)
 
         def given() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -290,6 +304,9 @@ class Run:
         self._backwards += 1
         part = Part(high - low, share.global_samples, self._backwards == len(share.micro))
         self._strategy.micro(given, part, self._scale)
+        if not part.last:
+            low, high = share.micro[self._backwards]
+            self._strategy.expect(high > low)
 
     def update(self) -> torch.Tensor:
         """Exchange, clip, update and schedule, after :meth:`backward`. Returns the global loss, as :meth:`step` does."""
@@ -366,6 +383,8 @@ class Run:
     def evaluate(self, data: Any, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Loss and metrics over a data set, each sample counted once, the same result on every rank and for any number of them.
 
+        Call it on every worker: each evaluates its share.
+
         Args:
             data: a Dataset or DataLoader, read in its own order.
             metrics: name -> a torchmetrics object, or a callable of what the loss takes, usually ``(output, target)``, that
@@ -393,6 +412,8 @@ class Run:
             )
             evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
             self._evaluations[id(data)] = evaluation
+            if len(self._evaluations) > 4:  # a script may make a new DataLoader for each
+                del self._evaluations[next(iter(self._evaluations))]
         self._strategy.sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -533,7 +554,7 @@ class Run:
         if not self._ended:
             self._watcher.flush()
             if not hasattr(sys, "last_value") and self.state.step:
-                if self.state.epoch_samples >= self._taken.order.epoch_samples:
+                if self._epoch_is_over():
                     self._end_epoch()
                 if self.state.step != self._last_saved_step and self._deadline is None:
                     self._save_quietly()
