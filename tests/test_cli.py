@@ -399,3 +399,10 @@ def test_what_is_left_behind_would_be_seen(tmp_path):
             assert len(marked(mark)) == 1
             assert_gone(mark, within=0.0)
     assert marked(mark) == []
+
+
+def test_brackets_in_arguments_are_not_markup(tmp_path):
+    (tmp_path / "say.py").write_text("import sys; print(sys.argv[1:])")
+    done = ronde_run(["run", "-n", "1", "say.py", "[/bold]", "[1,2]"], tmp_path, 60)
+    assert done.returncode == 0, done.stderr
+    assert "say.py [/bold] [1,2]" in done.stdout and "['[/bold]', '[1,2]']" in done.stdout

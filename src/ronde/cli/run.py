@@ -115,11 +115,11 @@ def register(app: typer.Typer) -> None:
             environment["RONDE_TENSORBOARD"] = "1"
         if not quiet:
             shown = " ".join(command)
-            console.print(
-                f"[bold]ronde[/] {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {_short(directory.path)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            from rich.text import Text
+
+            # A Text, not markup: arguments may hold brackets.
+            told = f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {_short(directory.path)}"
+            console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
         if bar:
             bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
         outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
@@ -286,34 +286,34 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
     table.add_column(style="bold")
     table.add_column()
     where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {start.host} ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
-    table.add_row("ran", f"{_short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
-    table.add_row("where", where)
-    table.add_row("batch", plan.sentence())
-    table.add_row(
+
+    def row(name: str, value: str, style: str = "") -> None:
+        table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
+
+    row("ran", f"{_short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
+    row("where", where)
+    row("batch", plan.sentence())
+    row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
     )
     if summary.samples_per_second:
         speed = f"{summary.samples_per_second:,.0f} samples/s"
-        table.add_row("speed", speed)
+        row("speed", speed)
         if one:
             ratio = summary.samples_per_second / one
-            table.add_row(
-                "one worker", f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} workers are {ratio:.2f}× as fast"
-            )
+            row("one worker", f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} workers are {ratio:.2f}× as fast")
     if summary.loss is not None:
         first = summary.curve[0][1]
-        table.add_row("loss", f"{first:.4f} → {summary.loss:.4f}")
+        row("loss", f"{first:.4f} → {summary.loss:.4f}")
     if summary.evaluation:
-        table.add_row(
-            "evaluation", "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in summary.evaluation.items())
-        )
-    table.add_row(
+        row("evaluation", "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in summary.evaluation.items()))
+    row(
         "kept in",
         f"{_short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
     )
     runs_option = "" if _short(directory.path.parent) == "runs" else f" --runs {_short(directory.path.parent)}"
-    table.add_row("next", Text(f"ronde show {directory.name}{runs_option}", style="cyan"))
+    row("next", f"ronde show {directory.name}{runs_option}", "cyan")
     width = max(20, min(console.width - 20, 72))
     drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
     parts: list[Any] = [table]
