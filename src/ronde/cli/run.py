@@ -83,6 +83,15 @@ def register(app: typer.Typer) -> None:
         resume: Annotated[
             bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of --name, or of this script's last run.")
         ] = False,
+        plan: Annotated[
+            str | None,
+            typer.Option(
+                "--plan",
+                metavar="PLAN",
+                help="How the work is split: replicate, shard, pipeline=2,shard=optimizer, …, a plan's file, or auto.",
+                show_default=False,
+            ),
+        ] = None,
         runs: Annotated[
             Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories; none keeps nothing.", envvar="RONDE_RUNS")
         ] = Path("runs"),
@@ -113,6 +122,8 @@ def register(app: typer.Typer) -> None:
         }
         if tensorboard:
             environment["RONDE_TENSORBOARD"] = "1"
+        if plan is not None:
+            environment["RONDE_PLAN"] = _plan(plan)
         if not quiet:
             shown = " ".join(command)
             from rich.text import Text
@@ -139,6 +150,20 @@ def register(app: typer.Typer) -> None:
                 if bar:
                     bar.close()
             print_summary(directory, console, outcome.seconds, one, count)
+
+
+def _plan(text: str) -> str:
+    """``--plan``, checked before anything is started."""
+    from ronde.plan import Plan
+
+    if text == "auto":
+        return text
+    if text.endswith((".yaml", ".yml")):
+        if not Path(text).is_file():
+            raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
+        Plan.load(text)
+        return str(Path(text).absolute())
+    return Plan.parse(text).spec
 
 
 def _console() -> Any:

@@ -1,7 +1,7 @@
 """Carry a plan out: a strategy turns a plan and a model into forward, backward and exchange.
 
-Offers :func:`carry_out` and the registry :data:`STRATEGIES`; :class:`Single` is one device, :class:`Replicate` data
-parallelism. Adding a strategy is one file and one line here.
+Offers :func:`carry_out` and the registry :data:`STRATEGIES`, one entry a family of plans; :class:`Single` is one device,
+:class:`Replicate` data parallelism. Adding a strategy is one file and one line here.
 """
 
 from __future__ import annotations
@@ -9,30 +9,53 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
 
-from ronde.parallel.base import Compute, Part, Strategy
+from ronde.parallel.base import Compute, Part, Strategy, Work
 from ronde.parallel.batchnorm import batchnorms, synchronise
 from ronde.parallel.replicate import Replicate
 from ronde.parallel.single import Single
+from ronde.plan import Plan
 from ronde.world import World
 
-__all__ = ["STRATEGIES", "Compute", "Part", "Replicate", "Single", "Strategy", "batchnorms", "carry_out"]
+__all__ = ["STRATEGIES", "Compute", "Part", "Replicate", "Single", "Strategy", "Work", "batchnorms", "carry_out"]
 
 
-def _data(model: nn.Module, me: World, sync_batchnorm: bool) -> Strategy:
-    if me.size == 1:
-        return Single(model)
-    if sync_batchnorm:
+def _replicate(plan: Plan, work: Work, me: World) -> Strategy:
+    if plan.sync_batchnorm:
         # A group of its own: its exchanges in the backward pass never queue among DDP's.
-        synchronise(model, dist.new_group())
-    return Replicate(model, me, run_empty=sync_batchnorm and bool(batchnorms(model)))
+        synchronise(work.model, dist.new_group())
+    return Replicate(work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model)))
 
 
-STRATEGIES: dict[str, Callable[[nn.Module, World, bool], Strategy]] = {"data": _data}
-"""Name of a plan's strategy -> what carries it out."""
+def _shard(plan: Plan, work: Work, me: World) -> Strategy:
+    from ronde.parallel.shard import shard
+
+    return shard(plan, work, me)
 
 
-def carry_out(strategy: str, model: nn.Module, me: World, sync_batchnorm: bool = False) -> Strategy:
-    """The strategy named in a plan, on this worker's copy of the model."""
-    return STRATEGIES[strategy](model, me, sync_batchnorm)
+def _pipeline(plan: Plan, work: Work, me: World) -> Strategy:
+    from ronde.parallel.pipeline import Pipeline
+
+    return Pipeline(plan, work, me)
+
+
+def _tensor(plan: Plan, work: Work, me: World) -> Strategy:
+    from ronde.parallel.tensor import tensor
+
+    return tensor(plan, work, me)
+
+
+STRATEGIES: dict[str, Callable[[Plan, Work, World], Strategy]] = {
+    "replicate": _replicate,
+    "shard": _shard,
+    "pipeline": _pipeline,
+    "tensor": _tensor,
+}
+"""A plan's family (the first word of it, for hybrids) -> what carries it out."""
+
+
+def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
+    """The strategy of a plan, on this worker's copy of the model."""
+    if me.size == 1:
+        return Single(work.model)
+    return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

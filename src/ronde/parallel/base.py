@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
-__all__ = ["Compute", "Flags", "Part", "Strategy", "backward", "scale_gradients", "trainable"]
+__all__ = ["Compute", "Flags", "Part", "Scale", "Strategy", "Work", "backward", "scale_gradients", "trainable"]
 
 Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum, weight)``."""
+
+Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +35,91 @@ class Part:
     last: bool
 
 
-class Strategy(Protocol):
-    """One plan carried out on one model.
+@dataclass
+class Work:
+    """What a plan is carried out on.
 
     Attributes:
-        local_loss: this worker's own part of the last step's loss, None if it had no samples.
-        parameters: those that take gradients.
+        model: the script's own module.
+        optimizer: the script's own optimizer; a strategy changes which parameters it holds, never which object it is.
+        compute: forward and loss of one micro-batch, ``compute(batch)`` -> ``(mean, None)`` or ``(sum, weight)``.
+        sample: ``sample(n)`` -> a micro-batch of ``n`` samples of the data set, on this worker's device; no randomness is used up.
+        tensor_plan: module name -> how torch's ``parallelize_module`` shall split it, where the script says so itself.
     """
 
-    local_loss: torch.Tensor | None
-    parameters: list[torch.nn.Parameter]
+    model: nn.Module
+    optimizer: Optimizer
+    compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+    sample: Callable[[int], Any]
+    tensor_plan: Mapping[str, Any] | None = None
 
-    def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+
+class Strategy:
+    """One plan carried out on one model: what each of them must be able to do, and what most do alike.
+
+    Attributes:
+        model: the script's own module.
+        local_loss: this worker's own part of the last step's loss, None if it had no samples.
+        parameters: those that take gradients and are updated here.
+        holds_result: whether the outputs and the loss of a forward pass are on this worker (under a pipeline: on its last one).
+        counts: whether this worker is the one of its replica that counts in an evaluation.
+        whole_step: whether forward and backward of all micro-batches are one call (a pipeline): a script cannot own its loop then.
+    """
+
+    model: nn.Module
+    local_loss: torch.Tensor | None = None
+    parameters: list[nn.Parameter]
+    holds_result: bool = True
+    counts: bool = True
+    whole_step: bool = False
+
+    def step(self, micros: Sequence[Any], parts: Sequence[Part], compute: Callable[[Any], Any], scale: Scale | None) -> None:
+        """Forward and backward of all micro-batches of one step; :meth:`finish` comes after it."""
+        for micro, part in zip(micros, parts, strict=True):
+            self.micro(partial(compute, micro), part, scale)
+
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         """Forward and backward of one micro-batch. ``scale`` multiplies the loss for half-precision gradients."""
+        raise NotImplementedError
 
     def finish(self) -> torch.Tensor:
         """Complete the exchange: gradients are those of the global mean. Returns the global loss, 0-d, on every rank."""
+        raise NotImplementedError
+
+    def clip(self, max_norm: float) -> None:
+        """Scale all gradients, of all workers together, so that their norm is at most ``max_norm``."""
+        nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def updated(self) -> None:
+        """After the optimizer's step."""
+
+    def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
+        """``call(batch)``, a forward pass without gradients. None on a worker that does not hold the result."""
+        return call(batch)
 
     def start_epoch(self) -> None:
         """Bring buffers that drifted apart together."""
 
     def before_batch(self, present: bool) -> None:
         """Before the script sees a batch: no forward pass of its step has run. ``present``: its first micro-batch has samples."""
+        self.refresh()
 
     def refresh(self) -> bool:
         """Take note of parameters that were frozen, thawed or replaced. Returns whether any were."""
+        return False
 
     def expect(self, present: bool) -> None:
         """The next forward pass, which the script runs by itself, has samples or is of a stand-in."""
 
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0."""
+        """Give every rank the buffers of rank 0 (under a pipeline: of the rank that has them)."""
+
+    def owns(self, name: str) -> bool:
+        """Whether this worker holds that parameter or buffer (all of it, or its shard), by its name in ``model.state_dict()``."""
+        return True
+
+    def loaded(self) -> None:
+        """After weights, buffers and optimizer state were put back from a checkpoint."""
 
 
 class Flags:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.parallel.base import Compute, Flags, Part, backward, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, backward, scale_gradients, trainable
 from ronde.parallel.batchnorm import absent, set_present
 from ronde.world import World, WorldError
 from ronde.world.agree import broadcast_json, gather_json
@@ -73,7 +73,7 @@ def _sparse_zeros(p: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(index, p.new_empty((0, *p.shape[1:])), p.shape)
 
 
-class Replicate:
+class Replicate(Strategy):
     """Carries data parallelism out on one model.
 
     Args:
@@ -148,7 +148,7 @@ class Replicate:
 
             self._hooks.append(p.register_post_accumulate_grad_hook(reached))  # type: ignore[no-untyped-call]
 
-    def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         """See :meth:`Strategy.micro`."""
         ddp = self._ddp
         if not self._begun:
@@ -178,7 +178,7 @@ class Replicate:
         if self._weighted is not False:
             self._weight_slot.zero_()
 
-    def _forward_backward(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def _forward_backward(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         assert compute is not None
         if not part.samples:
             with absent():
@@ -196,7 +196,7 @@ class Replicate:
         self._backward(value, factor if scale is None else factor / self.me.size, scale)
         self._loss_slot.add_(value.detach(), alpha=factor)
 
-    def _backward(self, value: torch.Tensor, factor: float, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def _backward(self, value: torch.Tensor, factor: float, scale: Scale | None) -> None:
         """Backward pass of ``factor * value``, without the multiplication: the factor is where the chain rule starts."""
         start = self._factors.get((factor, value.dtype))
         if start is None:

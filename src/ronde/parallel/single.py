@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from ronde.parallel.base import Compute, Flags, Part, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, scale_gradients, trainable
 
 __all__ = ["Single"]
 
 
-class Single:
+class Single(Strategy):
     """Carries the plan of one worker out."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,7 +22,7 @@ class Single:
         self._samples = 1
         self.local_loss: torch.Tensor | None = None
 
-    def micro(self, compute: Compute | None, part: Part, scale: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         """See :meth:`Strategy.micro`."""
         assert compute is not None
         if self._loss is None:
@@ -59,19 +57,9 @@ class Single:
         self.parameters = [p for _, p in trainable(self.model)]
         self._flags = Flags(self.model)
 
-    def before_batch(self, present: bool) -> None:
-        """See :meth:`Strategy.before_batch`."""
-        self.refresh()
-
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""
         changed = self._flags.changed()
         if changed:
             self.start_epoch()
         return changed
-
-    def expect(self, present: bool) -> None:
-        """Nothing to do: every batch has samples."""
-
-    def sync_buffers(self) -> None:
-        """Nothing to do: there is one copy."""

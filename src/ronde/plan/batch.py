@@ -59,6 +59,7 @@ def shares(
     size: int,
     micro_batch: int | None = None,
     drop_last: bool = False,
+    parts: int | None = None,
 ) -> Iterator[Share]:
     """This worker's share of every global batch of an epoch, from sample ``offset`` on.
 
@@ -69,6 +70,7 @@ def shares(
         offset: samples of this epoch already used.
         batch_size: global samples per optimizer step.
         micro_batch: most samples that a worker holds at once; None for its whole share.
+        parts: exactly so many micro-batches instead, the last of them empty where there are fewer samples (a pipeline).
 
     Example:
         >>> [s.micro for s in shares(0, 0, 10, 4, rank=1, size=3)]
@@ -84,8 +86,11 @@ def shares(
         each, extra = divmod(stop - start, size)
         low = start + rank * each + min(rank, extra)  # as split() cuts, for this rank alone
         high = low + each + (rank < extra)
-        if micro_batch is None:
-            micro: tuple[tuple[int, int], ...] = ((low, high),)
+        micro: tuple[tuple[int, int], ...]
+        if parts is not None:
+            micro = tuple(split(low, high, parts))
+        elif micro_batch is None:
+            micro = ((low, high),)
         else:
             micro = tuple(split(low, high, math.ceil((each + (extra > 0)) / micro_batch)))
         yield Share(epoch, start, stop, micro, high - low)

@@ -3,15 +3,91 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
 from ronde.world import ArgumentError
 
-__all__ = ["Plan"]
+__all__ = ["SPLIT_FIELDS", "Layout", "Place", "Plan", "Schedule", "ShardLevel"]
+
+ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zero-bubble", "zbv"]
+
+_ALIASES = {
+    "data": "replicate",
+    "ddp": "replicate",
+    "single": "replicate",
+    "zero1": "shard=optimizer",
+    "zero2": "shard=gradients",
+    "zero3": "shard=parameters",
+    "fsdp": "shard=parameters",
+    "shard": "shard=parameters",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one worker stands.
+
+    Attributes:
+        pipeline: its place along the pipeline, from 0 (with several stages a worker, the place of its first one).
+        replica: which share of each global batch it has.
+        tensor: its place among the workers that hold one layer together.
+    """
+
+    pipeline: int
+    replica: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How workers are arranged: tensor parallel innermost (neighbours, inside a node), then replicas, the pipeline outermost.
+
+    Example:
+        >>> Layout(pipeline=2, replicas=2, tensor=2).place(5)
+        Place(pipeline=1, replica=0, tensor=1)
+        >>> Layout(pipeline=2, replicas=2, tensor=1).along_pipeline(1)
+        [1, 3]
+    """
+
+    pipeline: int = 1
+    replicas: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """World size."""
+        return self.pipeline * self.replicas * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Where ``rank`` stands."""
+        rest, tensor = divmod(rank, self.tensor)
+        pipeline, replica = divmod(rest, self.replicas)
+        return Place(pipeline, replica, tensor)
+
+    def rank(self, place: Place) -> int:
+        """Who stands there."""
+        return (place.pipeline * self.replicas + place.replica) * self.tensor + place.tensor
+
+    def along_pipeline(self, rank: int) -> list[int]:
+        """Ranks of the pipeline that ``rank`` is part of, first stage first."""
+        me = self.place(rank)
+        return [self.rank(Place(p, me.replica, me.tensor)) for p in range(self.pipeline)]
+
+    def along_replicas(self, rank: int) -> list[int]:
+        """Ranks that hold the same parameters as ``rank``, and train them on other samples."""
+        me = self.place(rank)
+        return [self.rank(Place(me.pipeline, r, me.tensor)) for r in range(self.replicas)]
+
+    def along_tensor(self, rank: int) -> list[int]:
+        """Ranks that hold the same layers together with ``rank``."""
+        me = self.place(rank)
+        return [self.rank(Place(me.pipeline, me.replica, t)) for t in range(self.tensor)]
 
 
 @dataclass(frozen=True)
@@ -19,12 +95,11 @@ class Plan:
     """What a run does.
 
     Attributes:
-        strategy: ``"data"``: every worker holds the whole model and a share of each batch.
         workers: world size.
         batch_size: global samples per optimizer step, as trained (after ``batch="grow"`` has multiplied it).
         batch: the contract, ``"keep"`` or ``"grow"``.
         micro_batch: most samples a worker holds at once, None for its whole share.
-        accumulation: micro-batches per step and worker.
+        accumulation: micro-batches per step and worker; under a pipeline, those that are in it.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (``"fp32"`` leaves the script's own types alone).
         clip_norm: largest norm of all gradients together, or None.
         seed: key of the order of samples and of augmentation.
@@ -33,14 +108,28 @@ class Plan:
         lr_rule: how the learning rate follows a grown batch.
         lr_factor: what it was multiplied by.
         warmup_steps: optimizer steps over which it gets there.
+        shard: what is split over the replicas instead of held by each: ``"none"`` (replicate), ``"optimizer"`` (ZeRO-1),
+            ``"gradients"`` (ZeRO-2) or ``"parameters"`` (ZeRO-3, FSDP), each with what comes before it.
+        shard_within: how many neighbouring replicas share one sharded copy (hybrid sharding, within nodes); None for all.
+        pipeline: workers that one copy of the model is cut over, layer after layer.
+        virtual: stages per worker of the pipeline.
+        schedule: the order of the micro-batches through the pipeline.
+        split_at: names of the modules that begin a stage; empty: chosen.
+        optimize: whether the cut evens out time (``"speed"``) or memory (``"memory"``).
+        tensor: workers that hold each layer together.
+        recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` or ``"full"``.
+        offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or ``"parameters"`` (both).
 
     Example:
-        >>> plan = Plan(workers=2, batch_size=64)
+        >>> plan = Plan(workers=4, batch_size=64, pipeline=2, shard="parameters")
         >>> Plan.from_dict(plan.to_dict()) == plan
         True
+        >>> plan.spec
+        'pipeline=2,shard=parameters'
+        >>> plan.layout
+        Layout(pipeline=2, replicas=2, tensor=1)
     """
 
-    strategy: str = "data"
     workers: int = 1
     batch_size: int = 1
     batch: Literal["keep", "grow"] = "keep"
@@ -54,19 +143,132 @@ class Plan:
     lr_rule: str = "none"
     lr_factor: float = 1.0
     warmup_steps: int = 0
+    shard: ShardLevel = "none"
+    shard_within: int | None = None
+    pipeline: int = 1
+    virtual: int = 1
+    schedule: Schedule = "1f1b"
+    split_at: tuple[str, ...] = ()
+    optimize: Literal["speed", "memory"] = "speed"
+    tensor: int = 1
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+
+    @property
+    def replicas(self) -> int:
+        """Shares that each global batch is split into."""
+        return max(1, self.workers // (self.pipeline * self.tensor))
+
+    @property
+    def layout(self) -> Layout:
+        """Who stands where."""
+        return Layout(self.pipeline, self.replicas, self.tensor)
+
+    @property
+    def spec(self) -> str:
+        """How the work is split, as one word that :meth:`parse` reads."""
+        parts = []
+        if self.pipeline > 1:
+            parts.append(f"pipeline={self.pipeline}")
+            if self.virtual > 1:
+                parts.append(f"virtual={self.virtual}")
+            if self.schedule != "1f1b":
+                parts.append(f"schedule={self.schedule}")
+            if self.split_at:
+                parts.append("split_at=" + "+".join(self.split_at))
+            if self.optimize != "speed":
+                parts.append(f"optimize={self.optimize}")
+        if self.tensor > 1:
+            parts.append(f"tensor={self.tensor}")
+        if self.shard != "none":
+            parts.append(f"shard={self.shard}")
+            if self.shard_within:
+                parts.append(f"shard_within={self.shard_within}")
+        for name in ("recompute", "offload"):
+            if getattr(self, name) != "none":
+                parts.append(f"{name}={getattr(self, name)}")
+        if self.micro_batch and self.pipeline > 1:
+            parts.append(f"micro_batch={self.micro_batch}")
+        return ",".join(parts) or "replicate"
+
+    @property
+    def family(self) -> str:
+        """``"replicate"``, ``"shard"``, ``"pipeline"``, ``"tensor"``, or two of them as ``"pipeline × shard"``."""
+        parts = [name for name in ("pipeline", "tensor") if getattr(self, name) > 1]
+        if self.shard != "none":
+            parts.append("shard")
+        elif self.replicas > 1 or not parts:
+            parts.append("replicate")
+        return " × ".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan of a short text: ``"replicate"``, ``"shard"``, ``"pipeline=2,shard=gradients,recompute=full"``.
+
+        Raises:
+            ArgumentError: a word is not known.
+
+        Example:
+            >>> Plan.parse("pipeline=2,schedule=gpipe").schedule
+            'gpipe'
+            >>> Plan.parse("zero3").shard
+            'parameters'
+        """
+        values: dict[str, Any] = {}
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        for raw in text.split(","):
+            word = raw.strip()
+            word = _ALIASES.get(word, word)
+            if word == "replicate":
+                continue
+            name, equals, value = word.partition("=")
+            if not equals or name not in kinds:
+                near = difflib.get_close_matches(name, [*_ALIASES, "replicate", *_SPLITS], 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ArgumentError(
+                    f"plan={text!r}: {word!r} is not known.{hint} Expected 'auto', a plan's file, or words joined by commas: replicate, "
+                    f"shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, virtual=N, schedule={'|'.join(get_args(Schedule))}, "
+                    "tensor=N, recompute=selective|full, offload=optimizer|parameters, micro_batch=N."
+                )
+            if name == "split_at":
+                values[name] = tuple(v for v in value.split("+") if v)
+            elif "int" in kinds[name]:
+                try:
+                    values[name] = int(value)
+                except ValueError:
+                    raise ArgumentError(f"plan={text!r}: {name} must be a whole number, found {value!r}.") from None
+            else:
+                values[name] = value
+        plan = cls(**values)
+        plan.check()
+        return plan
+
+    def check(self) -> None:
+        """Raise ArgumentError where a value is not one of those allowed."""
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(f"plan: {name}={getattr(self, name)!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+        for name in ("pipeline", "virtual", "tensor", "workers", "accumulation"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+        if self.shard_within is not None and self.shard_within < 1:
+            raise ArgumentError(f"plan: shard_within={self.shard_within!r} must be a whole number, 1 or more.")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values."""
-        return dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """The plan of plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
+        values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}  # written before 0.2
         unknown = sorted(set(values) - known)
         if unknown:
             raise ArgumentError(f"a plan has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-        return cls(**values)
+        made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**made)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -75,18 +277,23 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read YAML."""
-        values = yaml.safe_load(Path(path).read_text())
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except yaml.YAMLError as error:
+            raise ArgumentError(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} holds no plan: expected YAML with names and values")
-        return cls.from_dict(values)
+        plan = cls.from_dict(values)
+        plan.check()
+        return plan
 
     def sentence(self) -> str:
         """The batch contract in one line."""
-        per_worker = -(-self.batch_size // self.workers)
+        per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
-        if self.workers > 1:
-            approx = "" if self.batch_size % self.workers == 0 else "at most "
-            text += f" = {self.workers} workers × {approx}{per_worker}"
+        if self.replicas > 1:
+            approx = "" if self.batch_size % self.replicas == 0 else "at most "
+            text += f" = {self.replicas} {'workers' if self.replicas == self.workers else 'replicas'} × {approx}{per_worker}"
         if self.accumulation > 1:
             text += f", in {self.accumulation} micro-batches of at most {self.micro_batch}"
         if self.batch == "grow" and self.workers > 1:
@@ -94,3 +301,16 @@ class Plan:
         else:
             text += "; the same training whatever the number of workers"
         return text
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "shard": get_args(ShardLevel),
+    "schedule": get_args(Schedule),
+    "optimize": ("speed", "memory"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "parameters"),
+}
+_SPLITS = (*_CHOICES, "shard_within", "pipeline", "virtual", "tensor", "split_at", "micro_batch")
+
+SPLIT_FIELDS = ("shard", "shard_within", "pipeline", "virtual", "schedule", "split_at", "optimize", "tensor", "recompute", "offload")
+"""What of a plan says how the work is split; the rest is the batch contract."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.feed import Feed, Order, Taken, take_over
-from ronde.parallel import STRATEGIES, batchnorms, carry_out
-from ronde.plan import Plan, Share, split
+from ronde.parallel import Work, batchnorms, carry_out
+from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, rates
 from ronde.run.evaluation import to_device
 from ronde.run.losses import LossCall
@@ -66,6 +67,50 @@ def _grow(plan: Plan, optimizer: Optimizer, scheduler: Any, rule: str | None, wa
     rates.scale_rates(optimizer, scheduler, factor)
     values = {**plan.to_dict(), "batch_size": size, "lr_rule": chosen, "lr_factor": factor, "warmup_steps": steps if factor > 1 else 0}
     return Plan.from_dict(values)
+
+
+def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, Any]) -> Plan:
+    """How the work is split, from ``ronde run --plan``, the argument, and the arguments that name one field each."""
+    asked = os.environ.get("RONDE_PLAN") or plan
+    if isinstance(asked, os.PathLike) or (isinstance(asked, str) and asked.endswith((".yaml", ".yml"))):
+        if not Path(asked).is_file():
+            raise ArgumentError(f"plan={str(asked)!r}: there is no such file (in {Path.cwd()}).")
+        asked = Plan.load(Path(asked))
+        if asked.workers not in (1, me.size):
+            raise ArgumentError(f"the plan in {plan} is for {asked.workers} workers, here are {me.size}.")
+    elif not isinstance(asked, Plan):
+        if not isinstance(asked, str):
+            raise ArgumentError(f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}.")
+        asked = Plan.parse(asked)
+    fields: dict[str, Any] = {k: tuple(v) if k == "split_at" else v for k, v in given.items() if v is not None}
+    if fields and not os.environ.get("RONDE_PLAN"):
+        asked = dataclasses.replace(asked, **fields)
+    asked = dataclasses.replace(asked, workers=me.size)
+    asked.check()
+    together = asked.pipeline * asked.tensor
+    if me.size % together:
+        raise ArgumentError(
+            f"plan={asked.spec!r} needs workers in multiples of {together} (pipeline {asked.pipeline} × tensor {asked.tensor}), here "
+            f"{'is' if me.size == 1 else 'are'} {me.size}: start it with ronde run --workers {-(-me.size // together) * together}."
+        )
+    return asked
+
+
+def _accumulate(plan: Plan) -> Plan:
+    """How many micro-batches a step has: what ``micro_batch`` asks for, or what keeps a pipeline busy."""
+    largest = split(0, plan.batch_size, plan.replicas)[0][1]
+    if plan.pipeline == 1:
+        count = 1 if plan.micro_batch is None else -(-largest // plan.micro_batch)
+        return dataclasses.replace(plan, accumulation=count)
+    if plan.micro_batch is not None:
+        count = -(-largest // plan.micro_batch)
+    else:
+        count = min(largest, 4 * plan.pipeline)  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+    if plan.schedule not in ("gpipe", "1f1b"):
+        count = -(-count // plan.pipeline) * plan.pipeline  # these go round in groups of as many as there are workers
+    if plan.schedule == "zbv":
+        count = max(count, 2 * plan.pipeline)
+    return dataclasses.replace(plan, accumulation=count, micro_batch=-(-largest // count))
 
 
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
@@ -195,7 +240,13 @@ def distribute(
     scheduler: Any = None,
     clip_norm: float | None = None,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    plan: str | Plan = "data",
+    plan: str | Plan | os.PathLike[str] = "replicate",
+    shard: Literal["none", "optimizer", "gradients", "parameters"] | None = None,
+    pipeline: int | None = None,
+    tensor: int | None = None,
+    recompute: Literal["none", "selective", "full"] | None = None,
+    split_at: Sequence[str] | None = None,
+    tensor_plan: Mapping[str, Any] | None = None,
     seed: int = 0,
     name: str | None = None,
     drop_last: bool = False,
@@ -228,7 +279,10 @@ def distribute(
         scheduler: stepped once per optimizer step.
         clip_norm: largest norm of all gradients together.
         precision: ``"bf16"`` and ``"fp16"`` run forward and loss under autocast; ``"fp32"`` leaves the script's types alone.
-        plan: how the work is split: ``"data"``.
+        plan: how the work is split: ``"replicate"``, ``"shard"``, ``"pipeline=2,shard=optimizer"``, … (see :meth:`Plan.parse`), a
+            :class:`Plan`, a file that holds one, or ``"auto"``. ``ronde run --plan`` overrides it.
+        shard, pipeline, tensor, recompute, split_at: the plan's own fields of these names, one by one.
+        tensor_plan: module name -> a ``torch.distributed.tensor.parallel`` style, for ``tensor``: overrides what is recognised.
         seed: key of the order of samples and of augmentation. The order is a pure function of (seed, epoch, position).
         name: of the run directory, where the script is not started by ``ronde run``, which names it.
         drop_last: leave out a last batch that is shorter.
@@ -268,14 +322,7 @@ def distribute(
     ):
         if value not in allowed:
             raise ArgumentError(f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
-    strategy_name = plan.strategy if isinstance(plan, Plan) else plan
-    if isinstance(plan, Plan) and plan != Plan(strategy=plan.strategy):
-        differs = [k for k, v in plan.to_dict().items() if v != getattr(Plan, k) and k != "strategy"]
-        raise ArgumentError(
-            f"plan has {', '.join(differs)} of its own: give these as arguments of ronde.distribute; of a plan the strategy is taken."
-        )
-    if strategy_name not in STRATEGIES:
-        raise ArgumentError(f"plan={strategy_name!r} is not known: choose one of {', '.join(map(repr, STRATEGIES))}.")
+    asked = _split(plan, me, {"shard": shard, "pipeline": pipeline, "tensor": tensor, "recompute": recompute, "split_at": split_at})
     for argument, whole in (("batch_size", batch_size), ("micro_batch", micro_batch), ("save_every", save_every)):
         checks.positive(argument, whole, optional=True)
     checks.positive("keep", keep)
@@ -308,11 +355,11 @@ def distribute(
             values.update({k: to_device(v, me.device) for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim()})
 
     chosen = Plan(
-        strategy=strategy_name,
+        **dict[str, Any]({name: getattr(asked, name) for name in SPLIT_FIELDS}),
         workers=me.size,
         batch_size=taken.batch_size,
         batch=batch,
-        micro_batch=micro_batch,
+        micro_batch=micro_batch if micro_batch is not None else asked.micro_batch,
         precision=precision,
         clip_norm=clip_norm,
         seed=seed,
@@ -322,15 +369,21 @@ def distribute(
     agree(me, checks.facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
     if batch == "grow":
         chosen = _grow(chosen, optimizer, scheduler, lr_rule, warmup_steps, taken.order.epoch_samples)
-    largest = split(0, chosen.batch_size, me.size)[0][1]
-    chosen = Plan.from_dict({**chosen.to_dict(), "accumulation": 1 if micro_batch is None else -(-largest // micro_batch)})
+    chosen = _accumulate(chosen)
     if chosen.drop_last and taken.order.epoch_samples < chosen.batch_size:
         raise ArgumentError(
             f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
     directory, resume = _directory(me, name)
-    strategy = carry_out(chosen.strategy, model, me, sync_batchnorm)
+    feed = Feed(taken.dataset, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
+
+    def sample(n: int) -> Any:
+        share = Share(0, 0, n, ((0, n),), n)
+        return next(to_device(micros[0], me.device) for _, micros in feed.read(lambda: iter([share])))
+
+    work = Work(model, optimizer, lambda batch: calls(model, batch), sample, tensor_plan)
+    strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
     measuring = os.environ.get("RONDE_MEASURE")
     run = Run(

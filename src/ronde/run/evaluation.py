@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ronde.feed import Feed, LoaderSettings, Taken
-from ronde.plan import Plan, shares
+from ronde.parallel import Strategy
+from ronde.plan import Place, Plan, shares
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, World
+from ronde.world.agree import gather_json
 
 __all__ = ["Evaluation", "to_device"]
 
@@ -98,9 +100,20 @@ class Evaluation:
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
         self.feed = Feed(taken.dataset, taken.order, settings, plan.seed)
+        self.layout = plan.layout
+        # One worker of each replica: the last of its pipeline, the first of those that hold a layer together.
+        self.counting: Any = None
+        if self.layout.replicas < me.size:
+            last = self.layout.pipeline - 1
+            self.counting = dist.new_group([self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)])
 
     def run(
-        self, model: nn.Module, loss: LossCall, metrics: dict[str, Any], autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        model: nn.Module,
+        loss: LossCall,
+        metrics: dict[str, Any],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        strategy: Strategy,
     ) -> tuple[dict[str, Any], int]:
         """Loss and metrics over the whole set, and how many samples they are of."""
         if "loss" in metrics:
@@ -118,8 +131,19 @@ class Evaluation:
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
         def mine() -> Any:
-            return shares(0, 0, order.epoch_samples, self.batch_size, me.rank, me.size, self.micro_batch)
+            replica = self.layout.place(me.rank).replica
+            return shares(0, 0, order.epoch_samples, self.batch_size, replica, self.layout.replicas, self.micro_batch)
 
+        def judge(batch: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor | None]:
+            with autocast():
+                arguments = loss.arguments(model, batch)
+                return arguments, *loss.check(loss.loss(*arguments))
+
+        # torchmetrics exchanges what it has collected by itself: among those that have collected something, each sample once.
+        for metric in objects.values():
+            for part in metric.modules():
+                if hasattr(part, "process_group") and self.counting is not None:
+                    part.process_group = self.counting
         counted = 0
         stand_in: Any = None
         with torch.no_grad():
@@ -130,10 +154,11 @@ class Evaluation:
                         continue
                     batch = micro if me.device.type == "cpu" else to_device(micro, me.device)
                     samples = high - low
+                    judged = strategy.infer(judge, batch)
+                    if judged is None or not strategy.counts:
+                        continue  # it counts on another worker of this replica
+                    arguments, value, weight = judged
                     counted += samples
-                    with autocast():
-                        arguments = loss.arguments(model, batch)
-                        value, weight = loss.check(loss.loss(*arguments))
                     sums[0] += float(value) if weight is not None else float(value) * samples
                     sums[1] += samples if weight is None else float(weight)
                     for i, (name, metric) in enumerate(plain.items(), 1):
@@ -143,9 +168,10 @@ class Evaluation:
                     for metric in objects.values():
                         metric.update(*arguments)
             sums[-1] = counted
-            if objects and counted == 0:
-                with autocast():
-                    arguments = loss.arguments(model, to_device(stand_in, me.device))
+            empty = bool(objects) and stand_in is not None and counted == 0
+            judged = strategy.infer(judge, to_device(stand_in, me.device)) if empty else None
+            if judged is not None and strategy.counts:
+                arguments = judged[0]
                 for metric in objects.values():
                     metric.update(*arguments)
                     _forget(metric)
@@ -158,6 +184,9 @@ class Evaluation:
         for i, name in enumerate(["loss", *plain]):
             result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
         for name, metric in objects.items():
-            result[name] = _plain(metric.compute())  # it exchanges its own states over all ranks
+            if strategy.counts:
+                result[name] = _plain(metric.compute())  # it exchanges its own states over all ranks
             metric.reset()
+        if objects and self.counting is not None:
+            result = next(r for r in gather_json(me, result if strategy.counts else {}) if r)
         return result, int(values[-1])

@@ -219,7 +219,10 @@ class Run:
         self._strategy.start_epoch()
 
         def mine() -> Iterator[Share]:
-            return shares(epoch, offset, order.epoch_samples, plan.batch_size, self.rank, self.world_size, plan.micro_batch, plan.drop_last)
+            place, parts = plan.layout.place(self.rank), plan.accumulation if plan.pipeline > 1 else None
+            return shares(
+                epoch, offset, order.epoch_samples, plan.batch_size, place.replica, plan.replicas, plan.micro_batch, plan.drop_last, parts
+            )
 
         self._watcher.rate.resume()
         several = plan.accumulation > 1
@@ -234,7 +237,7 @@ class Run:
             self._backwards = 0
             if reseed:
                 # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
-                self._seed(key_of(plan.seed, 5, state.step, self.rank))
+                self._seed(key_of(plan.seed, 5, state.step, self.rank // plan.tensor))
             low, high = share.micro[0]
             self._strategy.before_batch(high > low)
             on_device = micros if self.device.type == "cpu" else [to_device(m, self.device) for m in micros]
@@ -273,9 +276,8 @@ class Run:
             )
         self._strategy.refresh()
         last = len(micros) - 1
-        for i, (micro, (low, high)) in enumerate(zip(micros, share.micro, strict=True)):
-            part = Part(high - low, share.global_samples, i == last)
-            self._strategy.micro(partial(self._loss_of, micro), part, self._scale)
+        parts = [Part(high - low, share.global_samples, i == last) for i, (low, high) in enumerate(share.micro)]
+        self._strategy.step(micros, parts, self._loss_of, self._scale)
         return self._update(share)
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -289,6 +291,11 @@ class Run:
             loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
         """
         share = self._taken_share("run.backward(loss)")
+        if self._strategy.whole_step:
+            raise RondeError(
+                f"run.backward(loss) cannot drive the plan {self.plan.spec!r}: the model is spread over a pipeline, whose forward and "
+                "backward passes are interleaved. Use run.step(batch), or another plan."
+            )
         if self._backwards >= len(share.micro):
             raise RondeError(f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches.")
         if self._backwards == 0 and self._strategy.refresh():
@@ -325,7 +332,7 @@ class Run:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if plan.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._strategy.parameters, plan.clip_norm)
+            self._strategy.clip(plan.clip_norm)
         lr = optimizer.param_groups[0]["lr"]
         warm = 1.0
         if state.step < plan.warmup_steps:
@@ -354,6 +361,7 @@ class Run:
             self._scaler.update()
         else:
             self.optimizer.step()
+        self._strategy.updated()
 
     def _refuse_loss(self, value: float, share: Share) -> None:
         # The loss is the same on every rank, so all of them are here: they can say whose samples it came from.
@@ -418,7 +426,7 @@ class Run:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast)
+            result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast, self._strategy)
         finally:
             for module, training in modes:
                 module.training = training  # each its own: a frozen part stays as the script set it

@@ -1,0 +1,122 @@
+"""What a model costs, as data: a chain of units in the order in which they run, each with its times and bytes.
+
+Nothing here measures: ``ronde.study`` fills these in from a script's own model, and the search reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Costs", "Line", "Unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples`` (seconds or bytes)."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        """The cost of so many samples at once."""
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One link of the chain: a module (or what lies between two modules) that a pipeline never cuts.
+
+    Attributes:
+        name: the module's path in the tree, as ``named_modules`` gives it; glue between modules is the path of the module
+            that owns it, with ``"(glue)"``.
+        forward_seconds, backward_seconds: of one micro-batch, on the device the costs were measured on.
+        parameter_bytes: of all its parameters; those that earlier units own too (tied weights) count in the first only.
+        trainable_bytes: of those that take gradients.
+        optimizer_bytes: the optimizer's state for them.
+        buffer_bytes: of its buffers.
+        saved_bytes: activations it keeps from its forward pass for its backward pass.
+        transient_bytes: most it needs for a moment beside that.
+        crossing_bytes: of all tensors alive after it that later units read: what a cut here sends, forwards; as much comes back.
+        crossing_grad_bytes: the part of ``crossing_bytes`` that takes gradients: what comes back.
+        cut_after: whether a stage may end here.
+        why_not: why it may not, where it may not.
+        alike: equal for units of the same structure and shapes, which were measured once.
+        flops: forward floating-point operations, of one sample.
+        tied: names of parameters it shares with units elsewhere in the chain.
+        tensor: share (0 to 1) of its parameters, work and activations that tensor parallelism can divide; 0 where it has no
+            recognised attention or MLP block.
+        tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor parallel; as much backward.
+        batchnorm: whether it normalises over the batch.
+    """
+
+    name: str
+    forward_seconds: Line = Line()
+    backward_seconds: Line = Line()
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_bytes: Line = Line()
+    transient_bytes: Line = Line()
+    crossing_bytes: Line = Line()
+    crossing_grad_bytes: Line = Line()
+    cut_after: bool = True
+    why_not: str = ""
+    alike: str = ""
+    flops: float = 0.0
+    tied: tuple[str, ...] = ()
+    tensor: float = 0.0
+    tensor_reduce_bytes: Line = Line()
+    batchnorm: bool = False
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model, its optimizer and its batch, as the planner sees them.
+
+    Attributes:
+        units: in the order in which the forward pass runs them, the loss last.
+        batch_size: global samples per optimizer step.
+        input_bytes: of one sample with its target.
+        optimizer_seconds: one optimizer step over all parameters, on the measured device.
+        optimizer: its class's name.
+        parameters: how many parameters the model has.
+        device: what was measured on, for example ``"cpu: AMD EPYC (2 cores)"``.
+        threads: threads a worker had.
+        noise: relative disturbance seen while measuring, 0 to 1.
+        base_bytes: what a worker holds before the model: context, libraries, communication buffers.
+        sequence: length of the sequence that a sample has, 0 where there is none.
+        measured_samples: micro-batch sizes at which the units were measured.
+    """
+
+    units: tuple[Unit, ...]
+    batch_size: int
+    input_bytes: float = 0.0
+    optimizer_seconds: float = 0.0
+    optimizer: str = ""
+    parameters: int = 0
+    device: str = ""
+    threads: int = 1
+    noise: float = 0.0
+    base_bytes: float = 0.0
+    sequence: int = 0
+    measured_samples: tuple[int, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Costs:
+        """What :meth:`to_dict` gave."""
+        units = []
+        for unit in values["units"]:
+            made = {k: Line(**v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v for k, v in unit.items()}
+            units.append(Unit(**made))
+        rest = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
+        return cls(units=tuple(units), **rest)
