@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from ronde.parallel import offload, recompute
 from ronde.parallel.base import Compute, Part, Strategy, Work
 from ronde.parallel.batchnorm import batchnorms, synchronise
 from ronde.parallel.replicate import Replicate
@@ -56,6 +57,8 @@ STRATEGIES: dict[str, Callable[[Plan, Work, World], Strategy]] = {
 
 def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
     """The strategy of a plan, on this worker's copy of the model."""
+    recompute.apply(work.model, plan.recompute)
+    offload.apply(plan, work, me)
     if me.size == 1:
         return Single(work.model)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,9 @@ class Work:
         compute: forward and loss of one micro-batch, ``compute(batch)`` -> ``(mean, None)`` or ``(sum, weight)``.
         sample: ``sample(n)`` -> a micro-batch of ``n`` samples of the data set, on this worker's device; no randomness is used up.
         tensor_plan: module name -> how torch's ``parallelize_module`` shall split it, where the script says so itself.
+        groups: names of the parameters of each of the optimizer's groups, as the script made them, whoever holds them later.
+        tied: names in the model's state that share another's tensor -> the first name of it, before anything was split.
+        fill: gives a model that was built on meta its values, see :mod:`ronde.parallel.materialise`; None where it has them.
     """
 
     model: nn.Module
@@ -52,6 +55,9 @@ class Work:
     compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
     sample: Callable[[int], Any]
     tensor_plan: Mapping[str, Any] | None = None
+    groups: list[list[str]] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    fill: Callable[[Callable[[str], bool]], None] | None = None
 
 
 class Strategy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -21,14 +22,14 @@ from ronde import checkpoint
 from ronde.feed import Feed, Order, Taken, take_over
 from ronde.parallel import Work, batchnorms, carry_out
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
-from ronde.run import checks, rates
+from ronde.run import checks, hooks, rates
 from ronde.run.evaluation import to_device
 from ronde.run.losses import LossCall
-from ronde.run.persist import restore
+from ronde.run.persist import held_whole, restore, restore_pieces
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, Record, Resumed, RunDir, Started, Watcher, choose_display, claim, script_stem
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
-from ronde.world.agree import agree, broadcast_json
+from ronde.world.agree import agree, broadcast_json, gather_json
 from ronde.world.group import connect
 
 __all__ = ["distribute"]
@@ -85,6 +86,8 @@ def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, A
     fields: dict[str, Any] = {k: tuple(v) if k == "split_at" else v for k, v in given.items() if v is not None}
     if fields and not os.environ.get("RONDE_PLAN"):
         asked = dataclasses.replace(asked, **fields)
+    if asked.schedule in ("interleaved", "looped", "zbv") and asked.virtual == 1:
+        asked = dataclasses.replace(asked, virtual=2)
     asked = dataclasses.replace(asked, workers=me.size)
     asked.check()
     together = asked.pipeline * asked.tensor
@@ -109,7 +112,7 @@ def _accumulate(plan: Plan) -> Plan:
     if plan.schedule not in ("gpipe", "1f1b"):
         count = -(-count // plan.pipeline) * plan.pipeline  # these go round in groups of as many as there are workers
     if plan.schedule == "zbv":
-        count = max(count, 2 * plan.pipeline)
+        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
     return dataclasses.replace(plan, accumulation=count, micro_batch=-(-largest // count))
 
 
@@ -158,13 +161,26 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     return result
 
 
+def _restore_pieces(run: Run, me: World, found: checkpoint.Checkpoint | None, told: Mapping[str, Any]) -> None:
+    """Each worker reads what it holds from the checkpoint that rank 0 has verified, if it sees the same one."""
+    if found is None:
+        found = checkpoint.trust(Path(told["folder"]) / told["path"], told["digest"])
+    with contextlib.ExitStack() as stack:
+        sources = {part: stack.enter_context(found.source(part)) for part in ("model", "optimizer")} if found else {}
+        shapes = {part: {name: list(e.shape) for name, e in source.entries.items()} for part, source in sources.items()}
+        all_see = all(gather_json(me, found is not None))
+        restore_pieces(run, told["state"], shapes if all_see else broadcast_json(me, shapes), sources, all_see)
+
+
 def _resume(run: Run, me: World, directory: RunDir) -> str:
-    """Go on from the newest whole checkpoint, read by rank 0 and sent to all. Returns what to tell the user."""
+    """Go on from the newest whole checkpoint, which rank 0 has verified. Returns what to tell the user."""
     answer: dict[str, Any] = {}
     found = None
     if me.is_main:
         found, refused = checkpoint.find_valid(directory.checkpoints)
-        answer = {"refused": refused, "path": found.path.name if found else None, "state": found.state if found else None}
+        answer = {"refused": refused, "path": None}
+        if found:
+            answer |= {"path": found.path.name, "folder": str(found.path.parent.absolute()), "state": found.state, "digest": found.digest}
     answer = broadcast_json(me, answer)
     for text in answer["refused"]:
         run._warn(text)
@@ -172,8 +188,11 @@ def _resume(run: Run, me: World, directory: RunDir) -> str:
         if answer["refused"]:
             raise CheckpointError(f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. {answer['refused'][0]}")
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
-    tensors = {part: _send_tensors(me, found.load(f"{part}.safetensors") if found else {}) for part in ("model", "optimizer", "random")}
-    restore(run, answer["state"], tensors)
+    if held_whole(run):
+        tensors = {part: _send_tensors(me, found.whole(part) if found else {}) for part in ("model", "optimizer", "random")}
+        restore(run, answer["state"], tensors)
+    else:
+        _restore_pieces(run, me, found, answer)
     state = answer["state"]
     run._watcher.event(
         Resumed(
@@ -346,6 +365,18 @@ def distribute(
             "workers, or a DataLoader that has one."
         )
     calls = LossCall(loss, forward)
+    if hooks.observer is not None:
+        given = hooks.Opening(
+            model, optimizer, scheduler, taken, calls, precision, batch, clip_norm, micro_batch or asked.micro_batch, sync_batchnorm, seed
+        )
+        hooks.observer.opening(given)
+        taken, calls, precision, micro_batch, sync_batchnorm = (
+            given.taken,
+            given.calls,
+            given.precision,
+            given.micro_batch,
+            given.sync_batchnorm,
+        )
     lazy = checks.lazy_names(model)
     if lazy:
         _materialise(model, calls, taken, lazy)
@@ -368,7 +399,10 @@ def distribute(
     )
     agree(me, checks.facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
     if batch == "grow":
+        if hooks.observer is not None:
+            chosen = dataclasses.replace(chosen, workers=hooks.observer.workers(me.size))
         chosen = _grow(chosen, optimizer, scheduler, lr_rule, warmup_steps, taken.order.epoch_samples)
+        chosen = dataclasses.replace(chosen, workers=me.size)
     chosen = _accumulate(chosen)
     if chosen.drop_last and taken.order.epoch_samples < chosen.batch_size:
         raise ArgumentError(
@@ -383,6 +417,7 @@ def distribute(
         return next(to_device(micros[0], me.device) for _, micros in feed.read(lambda: iter([share])))
 
     work = Work(model, optimizer, lambda batch: calls(model, batch), sample, tensor_plan)
+    work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
     measuring = os.environ.get("RONDE_MEASURE")
@@ -392,6 +427,7 @@ def distribute(
         scheduler=scheduler,
         taken=taken,
         strategy=strategy,
+        work=work,
         loss=calls,
         plan=chosen,
         me=me,
@@ -429,6 +465,8 @@ def distribute(
         chosen.save(directory.plan)  # only now: a resume that was refused leaves the old one
     if measuring:
         run.measure(float(measuring))
+    if hooks.observer is not None:
+        hooks.observer.ready(run, chosen)
     return run
 
 

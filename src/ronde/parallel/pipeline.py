@@ -1,0 +1,536 @@
+"""Pipeline: the model is cut into stages, micro-batches flow through them in the order of one of torch's schedules.
+
+Each worker keeps the weights of its own stages. The script's own forward pass runs on each of them, as far as it concerns it
+(:mod:`ronde.parallel.staged`); what crosses a cut is sent point to point. The lists of what to do when, sends and receives
+included, are those of ``torch.distributed.pipelining`` (:mod:`ronde.plan.schedules`).
+
+GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019. Interleaved: Narayanan et al. 2021. Looped: Lamy-Poirier 2022. Zero-bubble:
+Qi et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from ronde.parallel import cutting
+from ronde.parallel.base import Part, Scale, Strategy, Work, backward, scale_gradients, trainable
+from ronde.parallel.staged import Program, StageRun, program
+from ronde.plan import Place, Plan
+from ronde.plan.schedules import Action, actions, stages_of, worker_of
+from ronde.plan.trace import Trace, bounds_of, follow, tensors_in
+from ronde.world import ArgumentError, RondeError, World
+from ronde.world.agree import broadcast_json
+
+__all__ = ["Pipeline"]
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+def _signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
+    """What decides which path a forward pass takes: shapes and types of the batch, and the modes."""
+    shapes = tuple((tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch))
+    return (training, grad, torch.is_autocast_enabled("cpu"), shapes)
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One micro-batch in one stage, between its forward and its backward pass."""
+
+    program: Program
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
+    sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    root: torch.Tensor | None = None
+    factor: float = 0.0
+    groups: Any = None
+    later: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+
+class Pipeline(Strategy):
+    """Carries a pipeline out, with replicas of it where there are more workers.
+
+    Args:
+        plan: ``pipeline`` workers, ``virtual`` stages on each, ``schedule``, ``split_at``.
+        work: the model, its optimizer, forward and loss.
+        me: this worker.
+
+    Raises:
+        ArgumentError: the model cannot be cut so.
+    """
+
+    whole_step = True
+
+    def __init__(self, plan: Plan, work: Work, me: World) -> None:
+        self.plan, self.me, self.work = plan, me, work
+        self.model = work.model
+        self.layout = plan.layout
+        self.place = self.layout.place(me.rank)
+        workers = plan.pipeline
+        self.stages = stages_of(self.place.pipeline, workers, plan.virtual, plan.schedule)
+        self.last = workers * plan.virtual - 1
+        self.holds_result = self.last in self.stages
+        self.counts = self.holds_result and self.place.tensor == 0
+        _refuse(plan, self.model)
+        sizes = (workers, plan.replicas, plan.tensor)
+        self.mesh = init_device_mesh(me.device.type, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+        self.along = self.mesh.get_group("pipeline")
+        self.data = self.mesh.get_group("data")
+        self._ranks = self.layout.along_pipeline(me.rank)
+        self._same_weights()
+        self._programs: dict[Any, Program] = {}
+        self._cut()
+        self._take_parts()
+        self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
+        self._weighted = False
+        self._samples = 1
+        self._reached: set[int] = set()
+        self._pending: list[tuple[Any, Any]] = []
+        self._scaled = False
+        self._flags = [p.requires_grad for p in self.model.parameters()]
+
+    # -- the cut -----------------------------------------------------------------------------------------------------
+
+    def _same_weights(self) -> None:
+        """Rank 0's weights and buffers on all, before each keeps its own part."""
+        with torch.no_grad():
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                if tensor.numel():
+                    data = tensor.detach().contiguous()
+                    dist.broadcast(data, 0)
+                    tensor.data.copy_(data)
+
+    def _follow(self, batch: Any) -> Trace:
+        return follow(self.model, lambda: self.work.compute(batch))
+
+    def _cut(self) -> None:
+        """Follow the model, and let rank 0 say where it is cut."""
+        plan, samples = self.plan, self.plan.micro_batch or 1
+        batch = self.work.sample(samples)
+        training = self.model.training
+        self.model.train()
+        try:
+            with torch.enable_grad():
+                trace = self._follow(batch)
+                answer: dict[str, Any] = {}
+                if self.me.is_main:
+                    try:
+                        names = cutting.choose(plan, self.model, self.work.optimizer, trace, samples, lambda: self.work.compute(batch)[0])
+                        answer = {"names": names}
+                    except ArgumentError as error:
+                        answer = {"error": str(error)}
+            answer = broadcast_json(self.me, answer)
+            if "error" in answer:
+                raise ArgumentError(answer["error"])
+            named = {p.name: p for p in trace.points()}
+            self.points = [named[name] for name in answer["names"]]
+            self._programs[_signature(batch, True, True)] = self._made(trace)
+            self.trace = trace
+        finally:
+            self.model.train(training)
+
+    def _made(self, trace: Trace) -> Program:
+        return program(trace, bounds_of(trace, self.points))
+
+    def _program(self, batch: Any) -> Program:
+        key = _signature(batch, self.model.training, torch.is_grad_enabled())
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) > 64:
+                self._programs.clear()
+            found = self._programs[key] = self._made(self._follow(batch))
+        return found
+
+    def _take_parts(self) -> None:
+        """Keep the weights of this worker's stages, let go of the others."""
+        made = next(iter(self._programs.values()))
+        holders: dict[int, set[int]] = {}
+        stages_with: dict[int, set[int]] = {}
+        for stage in range(self.last + 1):
+            for p in made.parameters(stage):
+                stages_with.setdefault(id(p), set()).add(stage)
+                holders.setdefault(id(p), set()).add(worker_of(stage, self.plan.pipeline, self.plan.schedule))
+        unused = {id(p) for p in self.model.parameters() if id(p) not in holders}
+        mine = self.place.pipeline
+        self._kept = {id(p) for p in self.model.parameters() if mine in holders.get(id(p), {0})}
+        self._first = {id(p) for p in self.model.parameters() if mine == min(holders.get(id(p), {0}))}
+        self._stage_buffers(made)
+        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for p in self.model.parameters():
+            if len(holders.get(id(p), ())) > 1:
+                tied.setdefault(tuple(sorted(holders[id(p)])), []).append(p)
+        self._tied = []
+        for workers, parameters in sorted(tied.items()):
+            # Every rank makes every group, in the same order.
+            for replica in range(self.layout.replicas):
+                for tensor in range(self.layout.tensor):
+                    group = dist.new_group([self.layout.rank(Place(w, replica, tensor)) for w in workers])
+                    if mine in workers and (replica, tensor) == (self.place.replica, self.place.tensor):
+                        self._tied.append((group, parameters))
+        del unused
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if id(p) not in self._kept:
+                    # One element stands for all: the shape stays, the memory goes.
+                    p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+        for group in self.work.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in self._kept]
+        state = self.work.optimizer.state
+        for p in [p for p in state if id(p) not in self._kept]:
+            del state[p]
+        self.parameters = [p for _, p in trainable(self.model) if id(p) in self._kept]
+
+    def _stage_buffers(self, made: Program) -> None:
+        """Which workers hold which buffers as they change: those of modules that run as a whole in one stage."""
+        where: dict[int, int] = {}
+        for stage in range(self.last, -1, -1):
+            for module in made.modules(stage):
+                for buffer in module.buffers():
+                    where[id(buffer)] = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+        self._buffer_of = {name: where.get(id(b), -1) for name, b in self.model.named_buffers(remove_duplicate=False)}
+
+    def owns(self, name: str) -> bool:
+        """See :meth:`Strategy.owns`."""
+        if name in self._buffer_of:
+            return self._buffer_of[name] in (-1, self.place.pipeline)
+        parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
+        return parameter is None or id(parameter) in self._kept
+
+    def table(self) -> list[dict[str, Any]]:
+        """Per stage: worker, first module, parameters, bytes sent on for one micro-batch."""
+        made = next(iter(self._programs.values()))
+        rows = []
+        for stage in range(self.last + 1):
+            rows.append(
+                {
+                    "stage": stage,
+                    "worker": worker_of(stage, self.plan.pipeline, self.plan.schedule),
+                    "begins": self.points[stage - 1].name if stage else "(start)",
+                    "parameters": sum(p.numel() for p in made.parameters(stage)),
+                    "sends_bytes": sum(made.values[v].bytes for v in made.sends[stage]),
+                }
+            )
+        return rows
+
+    # -- sends and receives -------------------------------------------------------------------------------------------
+
+    def _send(self, tensors: Sequence[torch.Tensor], worker: int) -> None:
+        if not tensors:
+            return
+        whole = [t.detach().contiguous() for t in tensors]
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, self._ranks[worker], self.along) for t in whole])
+        self._pending.append((works, whole))
+        if len(self._pending) > 256:
+            for work in self._pending.pop(0)[0]:
+                work.wait()
+
+    def _receive(self, made: Program, values: Iterable[int], worker: int) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        device = self.me.device
+        got = {v: torch.empty(made.values[v].shape, dtype=made.values[v].dtype, device=device) for v in values}
+        if not got:
+            return [], got
+        return dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, self._ranks[worker], self.along) for t in got.values()]), got
+
+    def _sent_all(self) -> None:
+        for works, _ in self._pending:
+            for work in works:
+                work.wait()
+        self._pending.clear()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def micro(self, compute: Any, part: Part, scale: Scale | None) -> None:
+        """A pipeline has no micro-batch of its own: see :meth:`step`."""
+        raise RondeError("under a pipeline a step is one call: use run.step(batch)")
+
+    def step(self, micros: Sequence[Any], parts: Sequence[Part], compute: Callable[[Any], Any], scale: Scale | None) -> None:
+        """See :meth:`Strategy.step`."""
+        for p in self.parameters:
+            p.grad = None
+        self._loss.zero_()
+        self._reached = set()
+        self._scaled = scale is not None
+        self._samples = parts[0].global_samples
+        programs = [self._program(m) for m in micros]
+        for made in programs:
+            self._reached |= made.reached
+        flights: dict[tuple[int, int], _Flight] = {}
+        coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = {}
+        plan = self.plan
+        order = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)[self.place.pipeline]
+        for action in order:
+            self._act(action, programs, micros, parts, compute, scale, flights, coming)
+        self._sent_all()
+
+    def _act(
+        self,
+        action: Action,
+        programs: list[Program],
+        micros: Sequence[Any],
+        parts: Sequence[Part],
+        compute: Callable[[Any], Any],
+        scale: Scale | None,
+        flights: dict[tuple[int, int], _Flight],
+        coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]],
+    ) -> None:
+        stage, kind, micro = action
+        made = programs[micro]
+        key = (stage, micro)
+        workers, schedule = self.plan.pipeline, self.plan.schedule
+        if kind == "RECV_F":
+            coming["F", stage, micro] = self._receive(made, made.sends[stage - 1], worker_of(stage - 1, workers, schedule))
+        elif kind == "RECV_B":
+            coming["B", stage, micro] = self._receive(made, made.gradients[stage], worker_of(stage + 1, workers, schedule))
+        elif kind == "SEND_F":
+            flight = flights[key]
+            self._send([flight.sent[v] for v in made.sends[stage]], worker_of(stage + 1, workers, schedule))
+        elif kind == "SEND_B":
+            flight = flights[key]
+            self._send([_gradient(flight.received[v]) for v in made.gradients[stage - 1]], worker_of(stage - 1, workers, schedule))
+            flight.received = {}
+        elif kind == "F":
+            works, received = coming.pop(("F", stage, micro), ([], {}))
+            for work in works:
+                work.wait()
+            if stage and not works:  # the stage before is on this worker too
+                before = flights.get((stage - 1, micro))
+                received = {v: before.sent[v].detach() for v in made.sends[stage - 1]} if before is not None else {}
+            flights[key] = self._forward(made, stage, received, micros[micro], parts[micro], compute)
+        elif kind in ("B", "I"):
+            works, gradients = coming.pop(("B", stage, micro), ([], {}))
+            for work in works:
+                work.wait()
+            if stage < self.last and not works:
+                after = flights.get((stage + 1, micro))
+                if after is not None:
+                    gradients = {v: _gradient(after.received[v]) for v in made.gradients[stage]}
+                    after.received = {}
+            self._backward(flights[key], stage, gradients, scale, whole=kind == "B")
+        elif kind == "W":
+            self._weights(flights[key], stage)
+
+    def _forward(
+        self, made: Program, stage: int, received: dict[int, torch.Tensor], micro: Any, part: Part, compute: Callable[[Any], Any]
+    ) -> _Flight:
+        takes = set(made.gradients[stage - 1]) if stage else set()
+        for value in takes:
+            received[value].requires_grad_(True)
+        flight = _Flight(made, received)
+        handed = {v: t.clone() if v in made.cloned else t for v, t in received.items()}
+        run = StageRun(made, stage, handed)
+        result = run.run(lambda: compute(micro))
+        flight.sent = run.sent
+        if stage == self.last:
+            value, weight = result
+            self._weighted = weight is not None
+            factor = (1.0 if weight is not None else part.samples) / part.global_samples if part.samples else 0.0
+            flight.root, flight.factor = value, factor
+            if part.samples:  # an empty one is a stand-in
+                self._loss[0] += value.detach().to(torch.float64) * factor
+                if weight is not None:
+                    self._loss[1] += weight.to(torch.float64)
+        return flight
+
+    def _roots(
+        self, flight: _Flight, stage: int, gradients: dict[int, torch.Tensor], scale: Scale | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the backward pass of a stage begins, and with what."""
+        if stage == self.last:
+            value = flight.root
+            assert value is not None
+            if not value.requires_grad:
+                return [], []
+            start = torch.tensor(flight.factor, dtype=value.dtype, device=value.device)
+            return [value], [start if scale is None else scale(start)]
+        values = [v for v in flight.program.gradients[stage] if flight.sent[v].requires_grad]
+        return [flight.sent[v] for v in values], [gradients[v] for v in values]
+
+    def _backward(self, flight: _Flight, stage: int, gradients: dict[int, torch.Tensor], scale: Scale | None, whole: bool) -> None:
+        roots, starts = self._roots(flight, stage, gradients, scale)
+        flight.root, flight.sent = None, {}
+        inputs = [flight.received[v] for v in flight.program.gradients[stage - 1]] if stage else []
+        if not roots:
+            return
+        if whole:
+            backward(tuple(roots), tuple(starts))
+            return
+        if not inputs:
+            flight.later = (roots, starts)  # nobody waits for it: all of it goes where a bubble would be
+            return
+        for root, start in zip(roots, starts, strict=True):
+            if root.is_leaf:  # handed on as it came
+                root.grad = start if root.grad is None else root.grad + start
+        pairs = [(r, g) for r, g in zip(roots, starts, strict=True) if not r.is_leaf]
+        if not pairs:
+            return
+        roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
+        weights = [p for p in flight.program.parameters(stage) if p.requires_grad]
+        _, flight.groups = stage_backward_input(_Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
+        # What does not meet the path to an input is in none of its groups.
+        found = {edge for group in flight.groups for edge in group["params"]}
+        alone = [w for w in weights if id(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found]
+        if alone:
+            for w, g in zip(alone, torch.autograd.grad(roots, alone, starts, retain_graph=True, allow_unused=True), strict=True):
+                if g is not None:
+                    w.grad = g if w.grad is None else w.grad + g
+
+    def _weights(self, flight: _Flight, stage: int) -> None:
+        """The part of the backward pass that was put off."""
+        if flight.later is not None:
+            backward(tuple(flight.later[0]), tuple(flight.later[1]))
+        elif flight.groups:
+            weights = [p for p in flight.program.parameters(stage) if p.requires_grad]
+            stage_backward_weight(iter(weights), flight.groups)
+        flight.later = flight.groups = None
+
+    def finish(self) -> torch.Tensor:
+        """See :meth:`Strategy.finish`."""
+        for p in self.parameters:
+            if id(p) not in self._reached:
+                p.grad = None  # zeros that came from another stage: with one process it has no gradient
+        for group, parameters in self._tied:
+            self._sum([p for p in parameters if p.requires_grad], group)
+        if self.plan.replicas > 1:
+            self._sum(self.parameters, self.data)
+        mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
+        self.local_loss = self._loss[0].clone() if self.holds_result else None
+        dist.all_reduce(mine)
+        loss, weight = mine[0], mine[1]
+        if bool(weight != 0):
+            factor = self._samples / weight
+            scale_gradients(self.parameters, factor)
+            loss = loss * factor
+        return loss
+
+    def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
+        """Add gradients over a group, in buckets. What nobody has stays without one."""
+        if not parameters:
+            return
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.me.device)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+        buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+        for p, used in zip(parameters, has.tolist(), strict=True):
+            if not used:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            bucket = buckets.setdefault(p.dtype, [])
+            bucket.append(p)
+            if sum(q.numel() * q.element_size() for q in bucket) >= _BUCKET_BYTES:
+                _sum_bucket(buckets.pop(p.dtype), group)
+        for bucket in buckets.values():
+            _sum_bucket(bucket, group)
+
+    def clip(self, max_norm: float) -> None:
+        """See :meth:`Strategy.clip`: each weight counts once, wherever it is held."""
+        square = torch.zeros((), dtype=torch.float64, device=self.me.device)
+        gradients = [p.grad for p in self.parameters if p.grad is not None and id(p) in self._first]
+        for g in gradients:
+            square += torch.linalg.vector_norm(g.detach()).to(torch.float64) ** 2
+        dist.all_reduce(square, group=self.along)
+        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        scale_gradients(self.parameters, factor)
+
+    # -- without gradients -----------------------------------------------------------------------------------------------
+
+    def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
+        """See :meth:`Strategy.infer`. Batches follow each other through the stages: nobody waits for the one behind."""
+        key = (id(getattr(call, "__code__", call)), *_signature(batch, self.model.training, torch.is_grad_enabled()))
+        made = self._programs.get(key)
+        if made is None:
+            made = self._programs[key] = self._made(follow(self.model, lambda: call(batch)))
+        result = None
+        workers, schedule = self.plan.pipeline, self.plan.schedule
+        local: dict[int, torch.Tensor] = {}
+        for stage in self.stages:
+            received: dict[int, torch.Tensor] = {}
+            if stage:
+                before = worker_of(stage - 1, workers, schedule)
+                if before == self.place.pipeline:
+                    received = local
+                else:
+                    works, received = self._receive(made, made.sends[stage - 1], before)
+                    for work in works:
+                        work.wait()
+            run = StageRun(made, stage, {v: t.clone() if v in made.cloned else t for v, t in received.items()})
+            result = run.run(lambda: call(batch))
+            if stage < self.last:
+                local = run.sent
+                after = worker_of(stage + 1, workers, schedule)
+                if after != self.place.pipeline:
+                    self._send([run.sent[v] for v in made.sends[stage]], after)
+        return result if self.holds_result else None
+
+    def start_epoch(self) -> None:
+        """See :meth:`Strategy.start_epoch`."""
+        self._sent_all()
+        self.sync_buffers()
+
+    def refresh(self) -> bool:
+        """See :meth:`Strategy.refresh`."""
+        flags = [p.requires_grad for p in self.model.parameters()]
+        if flags == self._flags:
+            return False
+        self._flags = flags
+        self._programs = {}
+        self.parameters = [p for _, p in trainable(self.model) if id(p) in self._kept]
+        return True
+
+    def sync_buffers(self) -> None:
+        """See :meth:`Strategy.sync_buffers`: along the replicas, of what this worker's stages hold."""
+        if self.plan.replicas == 1:
+            return
+        source = self.layout.along_replicas(self.me.rank)[0]
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if buffer.numel() and self._buffer_of.get(name) in (-1, self.place.pipeline):
+                    data = buffer.detach().contiguous()
+                    dist.broadcast(data, source, group=self.data)
+                    buffer.copy_(data)
+
+
+def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for g, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        g.copy_(part.view_as(g))
+
+
+class _Once(list[torch.Tensor]):
+    """Can be gone through once. ``stage_backward_input`` goes through its outputs twice, the second time to detach them in place,
+    which a view refuses."""
+
+    def __iter__(self) -> Any:
+        found = list(super().__iter__())
+        self.clear()
+        return iter(found)
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Of what was received; zeros where the backward pass did not get there."""
+    return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def _refuse(plan: Plan, model: nn.Module) -> None:
+    from ronde.parallel.batchnorm import batchnorms
+    from ronde.plan.schedules import allowed
+
+    if plan.sync_batchnorm and batchnorms(model):
+        raise ArgumentError(
+            "sync_batchnorm=True does not go with a pipeline: its micro-batches are normalised one by one. Use group or layer "
+            "normalisation, or plan='replicate' or 'shard'."
+        )
+    why = allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
+    if why:
+        raise ArgumentError(f"plan={plan.spec!r}: {why}.")

@@ -1,0 +1,944 @@
+"""Which attention and MLP blocks of any module tree can be held by several workers together.
+
+Found in the data flow, not by names: one pass over a sample gives autograd's graph, and what lies between a Linear's input and the
+Linears behind it is a block (Shoeybi et al. 2019, Megatron-LM: columns into rows, one sum a block). How its forward code has to be
+told that it has fewer heads is tried, way after way, until the pass over the sample is the unsplit one's, block by block: what the
+last Linear is given must be its slice of what it was given before. What never agrees stays whole and says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["Arms", "Block", "Recognised", "Region", "install", "linear", "piece", "recognise", "split_dims"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that several workers can hold together, by their names in the model.
+
+    Attributes:
+        path: the smallest module around them.
+        kind: ``"attention"``, ``"mlp"``, or ``"multihead"`` for torch's own ``nn.MultiheadAttention``.
+        column: modules of which each worker keeps some outputs.
+        row: the module of which it keeps the inputs that belong to them.
+        pieces: per column, how many tensors its output is cut into by the code (3 for fused query, key and value).
+        heads, kv_heads: of attention; 0 for an MLP.
+        attributes: ``(module, attribute)`` that count heads or features and are divided.
+        narrow: arguments of ``path`` (places or names) that the code reads its width from.
+        inside: parameters used between columns and row and held by all: their gradients are partial.
+        per_head: embeddings with one column a head (relative positions), split with them.
+        parameters: elements that are divided among the workers.
+        flops: of these layers, forward, per sample.
+        reduced_bytes: summed over the workers, forward and backward together, per sample.
+        why_not: what stands against it; empty if it can be split.
+    """
+
+    path: str
+    kind: Literal["mlp", "attention", "multihead"]
+    column: tuple[str, ...]
+    row: str
+    pieces: tuple[int, ...] = ()
+    heads: int = 0
+    kv_heads: int = 0
+    attributes: tuple[tuple[str, str], ...] = ()
+    narrow: tuple[int | str, ...] = ()
+    inside: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
+    parameters: int = 0
+    flops: float = 0.0
+    reduced_bytes: float = 0.0
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What of a model can be split.
+
+    Attributes:
+        blocks: those that can, in the order in which they run.
+        refused: those that look like a block and cannot, each with ``why_not``.
+        parameters: elements of the whole model.
+        flops: of all its linear layers, forward, per sample.
+        loss: of the sample.
+        gradients: parameter -> sum and sum of squares of its gradient on the sample; empty if not asked for.
+        called: names of the modules that ran.
+    """
+
+    blocks: tuple[Block, ...]
+    refused: tuple[Block, ...]
+    parameters: int
+    flops: float
+    loss: float = 0.0
+    gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    called: frozenset[str] = frozenset()
+
+    @property
+    def parameter_share(self) -> float:
+        """Part of the parameters that is divided."""
+        return sum(b.parameters for b in self.blocks) / max(self.parameters, 1)
+
+    @property
+    def work_share(self) -> float:
+        """Part of the linear layers' work that is divided."""
+        return sum(b.flops for b in self.blocks) / max(self.flops, 1.0)
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Bytes summed over the workers in forward and backward, per sample."""
+        return sum(b.reduced_bytes for b in self.blocks)
+
+
+# -- layers --------------------------------------------------------------------------------------------------------------
+
+
+def _transposed(module: nn.Module) -> bool:
+    """Whether its weight is (inputs, outputs), as that of transformers' Conv1D."""
+    return not isinstance(module, nn.Linear)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A Linear, or what is one by another name, with an ordinary weight and the usual forward."""
+    if isinstance(module, nn.Linear):
+        usual = type(module).forward is nn.Linear.forward
+    else:
+        usual = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    weight = module._parameters.get("weight")
+    return usual and weight is not None and weight.dim() == 2 and "forward" not in vars(module)
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Inputs, outputs."""
+    a, b = module.weight.shape  # type: ignore[union-attr, misc]
+    return (int(a), int(b)) if _transposed(module) else (int(b), int(a))
+
+
+def linear(module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The layer's arithmetic with other weights."""
+    return F.linear(x, weight.t() if _transposed(module) else weight, bias)
+
+
+def piece(x: torch.Tensor, dim: int, pieces: int, place: int, tensor: int) -> torch.Tensor:
+    """What the worker at ``place`` of ``tensor`` keeps of ``x``: its part of each of ``pieces`` equal pieces.
+
+    Example:
+        >>> piece(torch.arange(12), 0, 3, 1, 2).tolist()
+        [2, 3, 6, 7, 10, 11]
+    """
+    return torch.cat([p.chunk(tensor, dim)[place] for p in x.chunk(pieces, dim)], dim)
+
+
+def split_dims(model: nn.Module, block: Block) -> dict[str, tuple[int, int]]:
+    """A block's divided parameters, by name -> (dimension, pieces)."""
+    found: dict[str, tuple[int, int]] = {}
+    if block.kind == "multihead":
+        module = model.get_submodule(block.path)
+        for name in ("in_proj_weight", "in_proj_bias"):
+            if getattr(module, name) is not None:
+                found[f"{block.path}.{name}".lstrip(".")] = (0, 3)
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if getattr(module, name) is not None:
+                found[f"{block.path}.{name}".lstrip(".")] = (0, 1)
+        found[f"{block.row}.weight"] = (1, 1)
+        return found
+    for name, pieces in zip(block.column, block.pieces, strict=True):
+        module = model.get_submodule(name)
+        found[f"{name}.weight"] = (1 if _transposed(module) else 0, pieces)
+        if module.bias is not None:
+            found[f"{name}.bias"] = (0, pieces)
+    found[f"{block.row}.weight"] = (0 if _transposed(model.get_submodule(block.row)) else 1, 1)
+    for name in block.per_head:
+        found[f"{name}.weight"] = (1, 1)
+    return found
+
+
+# -- narrowed forward passes -----------------------------------------------------------------------------------------------
+
+
+class Arms:
+    """How a narrowed block reaches its weights, and the other workers."""
+
+    place = 0
+    tensor = 1
+
+    def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
+        """This worker's part of a parameter."""
+        raise NotImplementedError
+
+    def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """What comes into the column ``name``: the same forward; backward the sum over the workers."""
+        raise NotImplementedError
+
+    def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
+        """The row applied to this worker's part, summed over the workers."""
+        raise NotImplementedError
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the workers; backward the same."""
+        raise NotImplementedError
+
+    def begin(self, block: Block, training: bool) -> None:
+        """A block's first column is about to run."""
+
+    def end(self, block: Block) -> None:
+        """Its row is about to run."""
+
+
+class Region:
+    """From a block's columns to its row, while it runs."""
+
+    def __init__(self, block: Block, arms: Arms) -> None:
+        self.block = block
+        self.arms = arms
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def enter(self, x: torch.Tensor, training: bool, name: str) -> torch.Tensor:
+        """The columns share what they share: one sum in the backward pass for each input."""
+        for given, entered in self._pairs:
+            if given is x:
+                return entered
+        if not self._pairs:
+            self.arms.begin(self.block, training)
+        entered = self.arms.enter(x, name)
+        self._pairs.append((x, entered))
+        return entered
+
+    def stand_in(self, x: torch.Tensor, training: bool) -> torch.Tensor:
+        """A narrower tensor in the place of ``x``; a column that is given it takes ``x``."""
+        entered = self.enter(x, training, "")
+        narrower = x.detach().narrow(-1, 0, x.shape[-1] // self.arms.tensor)
+        self._pairs.append((narrower, entered))
+        return narrower
+
+    def close(self) -> None:
+        """The row has been reached."""
+        self._pairs.clear()
+        self.arms.end(self.block)
+
+
+def _multihead(module: nn.MultiheadAttention, region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """``nn.MultiheadAttention.forward`` over some of the heads (its own refuses fewer features)."""
+    block, arms = region.block, region.arms
+    heads = module.num_heads // arms.tensor
+    low = arms.place * heads
+
+    def forward(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        batched = query.dim() == 3
+        inputs = [region.enter(x, module.training, "") for x in (query, key, value)]
+        if not batched:
+            inputs = [x.unsqueeze(0) for x in inputs]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not module.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        if module.in_proj_weight is not None:
+            whole = arms.local(module, "in_proj_weight", 0, 3)
+            assert whole is not None
+            weights: Sequence[torch.Tensor | None] = whole.chunk(3)
+        else:
+            weights = [arms.local(module, f"{n}_proj_weight", 0, 1) for n in "qkv"]
+        bias = arms.local(module, "in_proj_bias", 0, 3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[arg-type]
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        )
+        n, _, rows, _ = q.shape
+        mask: torch.Tensor | None = None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            if mask.dim() == 3:  # one for each sample and head
+                mask = mask.view(n, -1, rows, k.shape[2])[:, low : low + heads]
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        elif is_causal and not need_weights:
+            mask = None  # as torch: the mask is only a hint then
+        dropped = module.dropout if module.training else 0.0
+        seen: torch.Tensor | None = None
+        if need_weights:
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+            seen = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropped)
+            out = seen @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropped, is_causal and mask is None)
+        joined = out.transpose(1, 2).flatten(2)
+        region.close()
+        result = arms.leave(block, joined, module.out_proj)
+        if seen is not None:
+            if average_attn_weights:
+                seen = arms.total(seen.sum(1) / module.num_heads)
+            else:
+                placed = seen.new_zeros(n, module.num_heads, *seen.shape[2:])
+                seen = arms.total(torch.cat([placed[:, :low], seen, placed[:, low + heads :]], 1))
+            seen = seen if batched else seen.squeeze(0)
+        if not batched:
+            result = result.squeeze(0)
+        elif not module.batch_first:
+            result = result.transpose(0, 1)
+        return result, seen
+
+    return forward
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+@contextmanager
+def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+    old = vars(target).get(name, _ABSENT)
+    vars(target)[name] = value
+    try:
+        yield
+    finally:
+        if old is _ABSENT:
+            del vars(target)[name]
+        else:
+            vars(target)[name] = old
+
+
+_ABSENT: Any = object()
+
+
+def _divided(value: Any, counts: Iterable[int], tensor: int) -> Any:
+    """An attribute that counts heads, with fewer of them (einops' layers hold pairs of names and numbers)."""
+    if isinstance(value, tuple):
+        return tuple((n, v // tensor if v in counts else v) for n, v in value)
+    return value // tensor
+
+
+def install(stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: set[tuple[str, str]]) -> None:
+    """Let a block run as one of ``arms.tensor`` parts, until ``stack`` is closed; ``done``: attributes that are divided already."""
+    region = Region(block, arms)
+    if block.kind == "multihead":
+        module = model.get_submodule(block.path)
+        assert isinstance(module, nn.MultiheadAttention)
+        stack.enter_context(_attribute(module, "forward", _multihead(module, region)))
+        for name, around in model.named_modules():  # their fused kernel, for inference, knows nothing of this
+            if isinstance(around, nn.TransformerEncoderLayer) and block.path.startswith(f"{name}." if name else ""):
+                stack.enter_context(_attribute(around, "activation_relu_or_gelu", 0))
+        return
+    for name, pieces in zip(block.column, block.pieces, strict=True):
+        stack.enter_context(_attribute(column := model.get_submodule(name), "forward", _column(column, name, region, pieces)))
+    stack.enter_context(_attribute(row := model.get_submodule(block.row), "forward", _row(row, region)))
+    for name in block.per_head:
+        embedding = model.get_submodule(name)
+        if "forward" not in vars(embedding):
+            stack.enter_context(_attribute(embedding, "forward", _embedding(embedding, arms)))
+    counts = {block.heads, block.kv_heads}
+    for name, attribute in block.attributes:
+        owner = model.get_submodule(name)
+        if (name, attribute) in done:
+            continue  # two blocks read it
+        done.add((name, attribute))
+        stack.enter_context(_attribute(owner, attribute, _divided(vars(owner)[attribute], counts, arms.tensor)))
+    if block.narrow:
+        container = model.get_submodule(block.path)
+        stack.enter_context(_attribute(container, "forward", _narrowed(container, region)))
+
+
+def _column(module: nn.Module, name: str, region: Region, pieces: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    dim = 1 if _transposed(module) else 0
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        weight = region.arms.local(module, "weight", dim, pieces)
+        assert weight is not None
+        return linear(module, region.enter(input, module.training, name), weight, region.arms.local(module, "bias", 0, pieces))
+
+    return forward
+
+
+def _row(module: nn.Module, region: Region) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        region.close()
+        return region.arms.leave(region.block, input, module)
+
+    return forward
+
+
+def _embedding(module: nn.Module, arms: Arms) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        weight = arms.local(module, "weight", 1, 1)
+        assert weight is not None
+        return F.embedding(input, weight, module.padding_idx)  # type: ignore[arg-type]
+
+    return forward
+
+
+def _narrowed(container: nn.Module, region: Region) -> Callable[..., Any]:
+    original = container.forward
+    places = region.block.narrow
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        new = {p: region.stand_in(args[p] if isinstance(p, int) else kwargs[p], container.training) for p in places}
+        return original(*(new.get(i, a) for i, a in enumerate(args)), **{k: new.get(k, v) for k, v in kwargs.items()})
+
+    return forward
+
+
+# -- one pass over a sample --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Trace:
+    """What one pass left behind."""
+
+    nodes: dict[Any, str] = field(default_factory=dict)  # autograd node of a layer's output -> its name
+    calls: list[tuple[str, Any, torch.Tensor, Any]] = field(default_factory=list)  # name, input's node, input, output's node
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # what each layer was given, call by call
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no fused kernels, the same randomness every time; everything as it was afterwards."""
+    modes = [(m, m.training) for m in model.modules()]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    model.eval()
+    for p, _ in flags:
+        if p.is_floating_point():
+            p.requires_grad_(True)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng(), torch.enable_grad():
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for p, flag in flags:
+            p.requires_grad_(flag)
+        for m, training in modes:
+            m.training = training
+        with torch.no_grad():
+            for b, old in buffers:
+                if not b.equal(old):
+                    b.copy_(old)
+
+
+def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
+    found = _Trace()
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.called.add(name)
+            found.arguments.setdefault(name, (args, kwargs))
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = args[0] if args else None
+            y = output[0] if isinstance(output, tuple) else output
+            if isinstance(y, torch.Tensor) and y.grad_fn is not None and isinstance(x, torch.Tensor):
+                found.nodes[y.grad_fn] = name
+                found.calls.append((name, starts.pop(name, None), x, y.grad_fn))
+                found.outputs.setdefault(name, []).append(y.detach().clone())
+
+        def start(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                starts[name] = args[0].grad_fn
+                found.inputs.setdefault(name, []).append(args[0].detach().clone())
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if _is_linear(module) or isinstance(module, nn.MultiheadAttention):
+            handles.append(module.register_forward_pre_hook(start))
+            handles.append(module.register_forward_hook(after))
+
+    starts: dict[str, Any] = {}
+    try:
+        for name, module in model.named_modules():
+            watch(name, module)
+        found.loss = run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _walk(root: Any, stops: Mapping[Any, str] | set[Any]) -> tuple[set[Any], set[Any]]:
+    """Nodes from ``root`` back to ``stops``: those in between, and the stops that were reached."""
+    seen: set[Any] = set()
+    reached: set[Any] = set()
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in reached:
+            continue
+        if node in stops:
+            reached.add(node)
+            continue
+        seen.add(node)
+        todo.extend(n for n, _ in node.next_functions)
+    return seen, reached
+
+
+_NOT_BY_FEATURE = re.compile(
+    r"Norm|Softmax|Embedding|Convolution|Mean|Sum|Var|Bmm|Mm|Addmm|ScaledDot|Cat|Stack|Index|Gather|Fft|Pool|Einsum|Max|Min|Prod|Sort"
+)
+_ATTENTION = re.compile(r"ScaledDot|(?<!Log)Softmax")
+
+
+def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
+    """Query and key heads, as the shapes in the middle of the attention say; 0 if they do not."""
+    for node in nodes:
+        if "ScaledDot" in node.name() and hasattr(node, "_saved_query"):
+            return int(node._saved_query.shape[-3]), int(node._saved_key.shape[-3])
+    for node in nodes:
+        if "oftmax" in node.name() and hasattr(node, "_saved_result"):
+            shape = node._saved_result.shape
+            if len(shape) >= 3:  # (samples, heads, …) or (samples × heads, …)
+                heads = int(shape[-3]) if len(shape) > 3 else int(shape[0]) // samples
+                return heads, heads
+    return 0, 0
+
+
+def _common(names: Sequence[str]) -> str:
+    """The smallest module around all of these."""
+    parts = [n.split(".")[:-1] for n in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)
+
+
+@dataclass
+class _Candidate:
+    block: Block
+    region: set[Any] = field(default_factory=set)
+    closure: set[Any] = field(default_factory=set)
+    ways: list[Block] = field(default_factory=list)
+    signature: tuple[Any, ...] = ()
+
+
+_HEAD_NAMES = re.compile(r"head", re.I)
+_NOT_COUNTS = re.compile(r"dim|size|width|channels|group|layer|max|len|idx|index|per_", re.I)
+
+
+def _counters(model: nn.Module, path: str, linears: set[str], values: set[int], named: bool) -> list[tuple[str, str]]:
+    """Attributes of the modules in ``path`` that hold one of ``values``."""
+    found = []
+    for name, module in model.get_submodule(path).named_modules(prefix=path):
+        if name in linears:
+            continue
+        for attribute, value in vars(module).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value in values and not attribute.startswith("_"):
+                if not named or (_HEAD_NAMES.search(attribute) and not _NOT_COUNTS.search(attribute)):
+                    found.append((name, attribute))
+            elif attribute == "_axes_lengths" and isinstance(value, tuple) and any(v in values for _, v in value):
+                found.append((name, attribute))
+    return found
+
+
+def _ways(model: nn.Module, block: Block, trace: _Trace, linears: set[str]) -> list[Block]:
+    """Ways of telling a block's code that it has fewer heads, the likeliest first."""
+    if block.kind != "attention":
+        return [block]
+    pieces: list[tuple[int, ...]] = [block.pieces]
+    if max(block.pieces) > 1:
+        pieces.append(tuple(1 for _ in block.pieces))  # query, key and value of each head stand together
+    heads = {block.heads, block.kv_heads}
+    widths = {_features(model.get_submodule(n))[1] // p for n, p in zip(block.column, block.pieces, strict=True)} - heads
+    named = _counters(model, block.path, linears, heads, True)
+    wide = _counters(model, block.path, linears, widths, False)
+    every = _counters(model, block.path, linears, heads, False)
+    sets = [named, [*named, *wide], [], wide, every, [*every, *wide]]
+    args, kwargs = trace.arguments.get(block.path, ((), {}))
+    given = {id(x) for name, _, x, _ in trace.calls if name in block.column}
+    narrow = tuple(i for i, a in enumerate(args) if id(a) in given) + tuple(k for k, a in kwargs.items() if id(a) in given)
+    ways: list[Block] = []
+    for narrowed in ((), narrow) if narrow else ((),):
+        for p in pieces:
+            for attributes in sets:
+                way = dataclasses.replace(block, pieces=p, attributes=tuple(dict.fromkeys(attributes)), narrow=narrowed)
+                if way not in ways:
+                    ways.append(way)
+    return ways
+
+
+def _candidates(model: nn.Module, trace: _Trace, tensor: int) -> list[_Candidate]:
+    modules = dict(model.named_modules())
+    parameters = {id(p): n for n, p in model.named_parameters()}
+    names: dict[int, list[str]] = {}
+    for n, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(n)
+    linears = {n for n, m in modules.items() if _is_linear(m)}
+    samples = max((x.shape[0] for _, _, x, _ in trace.calls), default=1)
+    used: dict[str, str] = {}
+    found: list[_Candidate] = []
+    # Attention first: a Linear before it is no partner for its columns. A layer that runs several times: what is found for its
+    # first call holds for all, and is checked for all.
+    once = [next(c for c in trace.calls if c[0] == name) for name in dict.fromkeys(c[0] for c in trace.calls)]
+    for first, (name, start, _, out) in [(f, c) for f in (True, False) for c in once]:
+        module = modules[name]
+        if isinstance(module, nn.MultiheadAttention):
+            if first:
+                found.append(_multihead_candidate(model, name, module, tensor, names))
+            continue
+        if start is None:
+            continue
+        region, ends = _walk(start, trace.nodes)
+        columns = list(dict.fromkeys(trace.nodes[n] for n in ends))
+        if not columns or any(isinstance(modules[c], nn.MultiheadAttention) for c in columns):
+            continue
+        columns.sort(key=lambda c: next(i for i, call in enumerate(trace.calls) if call[0] == c))
+        ops = {n.name() for n in region}
+        attention = any(_ATTENTION.search(o) for o in ops)
+        if attention is not first:
+            continue
+        wide = _features(module)[0]
+        outs = [_features(modules[c])[1] for c in columns]
+        inside = [parameters[id(n.variable)] for n in region if hasattr(n, "variable") and id(n.variable) in parameters]
+        block = Block(_common([*columns, name]), "attention" if attention else "mlp", tuple(columns), name)
+        bad = sorted(o for o in ops if _NOT_BY_FEATURE.search(o))
+        if not attention and bad:
+            continue
+        taken = [c for c in (*columns, name) if c in used]
+        if taken:
+            if attention:
+                why = f"{used[taken[0]]!r} uses {taken[0]!r} as well"
+                found.append(_Candidate(dataclasses.replace(block, pieces=(1,) * len(columns), why_not=why)))
+            continue
+        if attention:
+            heads, kv_heads = _heads(region, samples)
+            # The values' columns carry as many features a head as the row takes; a fused one is cut in three.
+            pieces = tuple(3 if len(columns) == 1 and o == 3 * wide else 1 for o in outs)
+            per_head = tuple(
+                p.removesuffix(".weight")
+                for p in inside
+                if p.endswith(".weight") and isinstance(e := modules[p.removesuffix(".weight")], nn.Embedding) and e.embedding_dim == heads
+            )
+            block = dataclasses.replace(
+                block,
+                pieces=pieces,
+                heads=heads,
+                kv_heads=kv_heads,
+                per_head=per_head,
+                inside=tuple(p for p in inside if p.removesuffix(".weight") not in per_head),
+            )
+            why = ""
+            if len(columns) > 12:
+                continue
+            if not heads:
+                why = "its heads are not seen in the shapes of its attention weights"
+            elif heads % tensor or kv_heads % tensor:
+                counted = f"heads {heads}" + (f", key and value heads {kv_heads}" if kv_heads != heads else "")
+                why = f"{counted}: not divisible by {tensor}"
+            block = dataclasses.replace(block, why_not=why)
+        else:
+            if any(o % wide for o in outs) or wide == 1:
+                continue
+            block = dataclasses.replace(block, pieces=tuple(o // wide for o in outs), inside=tuple(inside))
+            if wide % tensor:
+                block = dataclasses.replace(block, why_not=f"{wide} features: not divisible by {tensor}")
+        tied = [n for n in split_dims(model, block) if len(names[id(model.get_parameter(n))]) > 1]
+        if tied and not block.why_not:
+            others = [n for n in names[id(model.get_parameter(tied[0]))] if n != tied[0]]
+            block = dataclasses.replace(block, why_not=f"{tied[0]!r} is tied to {others[0]!r}")
+        rows, _ = _walk(out, region | ends)
+        candidate = _Candidate(block, region | ends, region | ends | rows)
+        found.append(candidate)
+        if not block.why_not:
+            for c in (*columns, name):
+                used[c] = block.path or type(model).__name__
+    found.sort(key=lambda c: next(i for i, call in enumerate(once) if call[0] in (c.block.row, c.block.path)))
+    for candidate in found:
+        block = _sized(model, candidate.block, trace, samples)
+        candidate.block = block
+        relative = tuple(n.removeprefix(block.path) for n in (*block.column, block.row))
+        shapes = tuple(_features(modules[n]) for n in (*block.column, block.row) if n in linears)
+        candidate.signature = (block.kind, type(modules[block.path]), relative, shapes, bool(block.per_head))
+        if not block.why_not:
+            candidate.ways = _ways(model, block, trace, linears)
+    return found
+
+
+def _multihead_candidate(model: nn.Module, name: str, module: nn.MultiheadAttention, tensor: int, names: dict[int, list[str]]) -> _Candidate:
+    why = ""
+    if module.num_heads % tensor:
+        why = f"heads {module.num_heads}: not divisible by {tensor}"
+    elif module.bias_k is not None or module.add_zero_attn:
+        why = "add_bias_kv and add_zero_attn add a key that belongs to no head"
+    elif type(module).forward is not nn.MultiheadAttention.forward:
+        why = f"{type(module).__name__} has a forward of its own"
+    elif any(len(names.get(id(p), [])) > 1 for p in module.parameters()):
+        why = "its weights are tied to others"
+    row = f"{name}.out_proj".lstrip(".")
+    return _Candidate(Block(name, "multihead", (name,), row, (3,), module.num_heads, module.num_heads, why_not=why))
+
+
+def _sized(model: nn.Module, block: Block, trace: _Trace, samples: int) -> Block:
+    """With its parameters, work and bytes."""
+    parameters = sum(model.get_parameter(n).numel() for n in split_dims(model, block))
+    flops = reduced = 0.0
+    if block.kind == "multihead":
+        x, y = trace.inputs[block.path][0], trace.outputs[block.path][0]
+        flops = 2.0 * parameters * x.numel() / x.shape[-1] / samples
+        reduced = (x.nbytes + y.nbytes) / samples
+    else:
+        for n in (*block.column, block.row):
+            for x in trace.inputs.get(n, []):
+                flops += 2.0 * model.get_submodule(n).weight.numel() * x.numel() / x.shape[-1] / samples  # type: ignore[union-attr, operator]
+        entering = {id(x): x.nbytes for n, _, x, _ in trace.calls if n in block.column}
+        reduced = (sum(entering.values()) + sum(y.nbytes for y in trace.outputs[block.row])) / samples
+    return dataclasses.replace(block, parameters=parameters, flops=flops, reduced_bytes=reduced)
+
+
+def _escapes(trace: _Trace, candidates: list[_Candidate]) -> None:
+    """Refuse what also goes elsewhere than into its row."""
+    consumers: dict[Any, list[Any]] = {}
+    everything, _ = _walk(trace.loss.grad_fn, set())
+    for node in everything:
+        for n, _ in node.next_functions:
+            if n is not None:
+                consumers.setdefault(n, []).append(node)
+    while True:
+        closed = set().union(*(c.closure for c in candidates if not c.block.why_not))
+        changed = False
+        for c in candidates:
+            if c.block.why_not or not c.region:
+                continue
+            for node in c.region:
+                outside = [n for n in consumers.get(node, []) if n not in closed]
+                if outside:
+                    into = outside[0].name().removesuffix("Backward0")
+                    c.block = dataclasses.replace(c.block, why_not=f"what its columns make also goes elsewhere ({into})")
+                    changed = True
+                    break
+        if not changed:
+            return
+
+
+# -- trials --------------------------------------------------------------------------------------------------------------------
+
+
+class _Differs(Exception):
+    """A block's part is not its slice of the whole."""
+
+
+class _Elsewhere(Exception):
+    """A block is given something else than before: what another one's narrowing has touched."""
+
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> str:
+    if found.shape != expected.shape:
+        return f"it gives {list(found.shape)} where {list(expected.shape)} was expected"
+    scale = float(expected.double().abs().max()) if expected.numel() else 0.0
+    largest = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
+    if largest <= _TOLERANCE.get(expected.dtype, 1e-2) * max(scale, 1e-30):
+        return ""
+    return f"its part differs from the whole by {largest / max(scale, 1e-30):.1e} of the largest value"
+
+
+class _Trial(Arms):
+    """One worker's part, in one process, compared with what the whole gave."""
+
+    def __init__(self, trace: _Trace, place: int, tensor: int) -> None:
+        self.place, self.tensor = place, tensor
+        self._trace = trace
+        self._parts: dict[tuple[int, str], torch.Tensor | None] = {}
+        self._calls: dict[str, int] = {}
+        self.open: list[Block] = []  # begun and not yet left
+        self.last: Block | None = None
+
+    def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
+        key = (id(module), name)
+        if key not in self._parts:
+            value = getattr(module, name)
+            self._parts[key] = None if value is None else piece(value.detach(), dim, pieces, self.place, self.tensor)
+        return self._parts[key]
+
+    def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if name:
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            if _differs(x, self._trace.inputs[name][call]):
+                raise _Elsewhere
+        return x
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def begin(self, block: Block, training: bool) -> None:
+        self.open.append(block)
+
+    def end(self, block: Block) -> None:
+        if block in self.open:
+            self.open.remove(block)
+        self.last = block
+
+    def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
+        call = self._calls[block.row] = self._calls.get(block.row, -1) + 1
+        expected = self._trace.inputs[block.row][call].chunk(self.tensor, -1)[self.place]
+        why = _differs(x, expected)
+        if not why and not bool(expected.any()):
+            why = "all zero on the sample: it cannot be checked"
+        if why:
+            self.open.append(block)
+            raise _Differs(why)
+        return self._trace.outputs[block.row][call]
+
+
+class _MultiheadTrial(_Trial):
+    """torch's own attention does not show what its row is given: all parts together are compared with its output."""
+
+    def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
+        return F.linear(x, piece(row.weight.detach(), 1, 1, self.place, self.tensor))  # type: ignore[operator, arg-type]
+
+
+def _try_multihead(model: nn.Module, block: Block, trace: _Trace, tensor: int) -> str:
+    module = model.get_submodule(block.path)
+    assert isinstance(module, nn.MultiheadAttention)
+    args, kwargs = trace.arguments[block.path]
+    whole: torch.Tensor | None = None
+    for place in range(tensor):
+        part = _multihead(module, Region(block, _MultiheadTrial(trace, place, tensor)))(*args, **kwargs)[0]
+        whole = part if whole is None else whole + part
+    assert whole is not None
+    bias = module.out_proj.bias
+    return _differs(whole if bias is None else whole + bias, trace.outputs[block.path][0])
+
+
+def _select(model: nn.Module, run: Callable[[], torch.Tensor], trace: _Trace, candidates: list[_Candidate], places: Sequence[int], tensor: int) -> None:
+    """Choose each block's way, and refuse those for which none is right."""
+    with torch.no_grad():
+        for c in candidates:
+            if c.block.kind == "multihead" and not c.block.why_not:
+                try:
+                    why = _try_multihead(model, c.block, trace, tensor)
+                except Exception as error:
+                    why = f"{type(error).__name__}: {error}"
+                if why:
+                    c.block = dataclasses.replace(c.block, why_not=why)
+    active = [c for c in candidates if c.block.kind != "multihead" and not c.block.why_not]
+    tried: dict[tuple[Any, ...], int] = {c.signature: 0 for c in active}
+    first_reason: dict[tuple[Any, ...], str] = {}
+
+    def fail(signature: tuple[Any, ...], why: str) -> None:
+        nonlocal active
+        first_reason.setdefault(signature, why)
+        tried[signature] += 1
+        ill = [c for c in active if c.signature == signature]
+        if tried[signature] < len(ill[0].ways):
+            return
+        shared = {n for c in ill for n in c.block.per_head}
+        for c in [*ill, *(c for c in active if shared & set(c.block.per_head))]:
+            if not c.block.why_not:
+                c.block = dataclasses.replace(c.block, why_not=f"no way of narrowing its forward code agrees: {first_reason[signature]}")
+        active = [c for c in active if not c.block.why_not]
+
+    while active:
+        chosen = [(c, c.ways[tried[c.signature]]) for c in active]
+        failed = False
+        for place in places:
+            arms = _Trial(trace, place, tensor)
+            try:
+                with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng():
+                    torch.manual_seed(0)
+                    done: set[tuple[str, str]] = set()
+                    for _, way in chosen:
+                        install(stack, model, way, arms, done)
+                    run()
+            except Exception as error:
+                blamed = arms.open[-1] if arms.open else arms.last
+                text = str(error).strip().split("\n")[0][:160]
+                why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
+                if isinstance(error, _Elsewhere):
+                    # Attributes that several blocks read, of which not all can be narrowed.
+                    wide = [c for c, way in chosen if way.attributes]
+                    ill = min(wide or [chosen[0][0]], key=lambda c: len(c.block.path))
+                    why = "what counts its heads is read by other layers as well, which cannot be split"
+                else:
+                    ill = next((c for c, way in chosen if way is blamed), chosen[0][0])
+                fail(ill.signature, why)
+                failed = True
+                break
+        if not failed:
+            for c, way in chosen:
+                c.block = way
+            return
+
+
+def recognise(
+    model: nn.Module,
+    run: Callable[[], torch.Tensor],
+    tensor: int,
+    *,
+    places: Sequence[int] | None = None,
+    gradients: bool = False,
+) -> Recognised:
+    """Find the blocks of a model that ``tensor`` workers can hold together. In one process, without communication.
+
+    Args:
+        model: any module tree; it is left as it was.
+        run: a forward pass over a few samples (two or more) through ``model``, and its loss, 0-d.
+        tensor: into how many parts.
+        places: whose parts are tried on the sample; None for all of them.
+        gradients: also note the gradients' sums, to compare with those of the split model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> found = recognise(model, lambda: model(torch.ones(2, 4)).sum(), 2)
+        >>> [(b.kind, b.column, b.row) for b in found.blocks]
+        [('mlp', ('0',), '2')]
+    """
+    with _quiet(model):
+        trace = _trace(model, run)
+        sums: dict[str, tuple[float, float]] = {}
+        candidates = _candidates(model, trace, tensor)
+        if trace.loss.grad_fn is not None:
+            _escapes(trace, candidates)
+            if gradients:
+                named = list(model.named_parameters())
+                grads = torch.autograd.grad(trace.loss, [p for _, p in named], allow_unused=True)
+                for (name, _), g in zip(named, grads, strict=True):
+                    if g is not None and not g.is_sparse:
+                        sums[name] = (float(g.double().sum()), float(g.double().square().sum()))
+                del grads
+        trace.nodes.clear()
+        for c in candidates:
+            c.region, c.closure = set(), set()
+        _select(model, run, trace, candidates, range(tensor) if places is None else places, tensor)
+    samples = max((x.shape[0] for _, _, x, _ in trace.calls), default=1)
+    flops = sum(
+        2.0 * model.get_submodule(n).weight.numel() * x.numel() / x.shape[-1] / samples  # type: ignore[union-attr, operator]
+        for n, xs in trace.inputs.items()
+        if not isinstance(model.get_submodule(n), nn.MultiheadAttention)
+        for x in xs
+    )
+    flops += sum(c.block.flops for c in candidates if c.block.kind == "multihead")
+    return Recognised(
+        tuple(c.block for c in candidates if not c.block.why_not),
+        tuple(c.block for c in candidates if c.block.why_not),
+        sum(p.numel() for p in model.parameters()),
+        flops,
+        float(trace.loss.detach()),
+        sums,
+        frozenset(trace.called),
+    )

@@ -1,0 +1,249 @@
+"""Activation recomputation: a block keeps its inputs only, and its backward pass runs its forward pass again.
+
+Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost") for whole blocks, Korthikanti et al. 2022 ("Reducing Activation
+Recomputation in Large Transformer Models") for a choice of what is worth keeping: the results of matrix products, convolutions and
+attention stay, the rest is computed again. torch's non-reentrant checkpoint does it; here a block's ``forward`` is wrapped
+in place, so that no name in ``state_dict()`` changes, and the second pass is made the same as the first: its randomness (by torch)
+and the buffers that it reads and changes (here).
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["apply", "repeated_blocks"]
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
+_WHOLE = (nn.RNNBase, nn.MultiheadAttention)  # leaves, or nearly, that keep many activations
+
+_KEPT = [
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "addmv",
+    "mv",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not _children(module)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that stand in a ModuleList, ModuleDict or Sequential and have parameters, by name, in order.
+
+    A short Sequential of single layers (a multi-layer perceptron inside a model) is one block.
+
+    Example:
+        >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> model = nn.ModuleDict({"body": nn.ModuleList([layer(), layer()]), "head": layer()})
+        >>> list(repeated_blocks(model))
+        ['body.0', 'body.1', 'head']
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        listed = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        for name, child in _children(module):
+            full = f"{path}.{name}" if path else name
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            layers = _children(child)
+            short = isinstance(child, nn.Sequential) and 1 < len(layers) <= 4 and all(_is_leaf(c) for _, c in layers)
+            if short or (listed and not isinstance(child, _LISTS)):
+                found[full] = child
+            else:
+                visit(full, child)
+
+    visit("", model)
+    return found
+
+
+def large_children(model: nn.Module) -> dict[str, nn.Module]:
+    """For a model without repeated blocks: modules that hold at least a sixteenth of it, taken apart where one holds over half."""
+    total = sum(p.numel() for p in model.parameters())
+    found: dict[str, nn.Module] = {}
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in _children(module):
+            full = f"{path}.{name}" if path else name
+            size = sum(p.numel() for p in child.parameters())
+            if size > total / 2 and len(_children(child)) > 1:
+                visit(full, child)
+            elif size >= total / 16 and not isinstance(child, _LISTS):
+                found[full] = child
+
+    visit("", model)
+    return found
+
+
+class _Buffers:
+    """What a block's forward pass reads and changes beside its inputs: its second pass must find it as the first did.
+
+    Running statistics of batch normalisation, for one: without this a second pass would count every batch twice.
+    """
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self.name = name
+        self.changing: set[tuple[int, str]] | None = None  # known after the first pass
+
+    @contextmanager
+    def first(self, block: nn.Module, kept: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]]) -> Iterator[None]:
+        """Keep, as they were, the buffers that this pass changes."""
+        places = [(m, key, b) for m in block.modules() for key, b in m._buffers.items() if b is not None]
+        if not places:
+            yield
+            return
+        marks = {(id(m), key): (id(b), b._version) for m, key, b in places}
+        before = {(id(m), key): (m, b.clone()) for m, key, b in places if self.changing is None or (id(m), key) in self.changing}
+        yield
+        changed = set()
+        for m, key, _ in places:
+            now, place = m._buffers[key], (id(m), key)
+            assert now is not None
+            if isinstance(m, _NormBase) or (id(now), now._version) != marks[place]:
+                changed.add(place)
+                if place not in before:
+                    raise RondeError(
+                        f"recompute: buffer {key!r} in block {self.name!r} ({type(m).__name__}) was constant in the first forward pass and has "
+                        "changed now, so this pass cannot be computed again as it was. Use recompute='none'."
+                    )
+        self.changing = changed | (self.changing or set())
+        kept.update({place: before[place] for place in changed})
+
+    @contextmanager
+    def again(self, kept: Mapping[tuple[int, str], tuple[nn.Module, torch.Tensor]]) -> Iterator[None]:
+        """Let a pass see, and change, copies of what the first one saw."""
+        now = [(m, key, m._buffers[key]) for (_, key), (m, _) in kept.items()]
+        for (_, key), (m, value) in kept.items():
+            m._buffers[key] = value.clone()
+        try:
+            yield
+        finally:
+            for m, key, buffer in now:
+                m._buffers[key] = buffer
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _kept_ops() -> list[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if not overload.endswith("out")]
+
+
+def _wrap(name: str, block: nn.Module, selective: bool) -> None:
+    buffers = _Buffers(name, block)
+    ops = _kept_ops() if selective else []
+    given = block.__dict__.get("forward")  # a forward that was set on the module itself
+    if given is not None:
+        block.__dict__["_forward_once"] = given
+
+    def contexts(block: nn.Module) -> _Contexts:
+        kept: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
+        first, again = buffers.first(block, kept), buffers.again(kept)
+        if not selective:
+            return first, again
+
+        def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if op in known else CheckpointPolicy.PREFER_RECOMPUTE
+
+        caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        return _both(first, caching), _both(again, cached)
+
+    known = set(ops)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        once: Callable[..., Any] = self.__dict__.get("_forward_once") or partial(type(self).forward, self)
+        if not torch.is_grad_enabled():
+            return once(*args, **kwargs)
+
+        def run(values: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+            return once(*values[0], **values[1])
+
+        # One argument that holds them all: torch looks there for the devices whose randomness it keeps.
+        return checkpoint(run, (args, kwargs), use_reentrant=False, context_fn=partial(contexts, self))
+
+    # A method, not a function: a copy of the model then calls the copy.
+    block.forward = types.MethodType(forward, block)  # type: ignore[method-assign]
+
+
+def _gains(block: nn.Module) -> bool:
+    """Whether running the forward pass again spares anything: a single layer keeps little but its input."""
+    return not isinstance(block, torch.jit.ScriptModule) and (isinstance(block, _WHOLE) or not _is_leaf(block))
+
+
+def _changes_in_place(block: nn.Module) -> bool:
+    return any(getattr(m, "inplace", False) is True for m in block.modules())
+
+
+def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None = None) -> list[str]:
+    """Let the blocks of a model be computed again in the backward pass.
+
+    Args:
+        model: changed in place; parameters, buffers and their names stay.
+        level: ``"full"``: a block keeps its inputs only. ``"selective"``: also the results of its matrix products, convolutions and attention;
+            a block with in-place layers (``nn.ReLU(inplace=True)``), which overwrite those, is computed again in full. ``"none"``: nothing.
+        blocks: name -> module, None for :func:`repeated_blocks`, or the largest children where there are none.
+
+    Returns:
+        list: names of the blocks. A warning says so where there are none.
+
+    Example:
+        >>> layer = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> model = nn.Sequential(layer(), layer())
+        >>> apply(model, "full")
+        ['0', '1']
+        >>> list(model.state_dict())[0]
+        '0.0.weight'
+    """
+    if level == "none":
+        return []
+    if level not in ("full", "selective"):
+        raise ArgumentError(f"recompute={level!r} is not known: choose one of 'none', 'selective', 'full'.")
+    chosen = dict(blocks) if blocks is not None else {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
+    if not chosen and blocks is None:
+        chosen = {n: b for n, b in large_children(model).items() if _gains(b)}
+    if not chosen:
+        warnings.warn(
+            f"recompute={level!r} changes nothing: {type(model).__name__} has no block of several layers to compute again. Put its layers "
+            "into modules of their own, in an nn.ModuleList or nn.Sequential.",
+            stacklevel=2,
+        )
+    for name, block in chosen.items():
+        _wrap(name, block, level == "selective" and not _changes_in_place(block))
+    return list(chosen)
