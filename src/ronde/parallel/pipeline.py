@@ -10,7 +10,9 @@ Qi et al. 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     stage_backward_input,
@@ -26,7 +29,9 @@ from torch.distributed.pipelining._backward import (
 
 from ronde.parallel import cutting
 from ronde.parallel.base import Part, Scale, Strategy, Work, backward, scale_gradients, trainable
+from ronde.parallel.shard import adopt, local, replica_mesh
 from ronde.parallel.staged import Program, StageRun, program
+from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
 from ronde.plan.trace import Trace, bounds_of, follow, tensors_in
@@ -89,6 +94,7 @@ class Pipeline(Strategy):
         self._ranks = self.layout.along_pipeline(me.rank)
         self._same_weights()
         self._programs: dict[Any, Program] = {}
+        self._sharded: list[nn.Module] = []
         self._cut()
         self._take_parts()
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
@@ -110,8 +116,9 @@ class Pipeline(Strategy):
                     dist.broadcast(data, 0)
                     tensor.data.copy_(data)
 
-    def _follow(self, batch: Any) -> Trace:
-        return follow(self.model, lambda: self.work.compute(batch))
+    def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
+        with self._undivided():
+            return follow(self.model, lambda: call(batch))
 
     def _cut(self) -> None:
         """Follow the model, and let rank 0 say where it is cut."""
@@ -121,7 +128,7 @@ class Pipeline(Strategy):
         self.model.train()
         try:
             with torch.enable_grad():
-                trace = self._follow(batch)
+                trace = self._follow(self.work.compute, batch)
                 answer: dict[str, Any] = {}
                 if self.me.is_main:
                     try:
@@ -148,7 +155,7 @@ class Pipeline(Strategy):
         if found is None:
             if len(self._programs) > 64:
                 self._programs.clear()
-            found = self._programs[key] = self._made(self._follow(batch))
+            found = self._programs[key] = self._made(self._follow(self.work.compute, batch))
         return found
 
     def _take_parts(self) -> None:
@@ -163,6 +170,7 @@ class Pipeline(Strategy):
         unused = {id(p) for p in self.model.parameters() if id(p) not in holders}
         mine = self.place.pipeline
         self._kept = {id(p) for p in self.model.parameters() if mine in holders.get(id(p), {0})}
+        self._lost_names = {n for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in self._kept}
         self._first = {id(p) for p in self.model.parameters() if mine == min(holders.get(id(p), {0}))}
         self._stage_buffers(made)
         tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
@@ -188,7 +196,77 @@ class Pipeline(Strategy):
         state = self.work.optimizer.state
         for p in [p for p in state if id(p) not in self._kept]:
             del state[p]
-        self.parameters = [p for _, p in trainable(self.model) if id(p) in self._kept]
+        self._was: dict[int, nn.Parameter] = {}  # identity of a sharded parameter -> the one that the model was followed with
+        plan = self.plan
+        self._parts: OptimizerParts | None = None
+        if plan.replicas > 1 and plan.shard == "optimizer":
+            self._parts = OptimizerParts(self.work.optimizer, self.data)
+        elif plan.replicas > 1 and plan.shard != "none":
+            self._shard_stages(made, holders)
+        self._own()
+
+    def _own(self) -> None:
+        """The parameters that this worker trains."""
+        self.parameters = [p for n, p in trainable(self.model) if n not in self._lost_names]
+        self._whole = [p for p in self.parameters if id(p) not in self._was]
+        self._divided = [p for p in self.parameters if id(p) in self._was]
+
+    def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
+        """Divide this worker's modules over the replicas, each gathered when it is called (FSDP2)."""
+        users: dict[int, set[int]] = {}
+        for _, event in made.events:
+            for p in event.parameters:
+                users.setdefault(id(p), set()).add(id(event.module) if event.kind == "call" else 0)
+        mesh = replica_mesh(self.plan, self.me)
+        self._shard_mesh = mesh
+        before = dict(self.model.named_parameters(remove_duplicate=False))
+        self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for stage in self.stages:
+            for module in made.modules(stage):
+                held = [p for p in module.parameters() if p.dim()]
+                alone = all(users.get(id(p)) == {id(module)} and len(holders[id(p)]) == 1 for p in held)
+                types = {p.dtype for p in held if p.requires_grad}
+                if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
+                    continue
+                for owner in module.modules():
+                    self._stand_ins += [(owner, n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()]
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=self.plan.shard == "parameters",
+                    ignored_params={p for p in module.parameters() if not p.dim()},
+                )
+                assert isinstance(module, FSDPModule)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                self._sharded.append(module)
+        after = dict(self.model.named_parameters(remove_duplicate=False))
+        changed = {name: p for name, p in before.items() if after[name] is not p}
+        self._was = {id(after[name]): p for name, p in changed.items()}
+        adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
+        with torch.no_grad():
+            for p in changed.values():
+                p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Sharded modules as they were, with parameters that have a shape and no values: to be followed, not to be run."""
+        if not self._sharded:
+            yield
+            return
+        hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in self._sharded]
+        now = [(owner, n, owner._parameters[n]) for owner, n, _ in self._stand_ins]
+        try:
+            for m, _, _ in hooks:
+                m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
+            for owner, n, p in self._stand_ins:
+                owner._parameters[n] = p
+            yield
+        finally:
+            for owner, n, current in now:
+                owner._parameters[n] = current
+            for m, before, after in hooks:
+                m._forward_pre_hooks, m._forward_hooks = before, after
 
     def _stage_buffers(self, made: Program) -> None:
         """Which workers hold which buffers as they change: those of modules that run as a whole in one stage."""
@@ -203,8 +281,7 @@ class Pipeline(Strategy):
         """See :meth:`Strategy.owns`."""
         if name in self._buffer_of:
             return self._buffer_of[name] in (-1, self.place.pipeline)
-        parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
-        return parameter is None or id(parameter) in self._kept
+        return name not in self._lost_names
 
     def table(self) -> list[dict[str, Any]]:
         """Per stage: worker, first module, parameters, bytes sent on for one micro-batch."""
@@ -396,21 +473,27 @@ class Pipeline(Strategy):
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
         for p in self.parameters:
-            if id(p) not in self._reached:
+            if id(self._was.get(id(p), p)) not in self._reached:
                 p.grad = None  # zeros that came from another stage: with one process it has no gradient
         for group, parameters in self._tied:
             self._sum([p for p in parameters if p.requires_grad], group)
         if self.plan.replicas > 1:
-            self._sum(self.parameters, self.data)
+            self._sum(self._whole, self.data)
         mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
         self.local_loss = self._loss[0].clone() if self.holds_result else None
         dist.all_reduce(mine)
         loss, weight = mine[0], mine[1]
         if bool(weight != 0):
             factor = self._samples / weight
-            scale_gradients(self.parameters, factor)
+            self._scale_gradients(factor)
             loss = loss * factor
         return loss
+
+    def _scale_gradients(self, factor: torch.Tensor) -> None:
+        scale_gradients(self._whole, factor)
+        for p in self._divided:
+            if p.grad is not None:
+                local(p.grad).mul_(factor.to(p.dtype))
 
     def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
         """Add gradients over a group, in buckets. What nobody has stays without one."""
@@ -434,12 +517,21 @@ class Pipeline(Strategy):
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`: each weight counts once, wherever it is held."""
         square = torch.zeros((), dtype=torch.float64, device=self.me.device)
-        gradients = [p.grad for p in self.parameters if p.grad is not None and id(p) in self._first]
-        for g in gradients:
-            square += torch.linalg.vector_norm(g.detach()).to(torch.float64) ** 2
+        for p in self._divided:
+            if p.grad is not None:
+                square += torch.linalg.vector_norm(local(p.grad)).to(torch.float64) ** 2
+        if self._sharded:
+            dist.all_reduce(square, group=self._shard_mesh.get_group(self._shard_mesh.ndim - 1))
+        for p in self._whole:
+            if p.grad is not None and id(p) in self._first:
+                square += torch.linalg.vector_norm(p.grad).to(torch.float64) ** 2
         dist.all_reduce(square, group=self.along)
-        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        scale_gradients(self.parameters, factor)
+        self._scale_gradients((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
+
+    def updated(self) -> None:
+        """See :meth:`Strategy.updated`."""
+        if self._parts is not None:
+            self._parts.exchange()
 
     # -- without gradients -----------------------------------------------------------------------------------------------
 
@@ -448,24 +540,27 @@ class Pipeline(Strategy):
         key = (id(getattr(call, "__code__", call)), *_signature(batch, self.model.training, torch.is_grad_enabled()))
         made = self._programs.get(key)
         if made is None:
-            made = self._programs[key] = self._made(follow(self.model, lambda: call(batch)))
+            made = self._programs[key] = self._made(self._follow(call, batch))
         result = None
         workers, schedule = self.plan.pipeline, self.plan.schedule
-        local: dict[int, torch.Tensor] = {}
+        handed: dict[int, torch.Tensor] = {}
         for stage in self.stages:
             received: dict[int, torch.Tensor] = {}
             if stage:
                 before = worker_of(stage - 1, workers, schedule)
                 if before == self.place.pipeline:
-                    received = local
+                    received = handed
                 else:
                     works, received = self._receive(made, made.sends[stage - 1], before)
                     for work in works:
                         work.wait()
             run = StageRun(made, stage, {v: t.clone() if v in made.cloned else t for v, t in received.items()})
             result = run.run(lambda: call(batch))
+            for module in made.modules(stage):
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             if stage < self.last:
-                local = run.sent
+                handed = run.sent
                 after = worker_of(stage + 1, workers, schedule)
                 if after != self.place.pipeline:
                     self._send([run.sent[v] for v in made.sends[stage]], after)
@@ -483,7 +578,7 @@ class Pipeline(Strategy):
             return False
         self._flags = flags
         self._programs = {}
-        self.parameters = [p for _, p in trainable(self.model) if id(p) in self._kept]
+        self._own()
         return True
 
     def sync_buffers(self) -> None:
@@ -530,6 +625,11 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
         raise ArgumentError(
             "sync_batchnorm=True does not go with a pipeline: its micro-batches are normalised one by one. Use group or layer "
             "normalisation, or plan='replicate' or 'shard'."
+        )
+    if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
+        raise ArgumentError(
+            f"plan={plan.spec!r}: {plan.schedule} puts part of the backward pass off, when sharded parameters have been let go. Use "
+            "schedule=1f1b or interleaved, or shard=optimizer."
         )
     why = allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
     if why:
