@@ -41,8 +41,17 @@ def __getattr__(name: str) -> Any:
 
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
+        if name == "distribute":
+            importlib.import_module("ronde.run.hooks").planner = _choose
         return value
     raise AttributeError(f"module 'ronde' has no attribute {name!r}")
+
+
+def _choose(*given: Any) -> Any:
+    """``plan="auto"``: ronde.study stands above ronde.run, which therefore cannot import it."""
+    from ronde.study.forecast import choose
+
+    return choose(*given)
 
 
 def __dir__() -> list[str]:

@@ -1,33 +1,62 @@
 """Save, verify, resume: safetensors and a JSON manifest of sizes and digests, whole or not at all, never a pickle.
 
-Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), and the state of models, optimizers and generators as
-tensors by name.
+Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers and generators as tensors by
+name, and the same where every worker holds pieces only: :func:`write_pieces`, :func:`pull`, :func:`export_pieces`.
 """
 
 from ronde.checkpoint.encode import decode, encode
-from ronde.checkpoint.files import Checkpoint, export, find_valid, list_checkpoints, verify, write
+from ronde.checkpoint.files import Checkpoint, export, find_valid, list_checkpoints, trust, verify, write
+from ronde.checkpoint.pieces import Box, Piece, Source, Want, box_of, is_sharded, like, local, piece_of, pull
+from ronde.checkpoint.sharded import export_pieces, write_pieces
 from ronde.checkpoint.state import (
+    group_names,
+    join_optimizer,
     load_model,
     load_optimizer,
+    model_pieces,
     model_state,
+    model_wants,
+    optimizer_pieces,
     optimizer_state,
+    optimizer_wants,
     random_state,
     restore_random,
+    tied_names,
 )
 
 __all__ = [
+    "Box",
     "Checkpoint",
+    "Piece",
+    "Source",
+    "Want",
+    "box_of",
     "decode",
     "encode",
     "export",
+    "export_pieces",
     "find_valid",
+    "group_names",
+    "is_sharded",
+    "join_optimizer",
+    "like",
     "list_checkpoints",
     "load_model",
     "load_optimizer",
+    "local",
+    "model_pieces",
     "model_state",
+    "model_wants",
+    "optimizer_pieces",
     "optimizer_state",
+    "optimizer_wants",
+    "piece_of",
+    "pull",
     "random_state",
     "restore_random",
+    "tied_names",
+    "trust",
     "verify",
     "write",
+    "write_pieces",
 ]

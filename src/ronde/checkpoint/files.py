@@ -3,6 +3,9 @@
 A checkpoint is a folder ``step-000000120`` with safetensors files and ``manifest.json``: for every file its size and
 SHA-256, and a digest of the manifest itself. It is written beside the others under another name, flushed to disk, and
 renamed: a reader sees all of it or none. Nothing is unpickled.
+
+Where one worker holds everything, a file is a part of the state: ``model.safetensors``. Where the plan splits the model
+(version 2 of the format), each worker writes a file of its own, and the manifest says which box of which tensor is in it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ronde.checkpoint.pieces import Box, Entry, Source, sharding_info
 from ronde.world import CheckpointError
 
-__all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "verify", "write"]
+__all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
 
-_FORMAT, _VERSION = "ronde.checkpoint", 1
+_FORMAT, _WHOLE, _SHARDED = "ronde.checkpoint", 1, 2
 _NAME = re.compile(r"step-(\d{9,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _TEMPORARY = ".writing-"
@@ -44,16 +48,34 @@ class Checkpoint:
         step: optimizer steps done when it was written.
         state: plain values (see :mod:`ronde.checkpoint.encode`).
         files: names of its safetensors files.
+        digest: of its manifest, which has those of the files.
+        tensors: part (``"model"``) -> name -> where its pieces are, where several workers wrote it.
     """
 
     path: Path
     step: int
     state: dict[str, Any]
     files: tuple[str, ...]
+    digest: str = ""
+    tensors: Mapping[str, Mapping[str, Entry]] = field(default_factory=dict)
 
     def load(self, file: str) -> dict[str, torch.Tensor]:
         """Tensors of one file, by name, on the CPU; empty if there is no such file."""
         return load_file(self.path / file) if file in self.files else {}
+
+    def source(self, part: str) -> Source:
+        """Tensors of a part (``"model"``), to be read box by box, whoever wrote them."""
+        if part in self.tensors:
+            return Source(self.path, self.tensors[part])
+        file = f"{part}.safetensors"
+        return Source.of_files(self.path, [file] if file in self.files else [])
+
+    def whole(self, part: str) -> dict[str, torch.Tensor]:
+        """All tensors of a part, put together, on the CPU."""
+        if part not in self.tensors:
+            return self.load(f"{part}.safetensors")
+        with self.source(part) as source:
+            return {name: source.read(name) for name in source.entries}
 
 
 def _digest(path: Path) -> str:
@@ -71,7 +93,8 @@ def _manifest_text(body: Mapping[str, Any]) -> str:
     return json.dumps(body, indent=1)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,6 +105,72 @@ def _sync(path: Path) -> None:
 def _dense(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Contiguous copies on the CPU, none sharing memory with another (safetensors refuses that)."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+
+
+def begin(folder: Path, step: int) -> tuple[Path, bool]:
+    """Where to write the checkpoint of ``step``: ``(folder, False)``, or ``(its path, True)`` where it is already there, whole."""
+    target = folder / f"step-{step:09d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    if target.exists():
+        try:
+            verify(target)
+            return target, True
+        except CheckpointError:
+            target.rename(folder / f"broken-{target.name}-{time.time_ns()}")
+    temporary = folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
+    temporary.mkdir()
+    return temporary, False
+
+
+def add(temporary: Path, name: str, tensors: Tensors, boxes: Mapping[str, Box] | None = None) -> dict[str, Any]:
+    """Write one file of tensors, flushed to disk; returns its entry in the manifest. ``boxes``: of which wholes they are pieces."""
+    if not _FILE.fullmatch(name):
+        raise CheckpointError(f"{name!r} is not a name for a file of tensors")
+    path = temporary / name
+    save_file(_dense(tensors), path, metadata={"format": "pt"} if boxes is None else sharding_info(boxes))
+    sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def finish(
+    temporary: Path,
+    step: int,
+    entries: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Entry]],
+    state: Mapping[str, Any],
+    keep: int | None,
+) -> Path:
+    """Write the manifest, make the checkpoint visible, and remove those that are too old. Returns its path."""
+    folder = temporary.parent
+    target = folder / f"step-{step:09d}"
+    version = _SHARDED if tensors else _WHOLE
+    body: dict[str, Any] = {"format": _FORMAT, "version": version, "step": step, "written": time.time(), "files": dict(entries)}
+    if tensors:
+        body["tensors"] = {part: {name: e.to_json() for name, e in named.items()} for part, named in tensors.items()}
+    body["state"] = dict(state)
+    body["digest"] = _manifest_digest(body)
+    manifest = temporary / "manifest.json"
+    manifest.write_text(_manifest_text(body), encoding="utf-8")
+    sync(manifest)
+    sync(temporary)
+    temporary.rename(target)
+    sync(folder)
+    if keep is not None:
+        for old in list_checkpoints(folder)[keep:]:
+            doomed = folder / f"{_TEMPORARY}old-{old.name}"
+            try:
+                old.rename(doomed)  # first out of sight, so that a half-deleted one is never found
+            except OSError:
+                continue
+            shutil.rmtree(doomed, ignore_errors=True)
+    return target
+
+
+def refused(folder: Path, step: int, error: object) -> str:
+    """Why a checkpoint is not there, for the error."""
+    return f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier ones are untouched."
 
 
 def write(folder: Path, step: int, files: Mapping[str, Tensors], state: Mapping[str, Any], keep: int | None = None) -> Path:
@@ -96,53 +185,18 @@ def write(folder: Path, step: int, files: Mapping[str, Tensors], state: Mapping[
     Raises:
         CheckpointError: the disk refuses it; what was there before is untouched.
     """
-    target = folder / f"step-{step:09d}"
-    temporary = folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
+    temporary = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if target.exists():
-            try:
-                verify(target)
-                return target  # the same step is already there, whole
-            except CheckpointError:
-                target.rename(folder / f"broken-{target.name}-{time.time_ns()}")
-        temporary.mkdir()
-        entries: dict[str, Any] = {}
-        for name, tensors in files.items():
-            if not _FILE.fullmatch(name):
-                raise CheckpointError(f"{name!r} is not a name for a file of tensors")
-            path = temporary / name
-            save_file(_dense(tensors), path, metadata={"format": "pt"})
-            _sync(path)
-            entries[name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        body: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "step": step, "written": time.time(), "files": entries}
-        body["state"] = dict(state)
-        body["digest"] = _manifest_digest(body)
-        manifest = temporary / "manifest.json"
-        manifest.write_text(_manifest_text(body), encoding="utf-8")
-        _sync(manifest)
-        _sync(temporary)
-        temporary.rename(target)
-        _sync(folder)
+        place, exists = begin(folder, step)
+        if exists:
+            return place
+        temporary = place
+        return finish(temporary, step, {name: add(temporary, name, t) for name, t in files.items()}, {}, state, keep)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier ones are untouched."
-        ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if keep is not None:
-        for old in list_checkpoints(folder)[keep:]:
-            doomed = folder / f"{_TEMPORARY}old-{old.name}"
-            try:
-                old.rename(doomed)  # first out of sight, so that a half-deleted one is never found
-            except OSError:
-                continue
-            shutil.rmtree(doomed, ignore_errors=True)
-    return target
+        raise CheckpointError(refused(folder, step, error)) from error
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -153,52 +207,103 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
 
-def verify(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every file with it, byte for byte by digest.
-
-    Raises:
-        CheckpointError: something is missing, has another size or digest, or is not of this format.
-    """
-
-    def broken(why: str) -> CheckpointError:
-        return CheckpointError(f"{path} is not a whole checkpoint: {why}")
-
+def _manifest(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest, compared with its own digest."""
     try:
         text = (path / "manifest.json").read_text(encoding="utf-8")
         body = json.loads(text)
     except FileNotFoundError:
-        raise broken("manifest.json is missing") from None
+        raise _broken(path, "manifest.json is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise broken(f"manifest.json cannot be read ({error})") from None
+        raise _broken(path, f"manifest.json cannot be read ({error})") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise broken("manifest.json is not of a Ronde checkpoint")
-    if body.get("version") != _VERSION:
-        raise broken(f"it has version {body.get('version')} of the format, this Ronde reads {_VERSION}")
+        raise _broken(path, "manifest.json is not of a Ronde checkpoint")
+    if body.get("version") not in (_WHOLE, _SHARDED):
+        raise _broken(path, f"it has version {body.get('version')} of the format, this Ronde reads {_WHOLE} and {_SHARDED}")
     if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
-        raise broken("manifest.json does not match its own digest")
+        raise _broken(path, "manifest.json does not match its own digest")
+    return body
+
+
+def _broken(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a whole checkpoint: {why}")
+
+
+def _checkpoint(path: Path, body: Mapping[str, Any]) -> Checkpoint:
+    tensors = {part: {n: Entry.from_json(e) for n, e in named.items()} for part, named in body.get("tensors", {}).items()}
+    return Checkpoint(path, int(body["step"]), body["state"], tuple(body["files"]), body["digest"], tensors)
+
+
+def verify(path: Path) -> Checkpoint:
+    """Read a checkpoint's manifest and compare every file with it, byte for byte by digest, and tensor for tensor by shape.
+
+    Raises:
+        CheckpointError: something is missing, has another size or digest, or is not of this format.
+    """
+    body = _manifest(path)
     for name, entry in body["files"].items():
         if not _FILE.fullmatch(name):
-            raise broken(f"its manifest names {name!r}, which is not a file of a checkpoint")
+            raise _broken(path, f"its manifest names {name!r}, which is not a file of a checkpoint")
         file = path / name
         if not file.is_file() or file.is_symlink():
-            raise broken(f"{name} is missing")
+            raise _broken(path, f"{name} is missing")
         size = file.stat().st_size
         if size != entry["bytes"]:
-            raise broken(f"{name} has {size} bytes, expected {entry['bytes']}")
+            raise _broken(path, f"{name} has {size} bytes, expected {entry['bytes']}")
         if _digest(file) != entry["sha256"]:
-            raise broken(f"{name} does not match its digest: a bit has changed since it was written")
-    return Checkpoint(path, int(body["step"]), body["state"], tuple(body["files"]))
+            raise _broken(path, f"{name} does not match its digest: a bit has changed since it was written")
+    try:
+        found = _checkpoint(path, body)
+        for part, entries in found.tensors.items():
+            _verify_pieces(path, part, entries, found.files)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"manifest.json cannot be understood ({type(error).__name__}: {error})") from None
+    return found
+
+
+def _verify_pieces(path: Path, part: str, entries: Mapping[str, Entry], files: tuple[str, ...]) -> None:
+    """The manifest's pieces are in the files that it names, in those shapes, and make up whole tensors."""
+    named = {file for entry in entries.values() for file in entry.pieces}
+    for file in sorted(named - set(files)):
+        raise _broken(path, f"its manifest says that {file} holds pieces of the {part}, and does not list it")
+    held: dict[str, dict[str, Entry]] = {}
+    for file in sorted(named):
+        with Source.of_files(path, [file]) as source:
+            held[file] = dict(source.entries)
+    for name, entry in entries.items():
+        for file, box in entry.pieces.items():
+            found = held[file].get(name)
+            if found is None or found.shape != box.sizes or found.dtype != entry.dtype:
+                there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                raise _broken(path, f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} {list(box.sizes)}")
+            if not box.fits(entry.shape):
+                raise _broken(path, f"{file} holds {box} of {name!r}, which has shape {list(entry.shape)}")
+        total = sum(box.numel for box in entry.pieces.values())
+        if total != Box.whole(entry.shape).numel or not entry.pieces:
+            raise _broken(
+                path, f"{name!r} of shape {list(entry.shape)} is not whole: {', '.join(entry.pieces) or 'no file'} hold {total} elements"
+            )
+
+
+def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
+    """The checkpoint that another worker has verified (with that digest), if this one sees it: its files are not read again."""
+    try:
+        body = _manifest(path)
+    except CheckpointError:
+        return None
+    same = digest in (None, body["digest"]) and all((path / name).is_file() for name in body["files"])
+    return _checkpoint(path, body) if same else None
 
 
 def find_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and why newer ones were passed over."""
-    refused: list[str] = []
+    passed: list[str] = []
     for path in list_checkpoints(folder):
         try:
-            return verify(path), refused
+            return verify(path), passed
         except CheckpointError as error:
-            refused.append(str(error))
-    return None, refused
+            passed.append(str(error))
+    return None, passed
 
 
 def export(tensors: Tensors, path: Path) -> None:
@@ -207,7 +312,7 @@ def export(tensors: Tensors, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(_dense(tensors), temporary, metadata={"format": "pt"})
-        _sync(temporary)
+        sync(temporary)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint.encode import decode, encode
+from ronde.checkpoint.pieces import Box, Piece, Want, like, local, piece_of, replicated
 from ronde.world import CheckpointError
 
 __all__ = [
+    "group_names",
+    "join_optimizer",
     "load_model",
     "load_optimizer",
+    "model_pieces",
     "model_state",
+    "model_wants",
+    "optimizer_pieces",
     "optimizer_state",
+    "optimizer_wants",
     "random_state",
     "restore_random",
+    "tied_names",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -63,6 +71,17 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
+def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]) -> None:
+    if saved["kind"] != type(optimizer).__name__:
+        raise CheckpointError(f"the checkpoint is of {saved['kind']}, the script now builds {type(optimizer).__name__}")
+    saved_names = [list(g["params"]) for g in saved["groups"]]
+    if names != saved_names:
+        raise CheckpointError(
+            f"the optimizer's groups are not those of the checkpoint: {[len(n) for n in saved_names]} parameters then, "
+            f"{[len(n) for n in names]} now, or in another order"
+        )
+
+
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
     """An optimizer's tensors as ``parameter/field``, and the rest as plain values."""
     names = _names(model, optimizer)
@@ -92,15 +111,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: Tensors, sav
     Raises:
         CheckpointError: it is another optimizer, or over other parameters.
     """
-    if saved["kind"] != type(optimizer).__name__:
-        raise CheckpointError(f"the checkpoint is of {saved['kind']}, the script now builds {type(optimizer).__name__}")
     names = _names(model, optimizer)
-    saved_names = [list(g["params"]) for g in saved["groups"]]
-    if names != saved_names:
-        raise CheckpointError(
-            f"the optimizer's groups are not those of the checkpoint: {[len(n) for n in saved_names]} parameters then, "
-            f"{[len(n) for n in names]} now, or in another order"
-        )
+    _same_optimizer(optimizer, names, saved)
     index = {name: i for i, name in enumerate(n for group in names for n in group)}
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *((k, decode(v)) for k, v in saved["values"].items())]:
@@ -110,6 +122,208 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: Tensors, sav
     for group_names, group in zip(names, saved["groups"], strict=True):
         groups.append({**{k: decode(v) for k, v in group["settings"].items()}, "params": [index[n] for n in group_names]})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+# -- what one of several workers holds ---------------------------------------------------------------------------------
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names in the model's state that share another's tensor: ``{name: the first name of it}``. Models on meta too."""
+    tied: dict[str, str] = {}
+    by_id: dict[int, str] = {}
+    by_place: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        origin = by_id.setdefault(id(value), name)
+        # State under a model that hooks wrap may be a new object each time: then its memory tells.
+        if not value.is_meta and not nn.parameter.is_lazy(value) and value.numel():
+            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+            origin = by_place.setdefault(place, origin)
+        if origin != name:
+            tied[name] = origin
+    return tied
+
+
+def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The optimizer's groups, by the names of their parameters, in the script's own order."""
+    return _names(model, optimizer)
+
+
+def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not owns(name):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a tensor: it cannot be written without pickle. "
+                "Return a tensor from get_extra_state()."
+            )
+        yield name, value
+
+
+def model_pieces(model: nn.Module, tied: Mapping[str, str], owns: Callable[[str], bool]) -> dict[str, Piece]:
+    """What this worker holds of the model, by the first name of each tensor.
+
+    Args:
+        tied: see :func:`tied_names`, from before the model was split.
+        owns: whether this worker holds what has that name.
+    """
+    pieces: dict[str, Piece] = {}
+    for name, value in _owned(model, owns):
+        key = tied.get(name, name)
+        if key not in pieces:
+            pieces[key] = piece_of(value, name)
+    return pieces
+
+
+def model_wants(
+    model: nn.Module, source: Callable[[str], tuple[int, ...] | None], same: Mapping[str, str], owns: Callable[[str], bool]
+) -> tuple[list[Want], Callable[[], None]]:
+    """What this worker needs for its part of the model, and what to call when it is there.
+
+    Args:
+        source: name -> shape of the tensor in the checkpoint, None if it has none of that name.
+        same: further names of tensors, in the checkpoint.
+    """
+    live = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    wants: list[Want] = []
+    others: dict[str, torch.Tensor] = {}  # state that is not a parameter or a buffer itself: given back as a whole
+    wrong: list[str] = []
+    for name, value in _owned(model, owns):
+        key = same.get(name, name)
+        shape = source(key)
+        if shape is None:
+            wrong.append(f"it has no {name!r}")
+        elif shape != tuple(value.shape):
+            wrong.append(f"{name!r} has shape {list(shape)} there, {list(value.shape)} here")
+        else:
+            held = piece_of(value, name)
+
+            def give(tensor: torch.Tensor, name: str = name, value: torch.Tensor = value, held: Piece = held) -> None:
+                if id(value) in live:
+                    with torch.no_grad():
+                        held.tensor.copy_(tensor)
+                else:
+                    others[name] = like(tensor.to(held.tensor), value)
+
+            wants.append(Want("model", key, held.box, give))
+    if wrong:
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}")
+
+    def done() -> None:
+        if others:
+            model.load_state_dict(others, strict=False)
+
+    return wants, done
+
+
+def optimizer_pieces(
+    model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]], tied: Mapping[str, str]
+) -> tuple[dict[str, Piece], dict[str, Any]]:
+    """What this worker holds of an optimizer's state, as ``parameter/field``, and the rest as plain values.
+
+    Args:
+        groups: names of the parameters of each group as the script made it (:func:`group_names`), whoever holds them now.
+        tied: see :func:`tied_names`.
+    """
+    known = {name for names in groups for name in names}
+    pieces: dict[str, Piece] = {}
+    values: dict[str, Any] = {}
+    held: list[list[str]] = []
+    for group, names in zip(optimizer.param_groups, _names(model, optimizer), strict=True):
+        held.append([])
+        for p, own in zip(group["params"], names, strict=True):
+            name = own if own in known else tied.get(own, own)
+            held[-1].append(name)
+            for field, value in optimizer.state.get(p, {}).items():
+                key = f"{name}/{field}"
+                if isinstance(value, torch.Tensor):
+                    pieces[key] = piece_of(value, f"optimizer state {key}")
+                else:
+                    values[key] = encode(value, f"optimizer state {key}")
+    settings = [{k: encode(v, f"optimizer group setting {k}") for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return pieces, {"kind": type(optimizer).__name__, "held": held, "settings": settings, "values": values}
+
+
+def join_optimizer(recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One optimizer, as :func:`load_optimizer` reads it, from what every worker said of its part.
+
+    Args:
+        recorded: the script's own groups.
+        everyone: what :func:`optimizer_pieces` gave on every rank.
+    """
+    first = everyone[0]
+    groups = []
+    for i, settings in enumerate(first["settings"]):
+        names = list(recorded[i]) if i < len(recorded) else []
+        later = [n for each in everyone for n in each["held"][i]]
+        names += [n for n in dict.fromkeys(later) if n not in set(names)]  # added after ronde.distribute
+        groups.append({"params": names, "settings": settings})
+    values = {k: v for each in everyone for k, v in each["values"].items()}
+    return {"kind": first["kind"], "groups": groups, "values": values}
+
+
+def optimizer_wants(
+    model: nn.Module,
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[str]],
+    tied: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    saved: Mapping[str, Any],
+) -> tuple[list[Want], Callable[[], None]]:
+    """What this worker needs for its part of an optimizer, and what to call when it is there.
+
+    Args:
+        groups: the script's own groups, as in :func:`optimizer_pieces`.
+        shapes: ``parameter/field`` -> shape of that tensor in the checkpoint.
+        saved: kind, groups and values.
+
+    Raises:
+        CheckpointError: it is another optimizer, or over other parameters.
+    """
+    _same_optimizer(optimizer, [list(names) for names in groups], saved)
+    fields: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for key, shape in shapes.items():
+        name, _, field = key.rpartition("/")
+        fields.setdefault(name, []).append((field, shape))
+    plain: dict[str, dict[str, Any]] = {}
+    for key, value in saved["values"].items():
+        name, _, field = key.rpartition("/")
+        plain.setdefault(name, {})[field] = value
+    known = {name for names in groups for name in names}
+    wants: list[Want] = []
+    state: dict[int, dict[str, Any]] = {}
+    parts: list[dict[str, Any]] = []
+    index = 0
+    for group, names, was in zip(optimizer.param_groups, _names(model, optimizer), saved["groups"], strict=True):
+        first = index
+        for p, own in zip(group["params"], names, strict=True):
+            name = own if own in known else tied.get(own, own)
+            mine = {field: decode(v) for field, v in plain.get(name, {}).items()}
+            for field, shape in fields.get(name, ()):
+                wants.append(_want_state(f"{name}/{field}", field, shape, p, mine))
+            if mine or name in fields:
+                state[index] = mine
+            index += 1
+        parts.append({**{k: decode(v) for k, v in was["settings"].items()}, "params": list(range(first, index))})
+
+    def done() -> None:
+        optimizer.load_state_dict({"state": state, "param_groups": parts})
+
+    return wants, done
+
+
+def _want_state(key: str, field: str, shape: tuple[int, ...], p: torch.Tensor, mine: dict[str, Any]) -> Want:
+    """State of a parameter's shape is sharded as the parameter is; the rest (step counters) is whole."""
+    sharded = bool(shape) and shape == tuple(p.shape)
+
+    def give(tensor: torch.Tensor) -> None:
+        # The parameter's own part may be on another device: load_state_dict would move the shard, but not wrap it.
+        here = tensor.to(local(p).device)
+        mine[field] = like(here, p) if sharded else replicated(here, p) if shape else tensor.clone()
+
+    return Want("optimizer", key, piece_of(p, key).box if sharded else Box.whole(shape), give)
 
 
 def random_state() -> tuple[Tensors, dict[str, Any]]:

@@ -38,9 +38,9 @@ def _root(
 
 
 def _verbs() -> None:
-    from ronde.cli import run, runs, show
+    from ronde.cli import bench, plan, prove, run, runs, show
 
-    for verb in (run, runs, show):
+    for verb in (run, plan, prove, bench, runs, show):
         verb.register(app)
 
 

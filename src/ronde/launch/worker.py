@@ -95,6 +95,10 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     arguments = sys.argv[1:]
     try:
+        if os.environ.get("RONDE_STUDY") == "plan":
+            from ronde.study.forecast import install
+
+            install()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy

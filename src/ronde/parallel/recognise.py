@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Arms", "Block", "Recognised", "Region", "install", "linear", "piece", "recognise", "split_dims"]
+__all__ = ["Arms", "Block", "Recognised", "Region", "install", "linear", "piece", "quiet", "recognise", "split_dims"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Block:
         narrow: arguments of ``path`` (places or names) that the code reads its width from.
         inside: parameters used between columns and row and held by all: their gradients are partial.
         per_head: embeddings with one column a head (relative positions), split with them.
-        parameters: elements that are divided among the workers.
+        parameters: elements that are divided among the workers (see :func:`split_dims`).
         flops: of these layers, forward, per sample.
         reduced_bytes: summed over the workers, forward and backward together, per sample.
         why_not: what stands against it; empty if it can be split.
@@ -137,28 +138,35 @@ def piece(x: torch.Tensor, dim: int, pieces: int, place: int, tensor: int) -> to
     return torch.cat([p.chunk(tensor, dim)[place] for p in x.chunk(pieces, dim)], dim)
 
 
-def split_dims(model: nn.Module, block: Block) -> dict[str, tuple[int, int]]:
-    """A block's divided parameters, by name -> (dimension, pieces)."""
-    found: dict[str, tuple[int, int]] = {}
+def split_dims(model: nn.Module, block: Block) -> tuple[dict[str, int], list[str]]:
+    """A block's parameters that are divided, by name -> along which dimension; and those held whole and used in parts.
+
+    Whole stay tensors that the code cuts into several (a fused query, key and value): a worker's part of each is no one box of the whole,
+    which no checkpoint could say. Each worker computes with its part, and their gradients are added up.
+    """
+    divided: dict[str, int] = {}
+    whole: list[str] = []
     if block.kind == "multihead":
         module = model.get_submodule(block.path)
-        for name in ("in_proj_weight", "in_proj_bias"):
-            if getattr(module, name) is not None:
-                found[f"{block.path}.{name}".lstrip(".")] = (0, 3)
-        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-            if getattr(module, name) is not None:
-                found[f"{block.path}.{name}".lstrip(".")] = (0, 1)
-        found[f"{block.row}.weight"] = (1, 1)
-        return found
+        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            if getattr(module, name) is None:
+                continue
+            if name.startswith("in_"):
+                whole.append(f"{block.path}.{name}".lstrip("."))
+            else:
+                divided[f"{block.path}.{name}".lstrip(".")] = 0
+        divided[f"{block.row}.weight"] = 1
+        return divided, whole
     for name, pieces in zip(block.column, block.pieces, strict=True):
         module = model.get_submodule(name)
-        found[f"{name}.weight"] = (1 if _transposed(module) else 0, pieces)
-        if module.bias is not None:
-            found[f"{name}.bias"] = (0, pieces)
-    found[f"{block.row}.weight"] = (0 if _transposed(model.get_submodule(block.row)) else 1, 1)
-    for name in block.per_head:
-        found[f"{name}.weight"] = (1, 1)
-    return found
+        own = {f"{name}.weight": 1 if _transposed(module) else 0} | ({f"{name}.bias": 0} if module.bias is not None else {})
+        if pieces > 1:
+            whole += own
+        else:
+            divided |= own
+    divided[f"{block.row}.weight"] = 0 if _transposed(model.get_submodule(block.row)) else 1
+    divided |= {f"{name}.weight": 1 for name in block.per_head}
+    return divided, whole
 
 
 # -- narrowed forward passes -----------------------------------------------------------------------------------------------
@@ -225,13 +233,12 @@ class Region:
         self.arms.end(self.block)
 
 
-def _multihead(module: nn.MultiheadAttention, region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """``nn.MultiheadAttention.forward`` over some of the heads (its own refuses fewer features)."""
     block, arms = region.block, region.arms
-    heads = module.num_heads // arms.tensor
-    low = arms.place * heads
 
     def forward(
+        module: nn.MultiheadAttention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -241,6 +248,8 @@ def _multihead(module: nn.MultiheadAttention, region: Region) -> Callable[..., t
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        heads = module.num_heads // arms.tensor
+        low = arms.place * heads
         batched = query.dim() == 3
         inputs = [region.enter(x, module.training, "") for x in (query, key, value)]
         if not batched:
@@ -257,7 +266,7 @@ def _multihead(module: nn.MultiheadAttention, region: Region) -> Callable[..., t
         bias = arms.local(module, "in_proj_bias", 0, 3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (
-            F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[arg-type]
+            F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[arg-type, no-untyped-call]
             for x, w, b in zip(inputs, weights, biases, strict=True)
         )
         n, _, rows, _ = q.shape
@@ -304,17 +313,18 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-@contextmanager
-def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+def _set(stack: ExitStack, target: nn.Module, name: str, value: Any) -> None:
+    """Give a module an attribute of its own until ``stack`` is closed; a function becomes its method, also that of copies of it."""
     old = vars(target).get(name, _ABSENT)
-    vars(target)[name] = value
-    try:
-        yield
-    finally:
+    vars(target)[name] = types.MethodType(value, target) if callable(value) else value
+
+    def back() -> None:
         if old is _ABSENT:
             del vars(target)[name]
         else:
             vars(target)[name] = old
+
+    stack.callback(back)
 
 
 _ABSENT: Any = object()
@@ -333,51 +343,51 @@ def install(stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: 
     if block.kind == "multihead":
         module = model.get_submodule(block.path)
         assert isinstance(module, nn.MultiheadAttention)
-        stack.enter_context(_attribute(module, "forward", _multihead(module, region)))
+        _set(stack, module, "forward", _multihead(region))
         for name, around in model.named_modules():  # their fused kernel, for inference, knows nothing of this
             if isinstance(around, nn.TransformerEncoderLayer) and block.path.startswith(f"{name}." if name else ""):
-                stack.enter_context(_attribute(around, "activation_relu_or_gelu", 0))
+                _set(stack, around, "activation_relu_or_gelu", 0)
         return
     for name, pieces in zip(block.column, block.pieces, strict=True):
-        stack.enter_context(_attribute(column := model.get_submodule(name), "forward", _column(column, name, region, pieces)))
-    stack.enter_context(_attribute(row := model.get_submodule(block.row), "forward", _row(row, region)))
+        column = model.get_submodule(name)
+        _set(stack, column, "forward", _column(name, region, pieces))
+    row = model.get_submodule(block.row)
+    _set(stack, row, "forward", _row(region))
     for name in block.per_head:
         embedding = model.get_submodule(name)
         if "forward" not in vars(embedding):
-            stack.enter_context(_attribute(embedding, "forward", _embedding(embedding, arms)))
+            _set(stack, embedding, "forward", _embedding(arms))
     counts = {block.heads, block.kv_heads}
     for name, attribute in block.attributes:
         owner = model.get_submodule(name)
         if (name, attribute) in done:
             continue  # two blocks read it
         done.add((name, attribute))
-        stack.enter_context(_attribute(owner, attribute, _divided(vars(owner)[attribute], counts, arms.tensor)))
+        _set(stack, owner, attribute, _divided(vars(owner)[attribute], counts, arms.tensor))
     if block.narrow:
         container = model.get_submodule(block.path)
-        stack.enter_context(_attribute(container, "forward", _narrowed(container, region)))
+        _set(stack, container, "forward", _narrowed(vars(container).get("forward"), region))
 
 
-def _column(module: nn.Module, name: str, region: Region, pieces: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    dim = 1 if _transposed(module) else 0
-
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        weight = region.arms.local(module, "weight", dim, pieces)
+def _column(name: str, region: Region, pieces: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        weight = region.arms.local(module, "weight", 1 if _transposed(module) else 0, pieces)
         assert weight is not None
         return linear(module, region.enter(input, module.training, name), weight, region.arms.local(module, "bias", 0, pieces))
 
     return forward
 
 
-def _row(module: nn.Module, region: Region) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
+def _row(region: Region) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         region.close()
         return region.arms.leave(region.block, input, module)
 
     return forward
 
 
-def _embedding(module: nn.Module, arms: Arms) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
+def _embedding(arms: Arms) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         weight = arms.local(module, "weight", 1, 1)
         assert weight is not None
         return F.embedding(input, weight, module.padding_idx)  # type: ignore[arg-type]
@@ -385,13 +395,13 @@ def _embedding(module: nn.Module, arms: Arms) -> Callable[[torch.Tensor], torch.
     return forward
 
 
-def _narrowed(container: nn.Module, region: Region) -> Callable[..., Any]:
-    original = container.forward
+def _narrowed(given: Callable[..., Any] | None, region: Region) -> Callable[..., Any]:
     places = region.block.narrow
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        new = {p: region.stand_in(args[p] if isinstance(p, int) else kwargs[p], container.training) for p in places}
-        return original(*(new.get(i, a) for i, a in enumerate(args)), **{k: new.get(k, v) for k, v in kwargs.items()})
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        new = {p: region.stand_in(args[p] if isinstance(p, int) else kwargs[p], module.training) for p in places}
+        args, kwargs = tuple(new.get(i, a) for i, a in enumerate(args)), {k: new.get(k, v) for k, v in kwargs.items()}
+        return type(module).forward(module, *args, **kwargs) if given is None else given(*args, **kwargs)
 
     return forward
 
@@ -413,7 +423,7 @@ class _Trace:
 
 
 @contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
+def quiet(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no fused kernels, the same randomness every time; everything as it was afterwards."""
     modes = [(m, m.training) for m in model.modules()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
@@ -655,7 +665,7 @@ def _candidates(model: nn.Module, trace: _Trace, tensor: int) -> list[_Candidate
             block = dataclasses.replace(block, pieces=tuple(o // wide for o in outs), inside=tuple(inside))
             if wide % tensor:
                 block = dataclasses.replace(block, why_not=f"{wide} features: not divisible by {tensor}")
-        tied = [n for n in split_dims(model, block) if len(names[id(model.get_parameter(n))]) > 1]
+        tied = [n for part in split_dims(model, block) for n in part if len(names[id(model.get_parameter(n))]) > 1]
         if tied and not block.why_not:
             others = [n for n in names[id(model.get_parameter(tied[0]))] if n != tied[0]]
             block = dataclasses.replace(block, why_not=f"{tied[0]!r} is tied to {others[0]!r}")
@@ -677,7 +687,9 @@ def _candidates(model: nn.Module, trace: _Trace, tensor: int) -> list[_Candidate
     return found
 
 
-def _multihead_candidate(model: nn.Module, name: str, module: nn.MultiheadAttention, tensor: int, names: dict[int, list[str]]) -> _Candidate:
+def _multihead_candidate(
+    model: nn.Module, name: str, module: nn.MultiheadAttention, tensor: int, names: dict[int, list[str]]
+) -> _Candidate:
     why = ""
     if module.num_heads % tensor:
         why = f"heads {module.num_heads}: not divisible by {tensor}"
@@ -693,11 +705,12 @@ def _multihead_candidate(model: nn.Module, name: str, module: nn.MultiheadAttent
 
 def _sized(model: nn.Module, block: Block, trace: _Trace, samples: int) -> Block:
     """With its parameters, work and bytes."""
-    parameters = sum(model.get_parameter(n).numel() for n in split_dims(model, block))
+    parameters = sum(model.get_parameter(n).numel() for n in split_dims(model, block)[0])
     flops = reduced = 0.0
     if block.kind == "multihead":
         x, y = trace.inputs[block.path][0], trace.outputs[block.path][0]
-        flops = 2.0 * parameters * x.numel() / x.shape[-1] / samples
+        weights = sum(p.numel() for p in model.get_submodule(block.path).parameters())
+        flops = 2.0 * weights * x.numel() / x.shape[-1] / samples
         reduced = (x.nbytes + y.nbytes) / samples
     else:
         for n in (*block.column, block.row):
@@ -818,14 +831,16 @@ def _try_multihead(model: nn.Module, block: Block, trace: _Trace, tensor: int) -
     args, kwargs = trace.arguments[block.path]
     whole: torch.Tensor | None = None
     for place in range(tensor):
-        part = _multihead(module, Region(block, _MultiheadTrial(trace, place, tensor)))(*args, **kwargs)[0]
+        part = _multihead(Region(block, _MultiheadTrial(trace, place, tensor)))(module, *args, **kwargs)[0]
         whole = part if whole is None else whole + part
     assert whole is not None
     bias = module.out_proj.bias
     return _differs(whole if bias is None else whole + bias, trace.outputs[block.path][0])
 
 
-def _select(model: nn.Module, run: Callable[[], torch.Tensor], trace: _Trace, candidates: list[_Candidate], places: Sequence[int], tensor: int) -> None:
+def _select(
+    model: nn.Module, run: Callable[[], torch.Tensor], trace: _Trace, candidates: list[_Candidate], places: Sequence[int], tensor: int
+) -> None:
     """Choose each block's way, and refuse those for which none is right."""
     with torch.no_grad():
         for c in candidates:
@@ -908,7 +923,7 @@ def recognise(
         >>> [(b.kind, b.column, b.row) for b in found.blocks]
         [('mlp', ('0',), '2')]
     """
-    with _quiet(model):
+    with quiet(model):
         trace = _trace(model, run)
         sums: dict[str, tuple[float, float]] = {}
         candidates = _candidates(model, trace, tensor)
@@ -926,12 +941,13 @@ def recognise(
             c.region, c.closure = set(), set()
         _select(model, run, trace, candidates, range(tensor) if places is None else places, tensor)
     samples = max((x.shape[0] for _, _, x, _ in trace.calls), default=1)
-    flops = sum(
-        2.0 * model.get_submodule(n).weight.numel() * x.numel() / x.shape[-1] / samples  # type: ignore[union-attr, operator]
-        for n, xs in trace.inputs.items()
-        if not isinstance(model.get_submodule(n), nn.MultiheadAttention)
-        for x in xs
-    )
+    for c in candidates:
+        c.block = _sized(model, c.block, trace, samples)  # of the way that was chosen
+    flops = 0.0
+    for n, xs in trace.inputs.items():
+        weight = getattr(model.get_submodule(n), "weight", None)
+        if weight is not None:
+            flops += sum(2.0 * weight.numel() * x.numel() / x.shape[-1] / samples for x in xs)
     flops += sum(c.block.flops for c in candidates if c.block.kind == "multihead")
     return Recognised(
         tuple(c.block for c in candidates if not c.block.why_not),

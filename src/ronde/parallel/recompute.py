@@ -25,6 +25,9 @@ from ronde.world import ArgumentError, RondeError
 
 __all__ = ["apply", "repeated_blocks"]
 
+_Kept = dict[tuple[str, str], tuple[nn.Module, torch.Tensor]]
+"""(module, buffer) -> that module, and the buffer as it was before a block's first pass."""
+
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
 _WHOLE = (nn.RNNBase, nn.MultiheadAttention)  # leaves, or nearly, that keep many activations
@@ -114,36 +117,36 @@ class _Buffers:
     Running statistics of batch normalisation, for one: without this a second pass would count every batch twice.
     """
 
-    def __init__(self, name: str, block: nn.Module) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.changing: set[tuple[int, str]] | None = None  # known after the first pass
+        self.changing: set[tuple[str, str]] | None = None  # known after the first pass
 
     @contextmanager
-    def first(self, block: nn.Module, kept: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]]) -> Iterator[None]:
+    def first(self, block: nn.Module, kept: _Kept) -> Iterator[None]:
         """Keep, as they were, the buffers that this pass changes."""
-        places = [(m, key, b) for m in block.modules() for key, b in m._buffers.items() if b is not None]
+        places = [((path, key), m, b) for path, m in block.named_modules() for key, b in m._buffers.items() if b is not None]
         if not places:
             yield
             return
-        marks = {(id(m), key): (id(b), b._version) for m, key, b in places}
-        before = {(id(m), key): (m, b.clone()) for m, key, b in places if self.changing is None or (id(m), key) in self.changing}
+        marks = {place: (id(b), b._version) for place, _, b in places}
+        before = {place: (m, b.clone()) for place, m, b in places if self.changing is None or place in self.changing}
         yield
         changed = set()
-        for m, key, _ in places:
-            now, place = m._buffers[key], (id(m), key)
+        for place, m, _ in places:
+            now = m._buffers[place[1]]
             assert now is not None
             if isinstance(m, _NormBase) or (id(now), now._version) != marks[place]:
                 changed.add(place)
                 if place not in before:
                     raise RondeError(
-                        f"recompute: buffer {key!r} in block {self.name!r} ({type(m).__name__}) was constant in the first forward pass and has "
+                        f"recompute: buffer {place[1]!r} in block {self.name!r} ({type(m).__name__}) was constant in the first forward pass and has "
                         "changed now, so this pass cannot be computed again as it was. Use recompute='none'."
                     )
         self.changing = changed | (self.changing or set())
         kept.update({place: before[place] for place in changed})
 
     @contextmanager
-    def again(self, kept: Mapping[tuple[int, str], tuple[nn.Module, torch.Tensor]]) -> Iterator[None]:
+    def again(self, kept: _Kept) -> Iterator[None]:
         """Let a pass see, and change, copies of what the first one saw."""
         now = [(m, key, m._buffers[key]) for (_, key), (m, _) in kept.items()]
         for (_, key), (m, value) in kept.items():
@@ -167,14 +170,14 @@ def _kept_ops() -> list[Any]:
 
 
 def _wrap(name: str, block: nn.Module, selective: bool) -> None:
-    buffers = _Buffers(name, block)
+    buffers = _Buffers(name)
     ops = _kept_ops() if selective else []
     given = block.__dict__.get("forward")  # a forward that was set on the module itself
     if given is not None:
         block.__dict__["_forward_once"] = given
 
     def contexts(block: nn.Module) -> _Contexts:
-        kept: dict[tuple[int, str], tuple[nn.Module, torch.Tensor]] = {}
+        kept: _Kept = {}
         first, again = buffers.first(block, kept), buffers.again(kept)
         if not selective:
             return first, again

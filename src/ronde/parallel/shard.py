@@ -44,7 +44,9 @@ from ronde.world.agree import broadcast_json
 
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 
-_LOSS, _WEIGHT, _UNUSED = 0, 1, 2
+_LOSS, _WEIGHT, _WAY, _UNUSED = 0, 1, 2, 3
+_LOOK_EVERY = 50  # steps
+_WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
 _REFUSED = {
     "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
@@ -71,8 +73,10 @@ def replica_mesh(plan: Plan, me: World) -> DeviceMesh:
         )
     within = within or layout.replicas
     shape = {"pipeline": layout.pipeline, "replicate": layout.replicas // within, "shard": within, "tensor": layout.tensor}
+    shape = {name: n for name, n in shape.items() if n > 1 or name == "shard"}
     whole = init_device_mesh(me.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return whole["shard"] if within == layout.replicas else whole["replicate", "shard"]
+    wanted = ("replicate", "shard") if "replicate" in shape else ("shard",)
+    return whole if len(shape) == len(wanted) else whole[wanted]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +119,7 @@ def _part_like(value: torch.Tensor, like: DTensor) -> torch.Tensor:
     )
 
 
-def _adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> None:
+def adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> None:
     """Put parameters in the place of old ones, group by group, in the same order; state moves along."""
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(p, p) for p in group["params"]]
@@ -138,17 +142,19 @@ def _clone_views(output: Any) -> Any:
 
 def _alone(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Blocks that share no parameter with what is outside of them, and are not next to nothing."""
-    owners: dict[torch.Tensor, set[int]] = {}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                owners.setdefault(p, set()).add(id(module))
-    total = sum(p.numel() for p in owners)
+    ids = {id(block) for block in blocks.values()}
+    holders: dict[torch.Tensor, set[int | None]] = {}  # which block a parameter is in, by each of its names; None: in none
+    for name, p in model.named_parameters(remove_duplicate=False):
+        module, holder = model, None
+        for step in name.split(".")[:-1]:
+            module = module._modules[step]  # type: ignore[assignment]
+            holder = id(module) if id(module) in ids else holder
+        holders.setdefault(p, set()).add(holder)
+    total = sum(p.numel() for p in holders)
 
     def stands_alone(block: nn.Module) -> bool:
-        inside = {id(m) for m in block.modules()}
         held = list(block.parameters())
-        return sum(p.numel() for p in held) * 1000 >= total and all(owners[p] <= inside for p in held)
+        return sum(p.numel() for p in held) * 1000 >= total and all(holders[p] == {id(block)} for p in held)
 
     return {name: block for name, block in blocks.items() if stands_alone(block)}
 
@@ -266,7 +272,7 @@ def fully_shard_model(
         part.set_reduce_scatter_unused_params(True)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
-        _adopt(optimizer, {before[name]: after[name] for name in before})
+        adopt(optimizer, {before[name]: after[name] for name in before})
     return result
 
 
@@ -279,6 +285,7 @@ class _Uses(TorchFunctionMode):
     def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.holder = {id(p): name for name, block in blocks.items() for p in block.parameters()}
+        self.calls: list[str] = []
         self.inside: list[str] = []
         self.outside: set[str] = set()
 
@@ -293,9 +300,9 @@ class _Uses(TorchFunctionMode):
 
 
 def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Blocks whose parameters one forward pass used only while the block was being called; all of them where it cannot run.
+    """Blocks that forward passes of 1, 2 and 4 samples all called, and used by nothing but calling them.
 
-    The model is left as it was: evaluation mode, no gradients, no randomness used up, buffers put back.
+    All blocks where the model cannot run so. It is left as it was: evaluation mode, no gradients, no randomness used up, buffers put back.
     """
     model, uses = work.model, _Uses(blocks)
     handles = []
@@ -303,6 +310,7 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
         def enter(_module: nn.Module, _inputs: Any, name: str = name) -> None:
             uses.inside.append(name)
+            uses.calls.append(name)
 
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             uses.inside.pop()
@@ -311,11 +319,16 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     modes = [(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     model.eval()
+    always = set(blocks)
     try:
-        with torch.random.fork_rng(enabled=True), torch.no_grad(), uses:
-            work.compute(work.sample(1))
+        for samples in (1, 2, 4):
+            uses.calls.clear()
+            with torch.random.fork_rng(enabled=True), torch.no_grad(), uses:
+                work.compute(work.sample(samples))
+            always &= set(uses.calls)
     except Exception:
-        return dict(blocks)  # a script that owns its loop may have another way through the model
+        if always == set(blocks):
+            return dict(blocks)  # a script that owns its loop may have another way through the model; a data set may be smaller
     finally:
         for handle in handles:
             handle.remove()
@@ -323,7 +336,7 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             m.training = training
         for b, value in buffers:
             b.data.copy_(value)
-    return {name: block for name, block in blocks.items() if name not in uses.outside}
+    return {name: block for name, block in blocks.items() if name in always and name not in uses.outside}
 
 
 # -- the strategy ----------------------------------------------------------------------------------------------------------------
@@ -421,6 +434,7 @@ class Shard(Replicate):
         if self._order is not None:
             self._root.register_forward_pre_hook(self._next_pass, prepend=True)
             self._root.register_forward_hook(partial(self._compare, -1))
+        self._way = 0
 
     def _hear(self, places: list[tuple[str, nn.Module, str]], module: nn.Module, _inputs: Any) -> None:
         """Now whole parameters are in place: note which of them the backward pass will reach."""
@@ -441,7 +455,12 @@ class Shard(Replicate):
         self._root.passes += 1
 
     def _compare(self, index: int, _module: nn.Module, *_: Any) -> None:
-        """In forward passes 1, 2, 4, 8 …: do all workers call the same blocks in the same order? FSDP2 would wait for ever."""
+        """Do all workers call the same blocks in the same order? If not, FSDP2 waits for ever, or mixes layers of one size up.
+
+        Looked at in forward passes 1, 2, 4, 8 …; whatever mixes layers up in another is found by :meth:`finish`, on the CPU before the
+        update, on GPUs in one step of fifty.
+        """
+        self._way = (self._way * 31 + index + 2) % _WAYS
         passes = self._root.passes
         if passes & (passes - 1):
             return
@@ -452,11 +471,19 @@ class Shard(Replicate):
         if len(set(found)) > 1:
             names = [n.removeprefix("model.") for n in self.sharded.blocks]
             shown = "; ".join(f"rank {r}: {repr(names[i]) if i >= 0 else 'the end'}" for r, i in enumerate(found))
-            raise WorldError(
-                f"shard={self._level!r}: the workers' forward passes go different ways ({shown}). FSDP2 gathers a block when it is called, so "
-                "all must call the same ones: which are called must not depend on a worker's samples or randomness (layer dropping, early "
-                "exits). Use shard='optimizer', or compute the block and multiply its result by zero."
-            )
+            raise self._astray(shown)
+
+    def _astray(self, shown: str) -> WorldError:
+        return WorldError(
+            f"shard={self._level!r}: the workers' forward passes go different ways ({shown}). FSDP2 gathers a block when it is called, so "
+            "all must call the same ones: which are called must not depend on a worker's samples or randomness (layer dropping, early "
+            "exits). Use shard='optimizer', or compute the block and multiply its result by zero."
+        )
+
+    def before_batch(self, present: bool) -> None:
+        """See :meth:`Strategy.before_batch`."""
+        super().before_batch(present)
+        self._way = 0
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -515,7 +542,11 @@ class Shard(Replicate):
         for i, p in enumerate(self._scalars, _UNUSED + n):
             if p.grad is not None:
                 payload[i] = p.grad
+        payload[_WAY] = self._way
         self.sharded.add_up(payload)
+        looked_at = self.me.device.type == "cpu" or self._steps % _LOOK_EVERY == 1  # to look, on a GPU, is to wait for it
+        if looked_at and payload[_WAY] != self._way * self.me.size:
+            raise self._astray(f"found after step {self._steps}")
         scalars = {p: payload[i] for i, p in enumerate(self._scalars, _UNUSED + n)}
         nobody = (payload[_UNUSED : _UNUSED + n] > self.me.size - 0.5).tolist() if unused else [False] * n
         for p, none in zip(self.parameters, nobody, strict=True):

@@ -132,6 +132,14 @@ class Zero1(Replicate):
         self.parts = OptimizerParts(work.optimizer, group)
         super().__init__(work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model)))
 
+    def refresh(self) -> bool:
+        """See :meth:`Strategy.refresh`."""
+        before = self.parameters
+        changed = super().refresh()
+        for p in before if changed else ():
+            p.grad = None  # of what was frozen: it would be trained on
+        return changed
+
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
         self.parts.exchange()

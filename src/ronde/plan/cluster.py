@@ -57,6 +57,9 @@ class Cluster:
         base_bytes: what a worker holds before any model.
         source: where the numbers come from.
         corrections: family of plans -> measured / predicted step time, from runs on this cluster.
+        bucket_overlap: as ``overlap``, for the buckets of whole gradients that replicas exchange during the backward pass.
+        host_bytes_per_second: between a device and the host's memory, for offload; 0 where not measured (then 12e9 is assumed).
+        noise: relative disturbance seen while the links were measured, 0 to 1.
     """
 
     name: str = "this machine"
@@ -73,6 +76,9 @@ class Cluster:
     base_bytes: float = 0.0
     source: str = ""
     corrections: dict[str, float] = field(default_factory=dict)
+    bucket_overlap: float = 1.0
+    host_bytes_per_second: float = 0.0
+    noise: float = 0.0
 
     @property
     def devices(self) -> int:

@@ -52,6 +52,12 @@ class Unit:
             recognised attention or MLP block.
         tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor parallel; as much backward.
         batchnorm: whether it normalises over the batch.
+        forward_transient_bytes, backward_transient_bytes: ``transient_bytes`` of each pass; the gradients that the backward pass
+            leaves behind are not in it.
+        tied_grad_bytes: gradients it leaves behind for parameters that an earlier unit owns.
+        tied_bytes: bytes of the parameters in ``tied``, 0 where not known (then the first owner's parameters are taken).
+        selective_saved_bytes: what it keeps under ``recompute="selective"``; 0 where not measured (then an assumption is used).
+        selective_seconds: what that adds to its backward pass.
     """
 
     name: str
@@ -73,6 +79,12 @@ class Unit:
     tensor: float = 0.0
     tensor_reduce_bytes: Line = Line()
     batchnorm: bool = False
+    forward_transient_bytes: Line = Line()
+    backward_transient_bytes: Line = Line()
+    tied_grad_bytes: int = 0
+    tied_bytes: int = 0
+    selective_saved_bytes: Line = Line()
+    selective_seconds: Line = Line()
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,11 @@ class Costs:
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
         sequence: length of the sequence that a sample has, 0 where there is none.
         measured_samples: micro-batch sizes at which the units were measured.
+        optimizer_transient_bytes: most that an optimizer step needs for a moment.
+        whole_factor: measured whole step / sum of its units; the units' seconds have been multiplied by it.
+        fit_error: mean relative distance of the measured step times from the sum of the units' lines.
+        notes: what to know about how this was measured, a sentence each.
+        tensor_divides: what the number of tensor-parallel workers must divide (attention heads), 0 where not known.
     """
 
     units: tuple[Unit, ...]
@@ -106,6 +123,11 @@ class Costs:
     base_bytes: float = 0.0
     sequence: int = 0
     measured_samples: tuple[int, ...] = field(default=())
+    optimizer_transient_bytes: float = 0.0
+    whole_factor: float = 1.0
+    fit_error: float = 0.0
+    notes: tuple[str, ...] = ()
+    tensor_divides: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -116,7 +138,9 @@ class Costs:
         """What :meth:`to_dict` gave."""
         units = []
         for unit in values["units"]:
-            made = {k: Line(**v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v for k, v in unit.items()}
+            made: dict[str, Any] = {
+                k: Line(**v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v for k, v in unit.items()
+            }
             units.append(Unit(**made))
-        rest = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
+        rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
         return cls(units=tuple(units), **rest)

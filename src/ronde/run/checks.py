@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ronde.feed import Taken
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 
-__all__ = ["check_model", "check_optimizer", "check_scheduler", "facts", "lazy_names", "positive"]
+__all__ = ["check_init", "check_model", "check_optimizer", "check_scheduler", "facts", "lazy_names", "positive"]
 
 
 def positive(name: str, value: Any, optional: bool = False) -> None:
@@ -31,8 +32,27 @@ def lazy_names(model: nn.Module) -> list[str]:
     return [n for n, p in [*model.named_parameters(), *model.named_buffers()] if lazy(p)]
 
 
+def check_init(init: Any, model: nn.Module) -> None:
+    """How a model on meta gets its values; None for one that has them."""
+    meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if init is None:
+        if meta:
+            raise ArgumentError(
+                f"model is on the meta device ({meta[0]!r} has no values): give ronde.distribute(…, init=…) what fills it: a function of a "
+                "module, 'reset' for each module's own reset_parameters(), or the path of a checkpoint or of safetensors."
+            )
+        return
+    if not callable(init) and not isinstance(init, str | os.PathLike):
+        raise ArgumentError(f"init must be a function of a module, 'reset' or a path; found {type(init).__name__}.")
+    if not meta:
+        raise ArgumentError(
+            f"init is for a model that was built under torch.device('meta'), and this one ({type(model).__name__}) has its values already: "
+            "leave init out, or build it under meta."
+        )
+
+
 def check_model(model: Any, me: World) -> None:
-    """A module with something to train, on one device that this worker may use."""
+    """A module with something to train, on one device that this worker may use; or on meta."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -50,15 +70,11 @@ def check_model(model: Any, me: World) -> None:
     for name, tensor in [*named, *model.named_buffers()]:
         if not torch.nn.parameter.is_lazy(tensor):
             places.setdefault(tensor.device, name)
+    places.pop(torch.device("meta"), None)
     allowed = {torch.device("cpu"), me.device}
     for device, name in places.items():
         if device in allowed:
             continue
-        if device.type == "meta":
-            raise ArgumentError(
-                f"model is on the meta device (parameter {name!r} has no values): this plan needs real ones. Build it on the CPU, "
-                "or call model.to_empty(device='cpu') and initialise it."
-            )
         raise ArgumentError(
             f"model is on another device: {name!r} is on {device}, this worker (rank {me.rank}) trains on {me.device}. Leave the "
             "model on the CPU; ronde moves it to the worker's device."

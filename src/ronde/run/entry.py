@@ -21,8 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 from ronde import checkpoint
 from ronde.feed import Feed, Order, Taken, take_over
 from ronde.parallel import Work, batchnorms, carry_out
+from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
+from ronde.run.compare import Comparison, Forecast
 from ronde.run.evaluation import to_device
 from ronde.run.losses import LossCall
 from ronde.run.persist import held_whole, restore, restore_pieces
@@ -59,6 +61,25 @@ def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[s
         raise ArgumentError(f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was run: it is never used. Remove it.")
 
 
+def _filler(model: nn.Module, init: Init, seed: int, me: World) -> Callable[[Callable[[str], bool]], None]:
+    """Gives a model on meta its values. Weights on disk are verified by rank 0, once."""
+    if not callable(init) and init != "reset":
+        error = None
+        if me.is_main:
+            try:
+                weights_in(init)
+            except RondeError as caught:
+                error = [type(caught).__name__, str(caught)]
+        error = broadcast_json(me, error)
+        if error:
+            raise (ArgumentError if error[0] == "ArgumentError" else CheckpointError)(error[1])
+
+    def fill(keep: Callable[[str], bool]) -> None:
+        materialise(model, init, seed=seed, device=me.device, keep=keep, verified=True)
+
+    return fill
+
+
 def _grow(plan: Plan, optimizer: Optimizer, scheduler: Any, rule: str | None, warmup: int | None, samples: int) -> Plan:
     """``batch="grow"``: the global batch times the workers, and the learning rate after it."""
     chosen = rates.choose_rule(optimizer, rule)
@@ -73,6 +94,8 @@ def _grow(plan: Plan, optimizer: Optimizer, scheduler: Any, rule: str | None, wa
 def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, Any]) -> Plan:
     """How the work is split, from ``ronde run --plan``, the argument, and the arguments that name one field each."""
     asked = os.environ.get("RONDE_PLAN") or plan
+    if asked == "auto":
+        asked = Plan()
     if isinstance(asked, os.PathLike) or (isinstance(asked, str) and asked.endswith((".yaml", ".yml"))):
         if not Path(asked).is_file():
             raise ArgumentError(f"plan={str(asked)!r}: there is no such file (in {Path.cwd()}).")
@@ -126,7 +149,7 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
         base = os.environ.get("RONDE_RUNS", "runs")
         given = os.environ.get("RONDE_RUN_DIR")
         try:
-            if os.environ.get("RONDE_MEASURE") or base == "none":
+            if os.environ.get("RONDE_MEASURE") or (base == "none" and not given):
                 answer = {"path": None, "resume": False}
             elif given:
                 # The launcher made it. A script that trains several models gives the later ones a place of their own.
@@ -266,6 +289,7 @@ def distribute(
     recompute: Literal["none", "selective", "full"] | None = None,
     split_at: Sequence[str] | None = None,
     tensor_plan: Mapping[str, Any] | None = None,
+    init: Callable[[nn.Module], None] | str | os.PathLike[str] | None = None,
     seed: int = 0,
     name: str | None = None,
     drop_last: bool = False,
@@ -302,6 +326,9 @@ def distribute(
             :class:`Plan`, a file that holds one, or ``"auto"``. ``ronde run --plan`` overrides it.
         shard, pipeline, tensor, recompute, split_at: the plan's own fields of these names, one by one.
         tensor_plan: module name -> a ``torch.distributed.tensor.parallel`` style, for ``tensor``: overrides what is recognised.
+        init: fills a model that was built under ``torch.device("meta")``: a function of a module, which initialises the parameters and
+            buffers that this module itself owns; ``"reset"`` for each module's ``reset_parameters()``; or the path of a checkpoint, of a
+            safetensors file or of a folder of such. The same weights come out under any plan.
         seed: key of the order of samples and of augmentation. The order is a pure function of (seed, epoch, position).
         name: of the run directory, where the script is not started by ``ronde run``, which names it.
         drop_last: leave out a last batch that is shorter.
@@ -341,6 +368,7 @@ def distribute(
     ):
         if value not in allowed:
             raise ArgumentError(f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+    auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
     asked = _split(plan, me, {"shard": shard, "pipeline": pipeline, "tensor": tensor, "recompute": recompute, "split_at": split_at})
     for argument, whole in (("batch_size", batch_size), ("micro_batch", micro_batch), ("save_every", save_every)):
         checks.positive(argument, whole, optional=True)
@@ -356,14 +384,10 @@ def distribute(
     if clip_norm is not None and (isinstance(clip_norm, bool | str) or not clip_norm > 0):
         raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
     checks.check_model(model, me)
+    checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
     checks.check_scheduler(scheduler, optimizer)
     taken = take_over(data, seed=seed, batch_size=batch_size, shuffle=shuffle, shuffle_dataset=True, drop_last=drop_last)
-    if taken.batch_size is None:
-        raise ArgumentError(
-            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of samples per optimizer step over all "
-            "workers, or a DataLoader that has one."
-        )
     calls = LossCall(loss, forward)
     if hooks.observer is not None:
         given = hooks.Opening(
@@ -377,10 +401,16 @@ def distribute(
             given.micro_batch,
             given.sync_batchnorm,
         )
+    if taken.batch_size is None:
+        raise ArgumentError(
+            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of samples per optimizer step over all "
+            "workers, or a DataLoader that has one."
+        )
     lazy = checks.lazy_names(model)
     if lazy:
         _materialise(model, calls, taken, lazy)
-    model.to(me.device)
+    if init is None:
+        model.to(me.device)
     if me.device.type != "cpu":
         for values in optimizer.state.values():
             values.update({k: to_device(v, me.device) for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim()})
@@ -409,7 +439,6 @@ def distribute(
             f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
-    directory, resume = _directory(me, name)
     feed = Feed(taken.dataset, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
 
     def sample(n: int) -> Any:
@@ -418,6 +447,17 @@ def distribute(
 
     work = Work(model, optimizer, lambda batch: calls(model, batch), sample, tensor_plan)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
+    if init is not None:
+        work.fill = _filler(model, init, seed, me)
+        if me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES:
+            work.fill(lambda name: True)
+            model.to(me.device)
+    if hooks.observer is not None:
+        chosen = hooks.observer.planned(chosen, work, calls, me)
+    forecast: Forecast | None = None
+    if auto and hooks.planner is not None:
+        chosen, forecast = hooks.planner(chosen, work, calls, me)
+    directory, resume = _directory(me, name)
     strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
     measuring = os.environ.get("RONDE_MEASURE")
@@ -458,6 +498,9 @@ def distribute(
         )
     )
     _tell(run, model, left_out, taken)
+    if forecast is not None:
+        run._watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
+        run._comparison = Comparison(forecast, me.device)
     if resume and directory is not None:
         run._watcher.say(_resume(run, me, directory))
         strategy.sync_buffers()

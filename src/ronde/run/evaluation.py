@@ -146,11 +146,15 @@ class Evaluation:
                     part.process_group = self.counting
         counted = 0
         stand_in: Any = None
+        spare: Any = None  # what the stand-in gave
+        run_empty = getattr(strategy, "run_empty_inference", False)  # sharded parameters: every worker takes part in every pass
         with torch.no_grad():
             for share, micros in self.feed.read(mine):
                 for micro, (low, high) in zip(micros, share.micro, strict=True):
                     if low == high:
                         stand_in = micro
+                        if run_empty:
+                            spare = strategy.infer(judge, to_device(micro, me.device))
                         continue
                     batch = micro if me.device.type == "cpu" else to_device(micro, me.device)
                     samples = high - low
@@ -169,7 +173,9 @@ class Evaluation:
                         metric.update(*arguments)
             sums[-1] = counted
             empty = bool(objects) and stand_in is not None and counted == 0
-            judged = strategy.infer(judge, to_device(stand_in, me.device)) if empty else None
+            judged = None
+            if empty:
+                judged = spare if run_empty else strategy.infer(judge, to_device(stand_in, me.device))
             if judged is not None and strategy.counts:
                 arguments = judged[0]
                 for metric in objects.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,15 +11,22 @@ import torch
 from ronde import checkpoint
 from ronde.run import rates
 from ronde.world import CheckpointError
+from ronde.world.agree import gather_json
 
 if TYPE_CHECKING:
     from ronde.run.run import Run
 
-__all__ = ["collect", "restore"]
+__all__ = ["collect", "export", "held_whole", "restore", "restore_pieces", "save"]
 
 Tensors = Mapping[str, torch.Tensor]
 
 _WORDS = {"samples": "samples in the data set", "epoch_samples": "samples an epoch", "seed": "seed", "shuffle": "shuffle"}
+
+
+def held_whole(run: Run) -> bool:
+    """Whether every worker holds the whole model and its optimizer's state."""
+    plan = run.plan
+    return run.world_size == 1 or (plan.shard == "none" and plan.pipeline == 1 and plan.tensor == 1)
 
 
 def _data(run: Run) -> dict[str, Any]:
@@ -27,12 +35,8 @@ def _data(run: Run) -> dict[str, Any]:
     return {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": run.plan.seed, "shuffle": order.shuffle}
 
 
-def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """Files of tensors by name, and plain values: all that :func:`restore` needs."""
-    weights, same = checkpoint.model_state(run.model)
-    moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
-    drawn, randomness = checkpoint.random_state()
-    state = {
+def _values(run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], randomness: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "epoch": run.state.epoch,
         "step": run.state.step,
         "samples": run.state.samples,
@@ -40,29 +44,68 @@ def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
         "workers": run.world_size,
         "data": _data(run),
         "plan": run.plan.to_dict(),
-        "same_tensors": same,
-        "optimizer": optimizer,
+        "same_tensors": dict(same),
+        "optimizer": dict(optimizer),
         "scheduler": checkpoint.encode(run.scheduler.state_dict(), "scheduler") if run.scheduler is not None else None,
         "scaler": checkpoint.encode(run._scaler.state_dict(), "gradient scaler") if run._scaler is not None else None,
-        "randomness": randomness,
+        "randomness": dict(randomness),
     }
-    return {"model.safetensors": weights, "optimizer.safetensors": moments, "random.safetensors": drawn}, state
+
+
+def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """Files of tensors by name, and plain values, of a worker that holds everything."""
+    weights, same = checkpoint.model_state(run.model)
+    moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
+    drawn, randomness = checkpoint.random_state()
+    files: dict[str, Tensors] = {"model.safetensors": weights, "optimizer.safetensors": moments, "random.safetensors": drawn}
+    return files, _values(run, same, optimizer, randomness)
+
+
+def save(run: Run, folder: Path, keep: int) -> Path | None:
+    """Write a checkpoint: rank 0 alone where it holds everything, else all workers together. Returns its path on rank 0."""
+    if held_whole(run):
+        if not run.is_main:
+            return None
+        return checkpoint.write(folder, run.state.step, *collect(run), keep)
+    work = run._work
+    error: str | None = None
+    parts: dict[str, dict[str, checkpoint.Piece]] = {}
+    state: dict[str, Any] = {}
+    drawn: dict[str, torch.Tensor] = {}
+    mine: dict[str, Any] = {}
+    try:
+        weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
+        moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, work.groups, work.tied)
+        drawn, randomness = checkpoint.random_state()
+        parts = {"model": weights, "optimizer": moments}
+        state = _values(run, work.tied, {}, randomness)
+    except CheckpointError as caught:
+        error = f"rank {run.rank}: {caught}"
+    everyone = gather_json(run._me, {"optimizer": mine, "error": error})
+    for each in everyone:
+        if each["error"]:
+            raise CheckpointError(each["error"])
+    state["optimizer"] = checkpoint.join_optimizer(work.groups, [each["optimizer"] for each in everyone])
+    path = checkpoint.write_pieces(run._me, folder, run.state.step, parts, {"random.safetensors": drawn}, state, keep)
+    return path if run.is_main else None
+
+
+def export(run: Run, path: Path) -> None:
+    """Write the model's weights as plain safetensors; rank 0 writes."""
+    if not held_whole(run):
+        pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
+        checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
+    elif run.is_main:
+        weights, same = checkpoint.model_state(run.model)
+        checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
 
 
 def _refuse(why: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint cannot be continued: {why}. Restore it, or start a new run.")
 
 
-def restore(run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    """Go on from a checkpoint.
-
-    Args:
-        found: the plain values of :func:`collect`.
-        tensors: ``"model"``, ``"optimizer"`` and ``"random"`` -> tensors by name, on every rank.
-
-    Raises:
-        CheckpointError: it is of another model, optimizer, data set or batch.
-    """
+def _check(run: Run, found: Mapping[str, Any]) -> None:
+    """Refuse another training. Another plan, or another number of workers, is the same one."""
     for name, value in _data(run).items():
         if found["data"][name] != value:
             raise _refuse(
@@ -73,16 +116,67 @@ def restore(run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, 
         raise _refuse(f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is another training")
     if (found["scheduler"] is None) != (run.scheduler is None):
         raise _refuse(f"it was written with{'out' if found['scheduler'] is None else ''} a scheduler")
-    checkpoint.load_model(run.model, tensors["model"], found["same_tensors"])
-    checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], found["optimizer"])
+
+
+def _settle(run: Run, found: Mapping[str, Any]) -> None:
+    """What is the same on every worker, after the tensors."""
     if run.scheduler is not None:
         run.scheduler.load_state_dict(checkpoint.decode(found["scheduler"]))
     if run._scaler is not None and found["scaler"] is not None:
         run._scaler.load_state_dict(checkpoint.decode(found["scaler"]))
-    if was["lr_factor"] != run.plan.lr_factor:  # batch="grow", on another number of workers
-        rates.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / was["lr_factor"])
+    factor = found["plan"]["lr_factor"]
+    if factor != run.plan.lr_factor:  # batch="grow", on another number of workers
+        rates.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
     run.state.epoch, run.state.step = found["epoch"], found["step"]
     run.state.samples, run.state.epoch_samples = found["samples"], found["epoch_samples"]
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
+    run._strategy.loaded()
+
+
+def restore(run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Go on from a checkpoint, on a worker that holds everything.
+
+    Args:
+        found: the plain values of :func:`collect`.
+        tensors: ``"model"``, ``"optimizer"`` and ``"random"`` -> tensors by name, on every rank.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer, data set or batch.
+    """
+    _check(run, found)
+    checkpoint.load_model(run.model, tensors["model"], found["same_tensors"])
+    checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], found["optimizer"])
+    _settle(run, found)
     if run.world_size == 1 and found["workers"] == 1:
         checkpoint.restore_random(tensors["random"], found["randomness"])
+
+
+def restore_pieces(
+    run: Run,
+    found: Mapping[str, Any],
+    shapes: Mapping[str, Mapping[str, list[int]]],
+    sources: Mapping[str, checkpoint.Source],
+    all_see: bool,
+) -> None:
+    """Go on from a checkpoint, on workers of which each holds a part: it reads no more than that.
+
+    Args:
+        found: the plain values of :func:`collect`.
+        shapes: ``"model"`` and ``"optimizer"`` -> name -> shape, on every rank.
+        sources: the same parts, to be read; empty on a worker that does not see the files.
+        all_see: whether every worker sees them.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer, data set or batch.
+    """
+    _check(run, found)
+    work, owns = run._work, run._strategy.owns
+    known = {part: {name: tuple(shape) for name, shape in named.items()} for part, named in shapes.items()}
+    weights, put_weights = checkpoint.model_wants(run.model, known["model"].get, found["same_tensors"], owns)
+    moments, put_moments = checkpoint.optimizer_wants(
+        run.model, run.optimizer, work.groups, work.tied, known["optimizer"], found["optimizer"]
+    )
+    checkpoint.pull(run._me, sources, [*weights, *moments], all_see)
+    put_weights()
+    put_moments()
+    _settle(run, found)

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde import checkpoint
 from ronde.feed import Feed, Taken, key_of, take_over
-from ronde.parallel import Part, Strategy
+from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
-from ronde.run import rates
+from ronde.run import hooks, persist, rates
+from ronde.run.compare import Comparison
 from ronde.run.evaluation import Evaluation, to_device
 from ronde.run.losses import LossCall
-from ronde.run.persist import collect
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
 from ronde.world.agree import gather_json
@@ -81,6 +80,7 @@ class Run:
         scheduler: Any,
         taken: Taken,
         strategy: Strategy,
+        work: Work,
         loss: LossCall,
         plan: Plan,
         me: World,
@@ -100,6 +100,7 @@ class Run:
         self._me = me
         self._taken = taken
         self._strategy = strategy
+        self._work = work
         self._loss = loss
         self._watcher = watcher
         self._writer = writer
@@ -121,6 +122,7 @@ class Run:
         self._last_saved_time = time.monotonic()
         self._started = time.monotonic()
         self._deadline: float | None = None
+        self._comparison: Comparison | None = None
         self._ended = False
         atexit.register(self._at_exit)
 
@@ -170,11 +172,13 @@ class Run:
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise ArgumentError(f"run.epochs({n!r}): expected how many epochs to train in all, a whole number.")
+        if hooks.observer is not None:
+            n = hooks.observer.epochs(self, n)
         self._watcher.epochs = n
         self._watcher.total_steps = n * self.steps_per_epoch
         if self.state.epoch >= n and self.state.step:
             self._watcher.say(f"nothing left to train: {self.state.epoch} of {n} epochs are done")
-        while self.state.epoch < n:
+        while self.state.epoch < n and not (hooks.observer is not None and hooks.observer.over()):
             epoch = self.state.epoch
             self._in_epochs = True
             try:
@@ -217,6 +221,8 @@ class Run:
         self._share = None  # of a loop that was left before it used its last batch
         epoch, offset = state.epoch, state.epoch_samples
         self._strategy.start_epoch()
+        if hooks.observer is not None:
+            hooks.observer.starting(self)
 
         def mine() -> Iterator[Share]:
             place, parts = plan.layout.place(self.rank), plan.accumulation if plan.pipeline > 1 else None
@@ -226,6 +232,8 @@ class Run:
 
         self._watcher.rate.resume()
         several = plan.accumulation > 1
+        if hooks.observer is not None:
+            several = hooks.observer.several(several)
         reseed = self.world_size > 1
         for share, micros in self._feed.read(mine):
             if self._share is not None:
@@ -233,6 +241,8 @@ class Run:
                     "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
                     "batch takes one optimizer step."
                 )
+            if hooks.observer is not None and hooks.observer.over():
+                return
             self._share = share
             self._backwards = 0
             if reseed:
@@ -241,6 +251,8 @@ class Run:
             low, high = share.micro[0]
             self._strategy.before_batch(high > low)
             on_device = micros if self.device.type == "cpu" else [to_device(m, self.device) for m in micros]
+            if hooks.observer is not None:
+                on_device = hooks.observer.batch(self, share, on_device)
             yield MicroBatches(on_device) if several else on_device[0]
         if plan.drop_last and self._share is None:
             state.epoch_samples = order.epoch_samples  # what is left of the epoch is left out
@@ -277,6 +289,8 @@ class Run:
         self._strategy.refresh()
         last = len(micros) - 1
         parts = [Part(high - low, share.global_samples, i == last) for i, (low, high) in enumerate(share.micro)]
+        if self._comparison is not None:
+            self._comparison.begin()
         self._strategy.step(micros, parts, self._loss_of, self._scale)
         return self._update(share)
 
@@ -326,13 +340,19 @@ class Run:
 
     def _update(self, share: Share) -> torch.Tensor:
         loss = self._strategy.finish()
+        if self._comparison is not None:
+            self._comparison.passed()
         plan, state, optimizer, scaler = self.plan, self.state, self.optimizer, self._scaler
         if self._on_nan == "error" and (self._reads_are_free or state.step % _NAN_EVERY == 0) and not math.isfinite(loss):
             self._refuse_loss(float(loss), share)
         if scaler is not None:
             scaler.unscale_(optimizer)
+        if hooks.observer is not None:
+            hooks.observer.gradients(self, loss)
         if plan.clip_norm is not None:
             self._strategy.clip(plan.clip_norm)
+        if hooks.observer is not None:
+            hooks.observer.clipped(self)
         lr = optimizer.param_groups[0]["lr"]
         warm = 1.0
         if state.step < plan.warmup_steps:
@@ -341,8 +361,12 @@ class Run:
                 self._optimizer_step()
         else:
             self._optimizer_step()
+        if self._comparison is not None and self._comparison.stepped():
+            self._compare(self._comparison)
         if self.scheduler is not None:
             self.scheduler.step()
+        if hooks.observer is not None:
+            hooks.observer.updated(self, share)
         samples = share.global_samples
         state.step += 1
         state.samples += samples
@@ -354,6 +378,20 @@ class Run:
         if self._deadline is not None:
             self._measure()
         return loss
+
+    def _compare(self, comparison: Comparison) -> None:
+        """Predicted against measured, once."""
+        self._comparison = None
+        text, seconds = comparison.sentence()
+        if self.is_main:
+            try:
+                keep = comparison.forecast.keep
+                factor = keep(comparison.forecast.raw_seconds, seconds) if keep is not None else None
+            except (OSError, RondeError) as error:
+                self._warn(f"the comparison could not be kept: {error}")
+            else:
+                text += f"; the next prediction of {comparison.forecast.family} here is × {factor:.3g}" if factor is not None else ""
+        self._watcher.say(text)
 
     def _optimizer_step(self) -> None:
         if self._scaler is not None:
@@ -418,6 +456,8 @@ class Run:
                 argument="evaluate's data",
                 evaluate=True,
             )
+            if hooks.observer is not None:
+                taken = hooks.observer.evaluating(self, taken)
             evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
             self._evaluations[id(data)] = evaluation
             if len(self._evaluations) > 4:  # a script may make a new DataLoader for each
@@ -425,11 +465,15 @@ class Run:
         self._strategy.sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        if hooks.observer is not None:
+            hooks.observer.evaluation(self)
         try:
             result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast, self._strategy)
         finally:
             for module, training in modes:
                 module.training = training  # each its own: a frozen part stays as the script set it
+        if hooks.observer is not None:
+            hooks.observer.evaluated(self, result, samples)
         self._watcher.event(Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result))
         if self.is_main and self._writer is not None:
             self._write_scalars("evaluate", result)
@@ -496,16 +540,16 @@ class Run:
             )
         self._last_saved_step = self.state.step
         self._last_saved_time = time.monotonic()
-        if not self.is_main or self.dir is None:
+        if self.dir is None:
             return None
         self._watcher.rate.pause()
         start = time.perf_counter()
-        files, state = collect(self)
-        path = checkpoint.write(self.dir.checkpoints, self.state.step, files, state, self._keep)
-        size = sum(f.stat().st_size for f in path.iterdir())
-        self._watcher.event(
-            Checkpointed(step=self.state.step, path=f"checkpoints/{path.name}", bytes=size, seconds=time.perf_counter() - start)
-        )
+        path = persist.save(self, self.dir.checkpoints, self._keep)
+        if path is not None:
+            size = sum(f.stat().st_size for f in path.iterdir())
+            self._watcher.event(
+                Checkpointed(step=self.state.step, path=f"checkpoints/{path.name}", bytes=size, seconds=time.perf_counter() - start)
+            )
         self._watcher.rate.resume()
         return path
 
@@ -521,13 +565,15 @@ class Run:
         self._watcher.say(f"warning: {text}")
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's weights as plain safetensors, under the names the script gave; rank 0 writes.
+        """Write the model's weights as plain safetensors, under the names the script gave. Call it on every worker; rank 0 writes.
 
-        Tensors that share memory are written under each of their names.
+        Tensors that share memory are written under each of their names. Under a plan that splits the model, the others send rank 0
+        what they hold, tensor after tensor: it never holds more than one of them.
+
+        Raises:
+            CheckpointError: it could not be written.
         """
-        if self.is_main:
-            weights, same = checkpoint.model_state(self.model)
-            checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, Path(path))
+        persist.export(self, Path(path))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,324 @@
+"""Pieces of tensors: which box of a whole tensor a worker holds, and reading any box from safetensors files.
+
+torch's own ``distributed.checkpoint`` reshards safetensors too, but exchanges its plans as pickled objects, and leaves what no file
+holds at the value it had, without an error. The boxes are the same, so its ``HuggingFaceStorageReader`` reads these files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from ronde.world import CheckpointError, World
+from ronde.world.agree import broadcast_json
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "Box",
+    "Entry",
+    "Piece",
+    "Source",
+    "Want",
+    "box_of",
+    "is_sharded",
+    "like",
+    "local",
+    "piece_of",
+    "pull",
+    "replicated",
+    "sharding_info",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: where it starts and how large it is, dimension by dimension.
+
+    Example:
+        >>> Box.parse("2:4,0:3"), str(Box((2, 0), (2, 3)))
+        (Box(offset=(2, 0), sizes=(2, 3)), '2:4,0:3')
+    """
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of that shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def parse(cls, text: str) -> Box:
+        """What ``str`` gave."""
+        pairs = [part.split(":") for part in text.split(",")] if text else []
+        return cls(tuple(int(a) for a, _ in pairs), tuple(int(b) - int(a) for a, b in pairs))
+
+    def __str__(self) -> str:
+        return ",".join(f"{o}:{o + n}" for o, n in zip(self.offset, self.sizes, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both hold, or None."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = [(a + n, b + m) for a, n, b, m in zip(self.offset, self.sizes, other.offset, other.sizes, strict=True)]
+        sizes = tuple(min(pair) - start for start, pair in zip(low, ends, strict=True))
+        return Box(low, sizes) if all(n > 0 for n in sizes) else None
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """The slices that cut it out of ``outer``."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.sizes, strict=True))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it lies within a tensor of that shape."""
+        return len(shape) == len(self.sizes) and all(
+            o >= 0 <= n and o + n <= s for o, n, s in zip(self.offset, self.sizes, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one worker holds of a tensor.
+
+    Attributes:
+        tensor: its values here.
+        shape: of the whole tensor.
+        box: where in it they belong.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor. Its module, a second to import, is there if one exists."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this worker's own part of a tensor, without gradient."""
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
+
+
+def box_of(tensor: torch.Tensor, name: str) -> Box:
+    """Where in the whole this worker's part of a tensor belongs; that may be on meta."""
+    if not is_sharded(tensor):
+        return Box.whole(tensor.shape)
+    mine = tuple(tensor.to_local().shape)
+    if not math.prod(mine):
+        return Box((0,) * len(mine), mine)
+    chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's own protocol for checkpoints
+    boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
+    if len(boxes) != 1 or boxes[0].sizes != mine or not boxes[0].fits(tensor.shape):
+        raise CheckpointError(
+            f"{name!r} is sharded as {tensor.placements}, of which this worker holds no single box: it cannot be written."
+        )
+    return boxes[0]
+
+
+def piece_of(tensor: torch.Tensor, name: str = "tensor") -> Piece:
+    """What this worker holds of ``tensor``: its shard of a DTensor, else all of it."""
+    mine = local(tensor)
+    if mine.is_meta:
+        raise CheckpointError(f"{name!r} is on the meta device: it has no values to write.")
+    return Piece(mine, tuple(tensor.shape), box_of(tensor, name))
+
+
+def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``tensor``, a worker's own part of something, sharded as ``target`` is."""
+    if not is_sharded(target):
+        return tensor
+    return type(target).from_local(
+        tensor, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
+def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``tensor``, of which every worker holds all, on the mesh of ``target``: torch mixes no plain tensors with sharded ones."""
+    if not is_sharded(target):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    mesh = target.device_mesh
+    return type(target).from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in files.
+
+    Attributes:
+        dtype: torch's name of its type.
+        shape: of the whole.
+        pieces: file name -> the box that it holds, under the tensor's own name.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Mapping[str, Box]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a manifest."""
+        return {"dtype": self.dtype, "shape": list(self.shape), "pieces": {f: str(b) for f, b in self.pieces.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Entry:
+        """What :meth:`to_json` gave."""
+        return cls(values["dtype"], tuple(values["shape"]), {f: Box.parse(b) for f, b in values["pieces"].items()})
+
+
+class Source:
+    """Tensors in safetensors files, read box by box; a context manager, which closes the files.
+
+    Args:
+        folder: where the files are.
+        entries: name -> where its pieces are.
+    """
+
+    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+        self.folder = folder
+        self.entries = entries
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    @classmethod
+    def of_files(cls, folder: Path, files: Iterable[str]) -> Source:
+        """Tensors of plain safetensors files, each of them whole in one."""
+        entries: dict[str, Entry] = {}
+        source = cls(folder, entries)
+        for file in files:
+            opened = source._file(file)
+            for name in opened.keys():  # noqa: SIM118  (it is no dictionary)
+                part = opened.get_slice(name)
+                shape = tuple(part.get_shape())
+                entries[name] = Entry(_DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)})
+        return source
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _file(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))  # type: ignore[no-untyped-call]
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
+        return self._open[file]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of that tensor."""
+        found = getattr(torch, self.entries[name].dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which this torch does not have")
+        return found
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """That box of a tensor, on the CPU; None: all of it.
+
+        Raises:
+            CheckpointError: it is not in the files, or not all of it.
+        """
+        entry = self.entries[name]
+        box = Box.whole(entry.shape) if box is None else box
+        if not box.fits(entry.shape):
+            raise CheckpointError(f"{name!r} in {self.folder} has shape {list(entry.shape)}: {box} is not within it")
+        result, done = torch.empty(box.sizes, dtype=self.dtype(name)), 0
+        for file, held in entry.pieces.items():
+            common = held.overlap(box)
+            if common is None:
+                continue
+            opened = self._file(file)
+            try:
+                if tuple(opened.get_slice(name).get_shape()) != held.sizes:
+                    raise CheckpointError(f"{self.folder / file} holds {name!r} in another shape than {list(held.sizes)}")
+                read = opened.get_slice(name)[common.inside(held)] if held.sizes else opened.get_tensor(name)
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.folder / file} does not hold {name!r}: {error}") from None
+            if common == box:
+                return read  # type: ignore[no-any-return]
+            result[common.inside(box)] = read
+            done += common.numel
+        if done != box.numel:
+            raise CheckpointError(f"{name!r} is not whole in {self.folder}: of {box.numel} elements {done} are there")
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box that a worker needs, and what to do with it.
+
+    Attributes:
+        part: ``"model"`` or ``"optimizer"``.
+        name: of the tensor in that part.
+        box: what of it.
+        give: called with the values, on the CPU.
+    """
+
+    part: str
+    name: str
+    box: Box
+    give: Callable[[torch.Tensor], None]
+
+
+def pull(me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyone_sees: bool) -> None:
+    """Fetch what this worker wants: from the files, or, where not every worker sees them, from rank 0.
+
+    A collective where ``everyone_sees`` is false: tensor after tensor, so that no worker ever holds all of them.
+
+    Args:
+        sources: what can be read; on a worker that does not see the files, it is not used.
+    """
+    if everyone_sees:
+        for want in wants:
+            want.give(sources[want.part].read(want.name, want.box))
+        return
+    asked: dict[tuple[str, str], list[Want]] = {}
+    for want in wants:
+        asked.setdefault((want.part, want.name), []).append(want)
+    index = [[part, name, e.dtype, list(e.shape)] for part, s in sources.items() for name, e in s.entries.items()] if me.is_main else None
+    for part, name, dtype, shape in broadcast_json(me, index):
+        tensor = sources[part].read(name).contiguous() if me.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.numel():
+            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
+            dist.broadcast(bits, 0)
+            tensor = bits.cpu().view(tensor.dtype).view(shape)
+        for want in asked.pop((part, name), ()):
+            want.give(tensor[want.box.inside(Box.whole(shape))] if shape else tensor)
+    for part, name in asked:
+        raise CheckpointError(f"{name!r} is not in the {part} of the checkpoint")
+
+
+def sharding_info(boxes: Mapping[str, Box]) -> dict[str, str]:
+    """A file's header, in which torch's ``HuggingFaceStorageReader`` finds where its pieces belong."""
+    return {"format": "pt", "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": list(box.offset)} for name, box in boxes.items()})}

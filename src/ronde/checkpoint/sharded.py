@@ -1,0 +1,257 @@
+"""Written by all workers together: each its own pieces, each piece once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from ronde.checkpoint import files
+from ronde.checkpoint.pieces import Box, Entry, Piece
+from ronde.world import CheckpointError, World
+from ronde.world.agree import broadcast_json, gather_json
+
+__all__ = ["export_pieces", "gather_pieces", "write_pieces"]
+
+Parts = Mapping[str, Mapping[str, Piece]]
+Tensors = Mapping[str, torch.Tensor]
+
+_SEEN_WITHIN_SECONDS = 10.0  # network file systems show a new folder late
+_PAIRS = 64
+
+
+class _Owners:
+    """Who writes which piece: the lowest of those that hold it."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.boxes: dict[str, dict[Box, int]] = {}
+
+    def take(self, rank: int, held: Mapping[str, Any]) -> None:
+        """Note what a rank holds."""
+        for name, (dtype, shape, text) in held.items():
+            kind = (dtype, tuple(shape))
+            if self.kinds.setdefault(name, kind) != kind:
+                was = self.kinds[name]
+                raise CheckpointError(
+                    f"rank {rank} holds {name!r} as {dtype} {shape}, an earlier rank as {was[0]} {list(was[1])}: it cannot be written"
+                )
+            boxes = self.boxes.setdefault(name, {})
+            box = Box.parse(text)
+            if box.numel or not Box.whole(shape).numel:
+                boxes.setdefault(box, rank)
+
+    def check(self) -> None:
+        """Refuse what does not make up whole tensors."""
+        for name, boxes in self.boxes.items():
+            _, shape = self.kinds[name]
+            some = list(boxes)[:_PAIRS]
+            apart = all(a.overlap(b) is None for i, a in enumerate(some) for b in some[:i])
+            if not apart or sum(b.numel for b in boxes) != Box.whole(shape).numel:
+                held = "; ".join(f"rank {rank}: {box}" for box, rank in list(boxes.items())[:8])
+                raise CheckpointError(f"{name!r} of shape {list(shape)} is not whole among the workers ({held}): it cannot be written")
+
+
+def gather_pieces(me: World, parts: Parts) -> dict[str, _Owners]:
+    """Who holds what, part by part, the same on every rank. A collective."""
+    mine = {
+        part: {n: [str(p.tensor.dtype).removeprefix("torch."), list(p.shape), str(p.box)] for n, p in pieces.items()}
+        for part, pieces in parts.items()
+    }
+    owners = {part: _Owners() for part in parts}
+    for rank, held in enumerate(gather_json(me, mine)):
+        for part, pieces in held.items():
+            owners[part].take(rank, pieces)
+    for each in owners.values():
+        each.check()
+    return owners
+
+
+def _file(part: str, rank: int, size: int) -> str:
+    return f"{part}-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def _attempt(me: World, what: Callable[[], Any]) -> tuple[Any, str | None]:
+    """``what()`` on every rank, and the first error of any: nobody waits for a rank that has failed. A collective."""
+    value, error = None, None
+    try:
+        value = what()
+    except (OSError, SafetensorError, CheckpointError) as caught:
+        error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
+    errors = [e for e in gather_json(me, error) if e]
+    return value, errors[0] if errors else None
+
+
+def _wait_for(folder: Path) -> None:
+    limit = time.monotonic() + _SEEN_WITHIN_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > limit:
+            raise CheckpointError(
+                f"this worker does not see {folder}, which rank 0 has made: the run directory must be on a file system that all workers share"
+            )
+        time.sleep(0.1)
+
+
+def write_pieces(
+    me: World, folder: Path, step: int, parts: Parts, whole: Mapping[str, Tensors], state: Mapping[str, Any], keep: int | None = None
+) -> Path:
+    """Write a checkpoint together, and return its path. A collective.
+
+    Args:
+        parts: ``"model"``, ``"optimizer"`` -> what this worker holds of it.
+        whole: file name -> tensors that rank 0 writes as they are.
+        state: plain JSON values; those of rank 0 count.
+        keep: how many of the newest to keep, None for all.
+
+    Raises:
+        CheckpointError: on every rank, if any of them could not write; what was there before is untouched.
+    """
+    owners = gather_pieces(me, parts)
+    started: dict[str, Any] = {}
+    temporary: Path | None = None
+    try:
+        if me.is_main:
+            try:
+                place, exists = files.begin(folder, step)
+                started = {"path": str(place), "exists": exists}
+                temporary = None if exists else place
+            except (OSError, SafetensorError) as error:
+                started = {"error": files.refused(folder, step, error)}
+        started = broadcast_json(me, started)
+        if "error" in started:
+            raise CheckpointError(started["error"])
+        path = Path(started["path"])
+        if started["exists"]:
+            return path
+
+        def mine() -> dict[str, Any]:
+            _wait_for(path)
+            entries = {}
+            for part, pieces in parts.items():
+                own = {n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank}
+                if own:
+                    file = _file(part, me.rank, me.size)
+                    entries[file] = files.add(path, file, {n: p.tensor for n, p in own.items()}, {n: p.box for n, p in own.items()})
+            if me.is_main:
+                entries |= {name: files.add(path, name, tensors) for name, tensors in whole.items()}
+            return entries
+
+        written, failed = _attempt(me, mine)
+        if failed is not None:
+            raise CheckpointError(files.refused(folder, step, failed))
+        entries = {name: entry for each in gather_json(me, written) for name, entry in each.items()}
+        tensors = {
+            part: {
+                name: Entry(*owner.kinds[name], {_file(part, rank, me.size): box for box, rank in boxes.items()})
+                for name, boxes in owner.boxes.items()
+            }
+            for part, owner in owners.items()
+        }
+        _, failed = _attempt(me, lambda: files.finish(path, step, entries, tensors, state, keep) if me.is_main else None)
+        if failed is not None:
+            raise CheckpointError(files.refused(folder, step, failed))
+        return folder / f"step-{step:09d}"
+    finally:
+        if temporary is not None and temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+# -- one plain file ----------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64", torch.uint16: "U16",
+    torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """A safetensors file up to its first tensor: a length, and JSON padded to eight bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, (dtype, shape) in kinds.items():
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name!r} is of type {dtype}, which safetensors does not hold")
+        stop = start + Box.whole(shape).numel * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> torch.Tensor | None:
+    """One tensor, whole, in rank 0's host memory; None elsewhere. A collective of those that hold it and rank 0."""
+    dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
+    whole = torch.empty(shape, dtype=dtype) if me.is_main else None
+    for box, rank in owner.boxes[name].items():
+        if not box.numel:
+            continue
+        if rank == me.rank:
+            assert piece is not None
+            if whole is None:
+                dist.send(_bits(piece.tensor).to(me.device), 0)
+            else:
+                whole[box.inside(Box.whole(shape))] = piece.tensor.to("cpu")
+        elif whole is not None:
+            bits = torch.empty(box.numel * dtype.itemsize, dtype=torch.uint8, device=me.device)
+            dist.recv(bits, rank)
+            whole[box.inside(Box.whole(shape))] = bits.cpu().view(dtype).view(box.sizes)
+    return whole
+
+
+def export_pieces(me: World, pieces: Mapping[str, Piece], same: Mapping[str, str], path: Path) -> None:
+    """Write plain, whole safetensors from what all workers hold. A collective; rank 0 writes, and holds one tensor at a time.
+
+    Args:
+        same: further names of tensors: each is written under all of them.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write it.
+    """
+    owner = gather_pieces(me, {"model": pieces})["model"]
+    names = {name: name for name in owner.boxes}
+    names |= {name: origin for name, origin in same.items() if origin in owner.boxes}
+    temporary = path.with_name(f"{path.name}.{me.rank}.writing")
+    error: str | None = None
+    with contextlib.ExitStack() as stack:
+        file = None
+        if me.is_main:
+            try:
+                kinds = {n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1]) for n, o in names.items()}
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(temporary.open("wb"))
+                stack.callback(lambda: temporary.unlink(missing_ok=True))
+                file.write(_header(kinds))
+            except (OSError, CheckpointError) as caught:
+                error = f"{path} could not be written: {caught}"
+        for name, origin in names.items():
+            tensor = _gather_one(me, origin, owner, pieces.get(origin))
+            if tensor is not None and file is not None and error is None:
+                try:
+                    file.write(_bits(tensor).numpy().data)
+                except OSError as caught:
+                    error = f"{path} could not be written: {caught}"
+            del tensor, name
+        if file is not None and error is None:
+            try:
+                file.flush()
+                files.sync(temporary)
+                temporary.rename(path)
+            except OSError as caught:
+                error = f"{path} could not be written: {caught}"
+    error = broadcast_json(me, error)
+    if error is not None:
+        raise CheckpointError(error)

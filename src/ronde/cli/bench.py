@@ -1,0 +1,125 @@
+"""``ronde bench cluster``: measure the links between workers, for plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+Examples:
+
+  ronde bench cluster                           one worker per GPU, or per core; writes cluster.yaml
+
+  ronde bench cluster --workers 2 --quick       some seconds instead of a minute
+
+  ronde plan --cluster cluster.yaml train.py    use it
+
+  srun -N 4 python -m ronde.study.links --output cluster.yaml    several nodes: inside each of them, and across
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich")
+    app.add_typer(bench, name="bench")
+
+    @bench.callback()
+    def _root() -> None:
+        pass
+
+    @bench.command(
+        "cluster",
+        help="Time every collective between workers, with all of them at work at once, and write a cluster file for ronde plan.\n"
+        + _EXAMPLES,
+    )
+    def cluster(
+        workers: Annotated[
+            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+        ] = "auto",
+        output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path("cluster.yaml"),
+        quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: some seconds.")] = False,
+        accept_noise: Annotated[
+            bool, typer.Option("--accept-noise", help="Write it even if other work disturbed it; the file says how much.")
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, and nothing else.")] = False,
+    ) -> None:
+        from rich.console import Console
+
+        from ronde.launch import Job, check_workers, launch, resolve_workers
+        from ronde.plan import Cluster
+
+        count = resolve_workers(workers)
+        check_workers(count)
+        if not output.absolute().parent.is_dir():
+            raise ArgumentError(f"--output {output}: the folder {output.absolute().parent} does not exist.")
+        if output.is_dir():
+            raise ArgumentError(f"--output {output} is a folder, expected a file: did you mean {output / 'cluster.yaml'}?")
+        if not os.access(output.absolute().parent, os.W_OK):
+            raise ArgumentError(f"--output {output}: the folder {output.absolute().parent} cannot be written to.")
+        console = Console()
+        with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
+            file = Path(folder) / "cluster.yaml"
+            command = ["-m", "ronde.study.links", "--output", str(file)]
+            command += [name for name, wanted in (("--quick", quick), ("--accept-noise", accept_noise)) if wanted]
+            said: list[bytes] = []
+            plural = f"{count} worker{'s' if count > 1 else ''}"
+            job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
+            if console.is_terminal and not as_json:
+                with console.status(f"starting {plural}") as status:
+                    outcome = launch(job, said.append, lambda message: status.update(str(message.get("bench", ""))))
+            else:
+                outcome = launch(job, said.append, lambda _: None)
+            if outcome.interrupted:
+                Console(stderr=True).print(f"{outcome.error}; every worker has ended, nothing was written")
+                raise typer.Exit(outcome.status)
+            if outcome.status:
+                last = b"".join(said).decode(errors="replace").strip().splitlines()
+                text = outcome.error or (last[-1] if last else "a worker failed")
+                if outcome.rank == 0 and last and text.startswith("ended with"):
+                    text = last[-1]
+                hint = " --accept-noise writes it all the same." if "too busy" in text else ""
+                raise RondeError(f"{text.removeprefix('SystemExit: ')}{hint}")
+            found = Cluster.load(file)
+            found.save(output)
+        if as_json:
+            print(json.dumps(found.to_dict()))
+            return
+        _show(found, output, console)
+
+
+def _show(found: Any, output: Path, console: Any) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{found.devices} × {found.device} on {found.name}", title_justify="left")
+    for name in ("collective", "scope"):
+        table.add_column(name)
+    for name in ("workers", "alpha", "beta", "25 MiB take", "fit's error"):
+        table.add_column(name, justify="right")
+    for kind, by in found.links.items():
+        for scope, fit in by.items():
+            bucket = fit.alpha + (25 << 20) / fit.beta
+            table.add_row(
+                kind, scope, str(fit.ranks), f"{fit.alpha * 1e6:,.0f} µs", f"{fit.beta / 1e6:,.0f} MB/s", f"{bucket * 1e3:.1f} ms",
+                f"{fit.residual:.0%}",
+            )  # fmt: skip
+    console.print(table)
+    console.print(
+        Text(
+            f"{found.memory_bytes / 2**30:.1f} GiB a device, {found.base_bytes / 2**20:.0f} MiB of it taken before any model; "
+            f"{found.bucket_overlap:.0%} of an exchange hides behind computation, which is {found.interference:.2f}× as slow meanwhile"
+        ),
+        soft_wrap=True,
+    )
+    if found.noise > 0.1:
+        console.print(Text(f"warning: the machine was disturbed ({found.noise:.0%}): plans made from this are unsure", style="yellow"))
+    console.print(Text(f"written to {output}   next: ronde plan --cluster {output} SCRIPT", style="cyan"), soft_wrap=True)

@@ -1,0 +1,243 @@
+"""``ronde plan``: split the data or the model? Measured here, predicted for any number of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.run import _command, _discard
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+The script runs up to ronde.distribute on this machine. Its model is measured there, layer by layer, at its real shapes; then every
+way to split it over the devices is predicted, and the best are shown, with what decided and when the answer would flip.
+
+Examples:
+
+  ronde plan train.py                                    as many devices as this machine has
+
+  ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
+
+  ronde plan --cluster cluster.yaml train.py             what 'ronde bench cluster' wrote on the cluster itself
+
+  ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
+
+  ronde plan --json plan.json --svg schedule.svg -m my.train
+"""
+
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(text: str) -> float:
+    """``"32GiB"`` -> bytes.
+
+    Example:
+        >>> parse_bytes("1.5 GiB")
+        1610612736.0
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
+    unit = found.group(2) if found else ""
+    unit += "b" if unit and not unit.endswith("b") else ""
+    if found is None or unit not in _UNITS or float(found.group(1)) <= 0:
+        raise ArgumentError(f"--memory {text}: expected a size as 32GiB, 80GB or 512MiB.")
+    return float(found.group(1)) * _UNITS[unit]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "plan",
+        help="Split the data or the model? Every plan predicted, ranked and explained.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def plan(
+        arguments: Annotated[
+            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        ] = None,
+        devices: Annotated[
+            int | None,
+            typer.Option("--devices", "-n", metavar="N", help="Plan for N devices. Default: this machine's.", show_default=False),
+        ] = None,
+        cluster: Annotated[
+            Path | None,
+            typer.Option("--cluster", metavar="FILE", help="Plan for the cluster that 'ronde bench cluster' measured.", show_default=False),
+        ] = None,
+        memory: Annotated[
+            str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one device, as 32GiB.", show_default=False)
+        ] = None,
+        optimize: Annotated[
+            str, typer.Option("--optimize", metavar="speed|memory", help="The fastest step, or the least memory.")
+        ] = "speed",
+        module: Annotated[
+            str | None, typer.Option("-m", metavar="MODULE", help="Plan for a module instead of a script.", show_default=False)
+        ] = None,
+        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
+        picture: Annotated[
+            Path | None, typer.Option("--svg", metavar="FILE", help="Draw the best pipeline's schedule.", show_default=False)
+        ] = None,
+        save: Annotated[
+            Path | None, typer.Option("--save", metavar="FILE", help="Write the winner, for ronde run --plan FILE.", show_default=False)
+        ] = None,
+        accept_noise: Annotated[
+            bool, typer.Option("--accept-noise", help="Go on where other work disturbs the measurement; the answer says so.")
+        ] = False,
+    ) -> None:
+        command = _command(module, arguments or [])
+        if optimize not in ("speed", "memory"):
+            raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
+        if devices is not None and devices < 1:
+            raise ArgumentError(f"--devices {devices} must be 1 or more.")
+        for option, path in (("--json", file), ("--svg", picture), ("--save", save)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        size = parse_bytes(memory) if memory is not None else None
+        console = _console()
+        with _progress(console) as say:
+            target = _target(cluster, devices, size, say)
+            costs, like = _measured(command, target, accept_noise, say)
+            say("searching")
+            from ronde.study.forecast import answer
+
+            explanation = answer(costs, target, target.devices, like, optimize)
+        _print(console, explanation)
+        _write(explanation, costs, target, file, picture, save, console)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+class _progress:
+    """What is being done, on a terminal only: one line that goes away."""
+
+    def __init__(self, console: Any) -> None:
+        self._status = console.status("starting") if console.is_terminal else None
+
+    def __enter__(self) -> Any:
+        if self._status is not None:
+            self._status.start()
+        return self.say
+
+    def say(self, text: str) -> None:
+        """Show it."""
+        if self._status is not None:
+            from rich.markup import escape
+
+            self._status.update(escape(text) + " …")
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def _target(file: Path | None, devices: int | None, memory: float | None, say: Any) -> Any:
+    """The cluster that is planned for."""
+    from ronde.plan import Cluster
+
+    if file is not None:
+        found = Cluster.load(file)
+        if devices is not None and devices != found.devices:
+            per_node = min(devices, found.devices_per_node)
+            if devices % per_node:
+                raise ArgumentError(f"--devices {devices} does not divide into nodes of {found.devices_per_node}, as {file} has them.")
+            found = dataclasses.replace(found, nodes=devices // per_node, devices_per_node=per_node)
+    else:
+        from ronde.launch import resolve_workers
+        from ronde.study.links import default_cluster
+
+        count = devices or max(2, resolve_workers("auto"))
+        found = default_cluster(count, tell=say)
+    return dataclasses.replace(found, memory_bytes=memory) if memory is not None else found
+
+
+def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> Any:
+    """The script's costs, measured in a process of its own."""
+    from ronde.launch import Job, launch
+    from ronde.study.forecast import load, threads_on
+
+    with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
+        out = Path(folder) / "costs.json"
+        threads = threads_on(target)
+        environment = {
+            "RONDE_STUDY": "plan",
+            "RONDE_STUDY_FILE": str(out),
+            "RONDE_STUDY_OPTIONS": json.dumps({"threads": threads, "accept_noise": accept_noise}),
+            "RONDE_RUNS": "none",
+            "RONDE_PROGRESS": "quiet",
+            "RONDE_RESUME": "0",
+            "RONDE_PLAN": "replicate",
+            **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+        }
+
+        def heard(message: dict[str, Any]) -> None:
+            if "study" in message:
+                say(str(message["study"]))
+
+        say(f"starting {command[0] if command[0] != '-m' else command[1]}")
+        outcome = launch(Job(command, 1, Path(folder) / "run", environment), _discard, heard)
+        if outcome.interrupted:
+            typer.echo("stopped by SIGINT; every process has ended")
+            raise typer.Exit(130)
+        if outcome.status and not out.exists():
+            if outcome.traceback and "NoisyMachine" in (outcome.error or ""):
+                raise RondeError(
+                    f"{(outcome.error or '').partition(': ')[2]} Wait until the machine is quiet, or go on with --accept-noise."
+                )
+            if outcome.traceback:
+                typer.echo(outcome.traceback.rstrip(), err=True)
+            raise RondeError(f"the script failed before ronde.distribute could measure it: {outcome.error}")
+        return load(out)
+
+
+def _print(console: Any, explanation: Any) -> None:
+    from ronde.plan.explain import render
+
+    console.print(render(explanation))
+    timeline = _timeline(explanation)
+    if timeline is not None:
+        from ronde.plan.picture import terminal
+
+        best = _best_pipeline(explanation)
+        console.print()
+        console.print(f"one step of {best.plan.spec}:", highlight=False)
+        console.print(terminal(timeline, min(console.width, 100)))
+
+
+def _best_pipeline(explanation: Any) -> Any:
+    return next((p for p in [explanation.found.best, *explanation.found.families.values()] if p.plan.pipeline > 1), None)
+
+
+def _timeline(explanation: Any) -> Any:
+    best = _best_pipeline(explanation)
+    return getattr(best, "timeline", None) if best is not None else None
+
+
+def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None, console: Any) -> None:
+    if file is not None:
+        values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
+        temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
+        temporary.write_text(json.dumps(values, indent=2, default=str) + "\n")
+        temporary.rename(file)
+    if save is not None:
+        explanation.found.best.plan.save(save)
+        console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
+    if picture is not None:
+        timeline = _timeline(explanation)
+        if timeline is None:
+            raise ArgumentError("--svg: no plan here has a pipeline, so there is no schedule to draw.")
+        from ronde.plan.picture import svg
+
+        picture.write_text(svg(timeline, _best_pipeline(explanation).plan.spec))

@@ -1,0 +1,190 @@
+"""``ronde prove``: is it the same training on N workers as on one?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ronde.cli.run import _command
+from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    from ronde.study.prove import PlanVerdict, Verdict
+    from ronde.study.prove_trace import Difference
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+The script runs as it is, in float64 on the CPU, for some steps: with one process and with N workers. What is compared, in this
+order: samples, initial weights, outputs, loss, gradients, weights, scheduler, buffers, evaluation.
+
+Examples:
+
+  ronde prove train.py                                   2 workers, the data split
+
+  ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can carry out
+
+  ronde prove --plans replicate --plans shard=parameters --steps 20 train.py
+
+  ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
+
+Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be used.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "prove",
+        help="Is it the same training on N workers as on one? Equal, or the first thing that differs, and why.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def prove(
+        arguments: Annotated[
+            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        ] = None,
+        workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="How many workers to compare with one process.")] = 2,
+        plans: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--plans",
+                metavar="PLAN",
+                help="What to prove: replicate, shard=parameters, pipeline=2, …; several times for several; all. Default: replicate.",
+                show_default=False,
+            ),
+        ] = None,
+        steps: Annotated[int, typer.Option("--steps", metavar="K", help="Optimizer steps to compare.")] = 6,
+        module: Annotated[
+            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
+        ] = None,
+        timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long one run of the script may take.")] = 600.0,
+        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.", show_default=False)] = None,
+    ) -> None:
+        from ronde.study.prove import prove as ask
+
+        command = _command(module, arguments or [])
+        if timeout <= 0:
+            raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ArgumentError(f"--json {file}: there is no folder {file.absolute().parent}.")
+        wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
+        console = _console()
+        try:
+            with _progress(console) as say:
+                verdict = ask(command, workers, wanted, steps, timeout_seconds=timeout, progress=say)
+        except KeyboardInterrupt:
+            console.print("stopped by SIGINT; every process has ended", highlight=False)
+            raise typer.Exit(130) from None
+        if file is not None:
+            file.write_text(json.dumps(verdict.to_dict(), indent=2, default=str) + "\n")
+        _print(console, verdict)
+        raise typer.Exit(verdict.exit_status)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+class _progress:
+    """What is being done, on a terminal only: one line that goes away."""
+
+    def __init__(self, console: Any) -> None:
+        self._status = console.status("starting") if console.is_terminal else None
+
+    def __enter__(self) -> Any:
+        if self._status is not None:
+            self._status.start()
+        return self.say
+
+    def say(self, text: str) -> None:
+        """Show it."""
+        if self._status is not None:
+            from rich.markup import escape
+
+            self._status.update(escape(text) + " …")
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def _print(console: Any, verdict: Verdict) -> None:
+    from rich.text import Text
+
+    def line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+
+    of = f"{verdict.workers} workers against one process, {_count(verdict.steps, 'step')}, float64"
+    if verdict.status == "equal":
+        line(("equal", "bold green"), f": {of}")
+    elif verdict.status == "differs":
+        line(("differs", "bold red"), f": {of}")
+    else:
+        line(("cannot be proved", "bold yellow"), f": {verdict.error}")
+    width = max((len(p.plan) for p in verdict.plans), default=0)
+    for plan in verdict.plans:
+        line(f"  {plan.plan:<{width}}  ", *_plan_line(plan))
+    if verdict.difference is not None and verdict.cause is not None:
+        line("")
+        for text in describe(verdict.difference):
+            line(text)
+        line(("why   ", "bold"), verdict.cause.why, f"  [{verdict.cause.id}]")
+        for seen in verdict.cause.evidence:
+            line("      ", seen)
+        line(("cure  ", "bold"), verdict.cause.cure)
+        shown = verdict.cause
+        for plan in verdict.plans:
+            if plan.cause is not None and plan.cause.id != shown.id and plan.difference is not None:
+                line("")
+                line(f"{plan.plan}: ", *describe(plan.difference)[:1])
+                line(("why   ", "bold"), plan.cause.why, f"  [{plan.cause.id}]")
+                line(("cure  ", "bold"), plan.cause.cure)
+    aside = sorted({name for plan in verdict.plans for name in plan.aside})
+    if aside:
+        more = ", …" if len(aside) > 4 else ""
+        line("")
+        line(
+            f"set aside: {', '.join(aside[:4])}{more} ({len(aside)}): the gradient is zero in exact arithmetic, only rounding is left of it"
+        )
+    for note in verdict.notes:
+        line(("note  ", "dim"), note)
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}{'' if n == 1 else 's'}"
+
+
+def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
+    if plan.status == "equal":
+        largest = f"largest relative difference {plan.largest:.1e} ({plan.where})" if plan.largest else "not a bit apart"
+        return [("equal", "green"), f"    {largest}; {plan.compared} tensors, {_count(plan.evaluations, 'evaluation')}"]
+    if plan.status == "differs" and plan.difference is not None:
+        return [("differs", "red"), f"  {describe(plan.difference)[0]}"]
+    word = "cannot" if plan.status == "refused" else "failed"
+    return [(word, "yellow"), f"   {plan.error.splitlines()[0] if plan.error else ''}"]
+
+
+def describe(difference: Difference) -> list[str]:
+    """The first thing that differs, as a sentence or two."""
+    d = difference
+    when = f"step {d.step}" if d.step else "before the first step"
+    who = f" of rank {d.rank}" if d.rank is not None else ""
+    text = f"{d.phase} differ{'' if d.phase.endswith('s') else 's'} first, {when}: {d.name}{who}"
+    if d.phase == "optimizer":
+        text = f"optimizer, {when}: {d.name}"
+    if d.relative is not None and d.relative != float("inf"):
+        text += f", by {d.relative:.1e} relative"
+    found = [text]
+    if d.one is not None or d.many is not None:
+        one, many = (f"{v:.10g}" if isinstance(v, float) else str(v) for v in (d.one, d.many))
+        found.append(f"      one process: {one}; workers: {many}" if d.one is not None else f"      workers: {many}")
+    if d.others:
+        found.append(f"      also: {', '.join(d.others)}")
+    return found

@@ -1,0 +1,576 @@
+"""Tensor parallel: several workers hold each attention and MLP block together.
+
+Shoeybi et al. 2019 (Megatron-LM): the first layers of a block are divided by columns, so that each worker computes some heads or some
+hidden features, the last one by rows, so that one sum over the workers ends the block. The script's own forward code runs on each
+worker as that of a smaller block (see :mod:`ronde.parallel.recognise`). Divided parameters are DTensors, whose local part is
+computed with; all others are plain and the same on every worker. Before the first step the loss and every gradient of the split
+model are compared with those of the whole one: what does not agree is put back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim import Optimizer
+
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, trainable
+from ronde.parallel.batchnorm import absent, batchnorms, synchronise
+from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
+from ronde.parallel.recompute import large_children, repeated_blocks
+from ronde.parallel.replicate import Replicate
+from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model
+from ronde.parallel.zero1 import buckets
+from ronde.plan import Plan
+from ronde.world import ArgumentError, World
+from ronde.world.agree import broadcast_json, gather_json
+
+__all__ = ["Divided", "Tensor", "TensorShard", "divide", "tensor"]
+
+_LOSS, _WEIGHT, _UNUSED = 0, 1, 2
+
+
+# -- the sums around a block (Megatron's f and g) ------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """The same forward; backward the sum over the workers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over the workers; backward the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Workers(Arms):
+    """This worker's part of the blocks, for good.
+
+    Between columns and row each worker draws its own dropout; outside of them all draw the same.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.place, self.tensor = mesh.get_local_rank(), mesh.size()
+        self._cuda = mesh.device_type == "cuda"
+        self._kept: tuple[int, Any, Any] | None = None
+
+    def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
+        value = getattr(module, name)
+        if value is None:
+            return None
+        return value.to_local() if isinstance(value, DTensor) else piece(value, dim, pieces, self.place, self.tensor)
+
+    def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return _Enter.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
+        dim = 1 if isinstance(row, nn.Linear) else 0
+        weight = self.local(row, "weight", dim, 1)
+        assert weight is not None
+        total = self.total(linear(row, x, weight, None))
+        bias = row.bias
+        return total if bias is None else total + bias.to(total.dtype)  # type: ignore[union-attr, operator]
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return _Leave.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
+
+    def begin(self, block: Block, training: bool) -> None:
+        if not training:
+            return
+        drawn = int(torch.empty((), dtype=torch.int64).random_())
+        cuda = torch.cuda.get_rng_state() if self._cuda else None
+        self._kept = (drawn + 1 + self.place, torch.default_generator.get_state(), cuda)
+        self._seed(self._kept[0])
+
+    def end(self, block: Block) -> None:
+        # A recomputation that ended before the row has left its own randomness behind: then the seed is another by now.
+        if self._kept is not None and torch.default_generator.initial_seed() == self._kept[0]:
+            torch.default_generator.set_state(self._kept[1])
+            if self._cuda:
+                torch.cuda.set_rng_state(self._kept[2])
+        self._kept = None
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._cuda:
+            torch.cuda.manual_seed(seed)
+
+
+# -- dividing a model ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Divided:
+    """A model whose blocks are held together.
+
+    Attributes:
+        mesh: of the workers that hold them.
+        blocks: those that were divided.
+        partial: names of whole parameters whose gradients are to be added up over ``mesh``: each worker uses some of them.
+        said: what the user should know, or nothing.
+    """
+
+    mesh: DeviceMesh
+    blocks: tuple[Block, ...] = ()
+    partial: frozenset[str] = frozenset()
+    said: str = ""
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x.to_local() if isinstance(x, DTensor) else x.detach()
+
+
+def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:
+    path, _, attribute = name.rpartition(".")
+    model.get_submodule(path)._parameters[attribute] = value
+
+
+def _adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> None:
+    """Put divided parameters in the place of whole ones, in the same groups and order; state is divided alike."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [new.get(p, p) for p in group["params"]]
+    for old, now in new.items():
+        if old in optimizer.state:
+            assert isinstance(now, DTensor)
+            cut = partial(distribute_tensor, device_mesh=now.device_mesh, placements=now.placements, src_data_rank=None)
+            state = optimizer.state.pop(old)
+            optimizer.state[now] = {
+                k: cut(v) if isinstance(v, torch.Tensor) and v.dim() and v.shape == old.shape else v for k, v in state.items()
+            }
+
+
+def _install(
+    model: nn.Module, blocks: tuple[Block, ...], mesh: DeviceMesh
+) -> tuple[ExitStack, dict[str, tuple[nn.Parameter, nn.Parameter]]]:
+    """Divide blocks. Returns what undoes it, and the parameters that changed, by name: whole, divided."""
+    stack = ExitStack()
+    changed: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    arms = _Workers(mesh)
+    done: set[tuple[str, str]] = set()
+    for block in blocks:
+        for name, dim in split_dims(model, block)[0].items():
+            if name in changed:
+                continue
+            whole = model.get_parameter(name)
+            part = distribute_tensor(whole.detach(), mesh, [Split(dim)], src_data_rank=None)
+            local = part.to_local().clone(memory_format=torch.contiguous_format)  # not a view into the whole, which is to be let go of
+            part = DTensor.from_local(local, mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride())
+            changed[name] = (whole, nn.Parameter(part, requires_grad=whole.requires_grad))
+            _put(model, name, changed[name][1])
+            stack.callback(_put, model, name, whole)
+        install(stack, model, block, arms, done)
+    return stack, changed
+
+
+def _disagreeing(work: Work, run: Any, found: Recognised, mesh: DeviceMesh, partials: frozenset[str]) -> list[str]:
+    """Parameters whose gradient on the sample is not that of the whole model; ``""`` for the loss."""
+    model = work.model
+    with quiet(model):
+        loss = run()
+        named = list(model.named_parameters())
+        grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    dtype = torch.float64
+    sums = torch.zeros(len(named), 2, dtype=dtype, device=loss.device)
+    shared = torch.zeros_like(sums)
+    for i, ((name, p), g) in enumerate(zip(named, grads, strict=True)):
+        if g is None or g.is_sparse:
+            continue
+        mine = _local(g)
+        if name in partials:
+            mine = mine.clone()
+            dist.all_reduce(mine, group=mesh.get_group())
+        (shared if isinstance(p, DTensor) else sums)[i] = torch.stack([mine.to(dtype).sum(), mine.to(dtype).square().sum()])
+    dist.all_reduce(shared, group=mesh.get_group())
+    sums += shared
+    tolerance = 1e-8 if all(p.dtype == torch.float64 for _, p in named) else 1e-2
+    largest = max((square for _, square in found.gradients.values()), default=0.0)
+    bad = []
+    if abs(float(loss.detach()) - found.loss) > tolerance * max(abs(found.loss), 1e-6):
+        bad.append("")
+    for (name, p), (total, square) in zip(named, sums.tolist(), strict=True):
+        if name not in found.gradients:
+            continue
+        before, before_square = found.gradients[name]
+        floor = tolerance**2 * largest
+        apart = abs(total - before) > tolerance * (p.numel() * (before_square + floor)) ** 0.5
+        if apart or abs(square - before_square) > tolerance * before_square + floor:
+            bad.append(name)
+    return bad
+
+
+def _run(work: Work) -> Any:
+    """A pass over two samples, and its loss."""
+    sample = work.sample(2)
+
+    def run() -> torch.Tensor:
+        return work.compute(sample)[0]
+
+    return run
+
+
+def _why_nothing(plan: Plan, found: Recognised, model: nn.Module) -> ArgumentError:
+    looked = [f"{b.path or type(model).__name__!r} ({b.kind}): {b.why_not}" for b in found.refused]
+    shown = "; ".join(looked[:6]) + (f"; and {len(looked) - 6} more" if len(looked) > 6 else "")
+    if not looked:
+        shown = (
+            f"no attention and no MLP was found in {type(model).__name__}: two nn.Linear with only element-wise operations in between, "
+            "or query, key and value before a softmax"
+        )
+    return ArgumentError(
+        f"tensor={plan.tensor}: nothing in the model can be split by {plan.tensor}. {shown}. Choose another number, say how with "
+        "tensor_plan={module name: a torch.distributed.tensor.parallel style}, or split the data or the layers (replicate, shard, pipeline)."
+    )
+
+
+def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
+    """Divide what can be divided of a model that is the same on every worker.
+
+    Raises:
+        ArgumentError: nothing can.
+    """
+    model = work.model
+    if work.tensor_plan is not None:
+        return _as_told(plan, work, mesh)
+    run = _run(work)
+    try:
+        found = recognise(model, run, plan.tensor, gradients=True)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise ArgumentError(
+            f"tensor={plan.tensor}: what can be split is found by a forward pass and a loss over two samples, which failed "
+            f"({type(error).__name__}: {error}). Give ronde.distribute the loss (and forward) that training uses, or a tensor_plan."
+        ) from error
+    # Rank 0's verdict holds: rounding may differ between devices.
+    verdict = broadcast_json(me, [dataclasses.asdict(b) for b in found.blocks])
+    blocks = tuple(_block(b) for b in verdict)
+    put_back: list[Block] = []
+    changed: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    partials: frozenset[str] = frozenset()
+    while blocks:
+        stack, changed = _install(model, blocks, mesh)
+        partials = frozenset(n for b in blocks for n in (*b.inside, *split_dims(model, b)[1]))
+        bad = sorted({name for each in gather_json(me, _disagreeing(work, run, found, mesh, partials)) for name in each})
+        if not bad:
+            break
+        stack.close()
+        ill = [b for b in blocks if {*split_dims(model, b)[0], *split_dims(model, b)[1], *b.inside} & set(bad)] or list(blocks)
+        put_back += [dataclasses.replace(b, why_not=f"the gradient of {(bad[-1] or 'the loss')!r} is another") for b in ill]
+        blocks = tuple(b for b in blocks if b not in ill)
+    if not blocks:
+        raise _why_nothing(plan, dataclasses.replace(found, refused=(*found.refused, *put_back)), model)
+    _adopt(work.optimizer, dict(changed.values()))
+    refused = [*found.refused, *put_back]
+    said = ""
+    if refused:
+        shown = "; ".join(f"{b.path or type(model).__name__!r} ({b.kind}): {b.why_not}" for b in refused[:4])
+        said = f"tensor={plan.tensor}: {len(blocks)} blocks are split, {len(refused)} are not and stay whole on every worker: {shown}" + (
+            f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
+        )
+    return Divided(mesh, blocks, partials, said)
+
+
+def _block(values: Mapping[str, Any]) -> Block:
+    made: dict[str, Any] = {
+        k: tuple(tuple(x) if isinstance(x, list) else x for x in v) if isinstance(v, list) else v for k, v in values.items()
+    }
+    return Block(**made)
+
+
+def _as_told(plan: Plan, work: Work, mesh: DeviceMesh) -> Divided:
+    """Divide as the script says."""
+    model = work.model
+    before = dict(model.named_parameters(remove_duplicate=False))
+    assert work.tensor_plan is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            parallelize_module(model, mesh, dict(work.tensor_plan))
+        except (UserWarning, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            raise ArgumentError(f"tensor_plan cannot be carried out by torch's parallelize_module: {error}") from error
+    after = dict(model.named_parameters(remove_duplicate=False))
+    changed: dict[torch.Tensor, nn.Parameter] = {before[n]: p for n, p in after.items() if p is not before[n]}
+    if not any(isinstance(p, DTensor) for p in after.values()):
+        raise ArgumentError(
+            f"tensor_plan splits nothing: none of {', '.join(map(repr, list(work.tensor_plan)[:5]))} has a parameter that its style divides."
+        )
+    for old, new in changed.items():
+        new.requires_grad_(old.requires_grad)
+    _adopt(work.optimizer, changed)
+    return Divided(mesh)
+
+
+# -- strategies ------------------------------------------------------------------------------------------------------------------
+
+
+def _add_up_over(mesh: DeviceMesh, gradients: list[torch.Tensor], mean: bool = False) -> None:
+    """Sum gradients over the workers of a mesh, in place, in buckets."""
+    group = mesh.get_group()
+    for run in buckets(gradients):
+        flat = torch.cat([g.reshape(-1) for g in run])
+        dist.all_reduce(flat, group=group)
+        if mean:
+            flat /= mesh.size()
+        for g, part in zip(run, torch.split(flat, [g.numel() for g in run]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+class _Together:
+    """What both strategies do for those that hold a layer together."""
+
+    model: nn.Module
+    me: World
+    divided: Divided
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+    def _complete(self) -> None:
+        """Add up the gradients of which each worker has a part; where kernels may round differently, make the others one."""
+        partials, same = [], []
+        for name, p in zip(self.names, self.parameters, strict=True):
+            if p.grad is None or p.grad.is_sparse:
+                continue
+            if name in self.divided.partial:
+                partials.append(_local(p.grad))
+            elif not isinstance(p, DTensor) or "tensor" not in (p.device_mesh.mesh_dim_names or ()):
+                same.append(_local(p.grad))
+        _add_up_over(self.divided.mesh, partials)
+        if self.me.device.type != "cpu":
+            _add_up_over(self.divided.mesh, same, mean=True)
+
+
+class Tensor(_Together, Replicate):
+    """Carries ``tensor=T`` out, with as many replicas as there are workers for.
+
+    Args:
+        replicas: mesh of the workers that hold the same parameters.
+        divided: see :func:`divide`.
+    """
+
+    def __init__(self, work: Work, me: World, replicas: DeviceMesh, divided: Divided, run_empty: bool) -> None:
+        self.divided = divided
+        self._replicas = replicas
+        self._lenient = ExitStack()
+        super().__init__(work.model, me, run_empty)
+        self.counts = divided.mesh.get_local_rank() == 0
+
+    def _build(self) -> None:
+        """Which parameters are trained; all workers have the same of them already."""
+        named = trainable(self.model)
+        self.names = [name for name, _ in named]
+        self.parameters = [p for _, p in named]
+        self._flags = Flags(self.model)
+        dtype = torch.float64 if {p.dtype for p in self.parameters} == {torch.float64} else torch.float32
+        self._payload = torch.zeros(_UNUSED + len(named), dtype=dtype, device=self.me.device)
+        self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
+
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
+        """See :meth:`Strategy.micro`."""
+        if not self._begun:
+            self._begun = True
+            self._payload.zero_()
+            for p in self.parameters:
+                p.grad = None
+        if part.samples:
+            assert compute is not None
+            value, weight = compute()
+            self._weighted = weight is not None
+            factor = 1 / part.global_samples
+            if weight is not None:
+                self._weight_slot.add_(weight, alpha=factor)
+            else:
+                factor *= part.samples
+            self._backward(value, factor, scale)
+            self._loss_slot.add_(value.detach(), alpha=factor)
+        elif self.run_empty:
+            assert compute is not None
+            with absent():
+                self._backward(compute()[0], 0.0, scale)
+
+    def finish(self) -> torch.Tensor:
+        """See :meth:`Strategy.finish`."""
+        if self._seen is not None:
+            self._choose_buffers(self._seen)
+        self.local_loss = self._loss_slot.clone()
+        self._begun = False
+        for p in self.parameters:
+            if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)  # of a whole one, used on parts of a sequence
+        if self._replicas.size() > 1:
+            self._exchange()
+        self._complete()
+        self._lenient.enter_context(implicit_replication())  # an optimizer or a scaler may take all gradients at once
+        loss = self._payload[_LOSS].clone()
+        weight = self._payload[_WEIGHT]
+        if self._weighted if self._weighted is not None else bool(weight != 0):
+            for p in self.parameters:
+                if p.grad is not None:
+                    (p.grad if p.grad.is_sparse else _local(p.grad)).div_(weight)
+            loss = loss / weight
+        return loss
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        payload, group = self._payload, self._replicas.get_group()
+        unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        if unused:
+            payload[_UNUSED:][unused] = 1
+        dist.all_reduce(payload, group=group)
+        nobody = (payload[_UNUSED:] > self._replicas.size() - 0.5).tolist()
+        dense = []
+        for p, none in zip(self.parameters, nobody, strict=True):
+            if none:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if p.grad.is_sparse:
+                raise ArgumentError(
+                    "a gradient is sparse: tensor= with replicas adds up dense ones. Build the embedding with sparse=False."
+                )
+            dense.append(_local(p.grad))
+        _add_up_over(self._replicas, dense)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> None:
+        """See :meth:`Strategy.clip`. What is divided is summed up over those that hold it, what is whole is counted once."""
+        square = torch.zeros(2, dtype=self._payload.dtype, device=self.me.device)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        for g in gradients:
+            parted = isinstance(g, DTensor) and not all(isinstance(x, Whole) for x in g.placements)
+            square[int(parted)] += _local(g).norm().to(square.dtype).square()
+        dist.all_reduce(parts := square[1].clone(), group=self.divided.mesh.get_group())
+        factor = (max_norm / ((square[0] + parts).sqrt() + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            _local(g).mul_(factor)
+
+    def updated(self) -> None:
+        """See :meth:`Strategy.updated`."""
+        self._lenient.close()
+
+
+class TensorShard(_Together, Shard):
+    """Carries ``tensor=T`` out with replicas that divide the model among them, on FSDP2 over a mesh of both."""
+
+    def __init__(self, work: Work, me: World, mesh: DeviceMesh, divided: Divided, plan: Plan) -> None:
+        self.divided = divided
+        assert plan.shard in ("gradients", "parameters")
+        super().__init__(work, me, mesh, plan.shard, plan.offload == "parameters")
+        self.counts = divided.mesh.get_local_rank() == 0
+
+    def _build(self) -> None:
+        work, me = self._work, self.me
+        found = _alone(work.model, repeated_blocks(work.model) or large_children(work.model))
+        names = broadcast_json(me, list(called(work, found)))
+        self._root = _Root(work.model)
+        blocks = {f"model.{n}": found[n] for n in names}
+        self.sharded = fully_shard_model(self._root, self._mesh, self._level, work.optimizer, blocks, self._offload)
+        _through(work.model, self._root)
+        self._several = self._mesh.ndim > 1
+        self._reached_names: set[str] = set()
+        self._watched: dict[int, Any] = {}
+        self._order = dist.new_group() if self.sharded.blocks else None
+        self._listen()
+        self._take_note()
+        self.sync_buffers()
+
+    def finish(self) -> torch.Tensor:
+        """See :meth:`Strategy.finish`."""
+        me = self.me
+        self.me = dataclasses.replace(me, size=self._mesh.size())  # those among whom gradients are exchanged
+        try:
+            loss = super().finish()
+        finally:
+            self.me = me
+        self._complete()
+        return loss
+
+
+def _meshes(plan: Plan, me: World) -> tuple[DeviceMesh, DeviceMesh]:
+    """This worker's replicas, and those that hold its layers together with it."""
+    replicas, within = plan.replicas, plan.shard_within
+    if plan.shard == "none" or within is None or within == replicas:
+        both = init_device_mesh(me.device.type, (replicas, plan.tensor), mesh_dim_names=("data", "tensor"))
+        return both["data"], both["tensor"]
+    if within < 2 or replicas % within:
+        raise ArgumentError(
+            f"shard_within={within}: expected a divisor, 2 or more, of the {replicas} replicas that this plan has ({plan.spec!r})."
+        )
+    shape = (replicas // within, within, plan.tensor)
+    whole = init_device_mesh(me.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    return whole["replicate", "shard"], whole["tensor"]
+
+
+def tensor(plan: Plan, work: Work, me: World) -> Strategy:
+    """The strategy of a plan with ``tensor`` above 1 and no pipeline.
+
+    Raises:
+        ArgumentError: nothing in the model can be split so, or the plan asks for what does not go together.
+    """
+    if plan.shard == "optimizer":
+        raise ArgumentError(
+            f"plan={plan.spec!r}: shard='optimizer' does not go with tensor={plan.tensor}: use shard='gradients', which divides the optimizer's state as well."
+        )
+    sharded = plan.shard != "none" and plan.replicas > 1
+    if sharded and plan.precision == "fp16":
+        raise ArgumentError(
+            f"plan={plan.spec!r} with precision='fp16': torch's GradScaler cannot take gradients of two meshes at once. Use precision='bf16'."
+        )
+    if any(isinstance(p, DTensor) for p in work.model.parameters()):
+        raise ArgumentError("model is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it.")
+    data, together = _meshes(plan, me)
+    _same(work, me)
+    divided = divide(plan, work, me, together)
+    if divided.said and me.is_main:
+        warnings.warn(divided.said, stacklevel=2)
+    if sharded or any("foreach" in g or "fused" in g for g in work.optimizer.param_groups):
+        for group in work.optimizer.param_groups:
+            if sharded and (group.get("foreach") or group.get("fused")):
+                group.update(foreach=False, fused=None)  # they take parameters of one mesh only
+    if plan.sync_batchnorm:
+        synchronise(work.model, data.get_group() if data.ndim == 1 else dist.new_group())
+    if sharded:
+        return TensorShard(work, me, data, divided, plan)
+    return Tensor(work, me, data, divided, plan.sync_batchnorm and bool(batchnorms(work.model)))
+
+
+def _same(work: Work, me: World) -> None:
+    """Rank 0's weights and buffers on every worker."""
+    tensors = [*work.model.parameters(), *work.model.buffers()]
+    with torch.no_grad():
+        for run in buckets([t.detach() for t in tensors if t.numel()]):
+            flat = torch.cat([t.reshape(-1) for t in run]).to(me.device)
+            dist.broadcast(flat.view(torch.uint8), 0)
+            for t, part in zip(run, torch.split(flat, [t.numel() for t in run]), strict=True):
+                t.copy_(part.view_as(t))

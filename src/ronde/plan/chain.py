@@ -1,0 +1,269 @@
+"""A model's units as arrays: what each costs at one micro-batch size, under tensor parallelism and recomputation."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ronde.plan.cost import Costs, Line, Unit
+from ronde.world import ArgumentError
+
+__all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Tie", "chain"]
+
+Array = npt.NDArray[np.float64]
+Recompute = Literal["none", "selective", "full"]
+
+SELECTIVE_SAVED = 0.5
+"""Share of its activations that a unit keeps under ``recompute="selective"``, assumed where it was not measured."""
+SELECTIVE_SECONDS = 0.15
+"""What that adds to its backward pass, as a share of its forward pass, assumed where it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that several units share.
+
+    Attributes:
+        units: which, in order; the first one's bytes count them.
+        parameter_bytes, trainable_bytes, optimizer_bytes: of what is shared.
+    """
+
+    units: tuple[int, ...]
+    parameter_bytes: float
+    trainable_bytes: float
+    optimizer_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """One array an attribute, one number a unit: seconds and bytes of one micro-batch on one worker.
+
+    Attributes:
+        forward, backward: seconds; tensor-parallel all-reduces and recomputation are in them.
+        recompute: the part of ``backward`` that runs a forward pass again.
+        reduce: the part of both that all-reduces activations over tensor-parallel workers.
+        parameters, trainable, optimizer, buffers: bytes.
+        saved: activations kept from forward to backward.
+        transient: most needed for a moment beside that in the forward pass.
+        transient_backward: in the backward pass, with what recomputation brings back.
+        crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
+        reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
+        blocks: which block a unit is part of, -1 where it is in none: what is recomputed, and gathered, together.
+        cuts: units that a stage may begin with, without the first.
+        ties: parameters shared by several units.
+    """
+
+    forward: Array
+    backward: Array
+    recompute: Array
+    reduce: Array
+    parameters: Array
+    trainable: Array
+    optimizer: Array
+    buffers: Array
+    saved: Array
+    transient: Array
+    transient_backward: Array
+    crossing: Array
+    crossing_grad: Array
+    reduce_bytes: Array
+    blocks: npt.NDArray[np.intp]
+    cuts: tuple[int, ...]
+    ties: tuple[Tie, ...]
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    @property
+    def seconds(self) -> Array:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """Fixed and per-sample part of every line, and what does not depend on samples."""
+
+    lines: dict[str, tuple[Array, Array]]
+    flat: dict[str, Array]
+    blocks: npt.NDArray[np.intp]
+    cuts: tuple[int, ...]
+    ties: tuple[Tie, ...]
+
+
+_LINES = (
+    "forward_seconds",
+    "backward_seconds",
+    "saved_bytes",
+    "transient_bytes",
+    "crossing_bytes",
+    "crossing_grad_bytes",
+    "tensor_reduce_bytes",
+    "selective_saved_bytes",
+    "selective_seconds",
+)
+_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tensor")
+_made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
+
+
+def chain(
+    costs: Costs,
+    samples: float,
+    *,
+    tensor: int = 1,
+    recompute: Recompute = "none",
+    speed: float = 1.0,
+    reduce_seconds: Callable[[float], float] | None = None,
+) -> Chain:
+    """The units' costs at ``samples`` at once.
+
+    Args:
+        costs: of the model.
+        samples: micro-batch.
+        tensor: workers that hold each layer together: the share of a unit that can be divided is, the rest is not.
+        recompute: ``"full"`` keeps a block's input and runs its forward pass again, ``"selective"`` the cheap part of it. Units that
+            are in no block are not recomputed.
+        speed: of the device against the one the costs were measured on.
+        reduce_seconds: bytes -> seconds of one all-reduce over the tensor-parallel workers; None for nothing.
+
+    Raises:
+        ArgumentError: the model has no unit.
+    """
+    tables = _tables(costs)
+
+    def line(name: str) -> Array:
+        fixed, per_sample = tables.lines[name]
+        return fixed + per_sample * samples
+
+    share = tables.flat["tensor"]
+    rest = 1.0 - share + share / tensor if tensor > 1 else 1.0
+    forward = line("forward_seconds") * rest / speed
+    backward = line("backward_seconds") * rest / speed
+    saved = line("saved_bytes") * rest
+    transient = line("transient_bytes") * rest
+    crossing = line("crossing_bytes")
+    reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
+    reduce = np.zeros(len(forward))
+    if tensor > 1 and reduce_seconds is not None:
+        reduce = np.array([reduce_seconds(float(b)) if b else 0.0 for b in reduce_bytes])
+    again = np.zeros(len(forward))
+    transient_backward = transient
+    ways = 2.0  # all-reduces of activations: forward, backward, and once more if the forward pass runs again
+    if recompute == "full":
+        before = np.concatenate([[0.0], crossing[:-1]])
+        inside = tables.blocks >= 0
+        again = np.where(inside, forward, 0.0)
+        kept = np.where(inside, 0.0, saved)
+        transient_backward = transient.copy()
+        for units in _runs(tables.blocks):
+            whole = float(saved[units].sum())
+            first = (
+                min(float(saved[units.start]), float(before[units.start])) if units.stop - units.start == 1 else float(before[units.start])
+            )
+            kept[units.start] = min(whole, first)
+            transient_backward[units] += whole - kept[units.start]  # all of the block's activations are back at once
+        saved = kept
+        ways = 3.0
+    elif recompute == "selective":
+        inside = tables.blocks >= 0
+        measured = line("selective_saved_bytes")
+        kept = np.where(inside, np.where(measured > 0, measured * rest, SELECTIVE_SAVED * saved), saved)
+        extra = np.where(measured > 0, line("selective_seconds") * rest / speed, SELECTIVE_SECONDS * forward)
+        again = np.where(inside, extra, 0.0)
+        transient_backward = transient.copy()
+        for units in _runs(tables.blocks):
+            transient_backward[units] += float((saved[units] - kept[units]).sum())
+        saved = kept
+    return Chain(
+        forward=forward + reduce,
+        backward=backward + again + (ways - 1.0) * reduce,
+        recompute=again,
+        reduce=ways * reduce,
+        parameters=tables.flat["parameter_bytes"] * rest,
+        trainable=tables.flat["trainable_bytes"] * rest,
+        optimizer=tables.flat["optimizer_bytes"] * rest,
+        buffers=tables.flat["buffer_bytes"],
+        saved=saved,
+        transient=transient,
+        transient_backward=transient_backward,
+        crossing=crossing,
+        crossing_grad=line("crossing_grad_bytes"),
+        reduce_bytes=ways * reduce_bytes,
+        blocks=tables.blocks,
+        cuts=tables.cuts,
+        ties=tables.ties,
+    )
+
+
+def _tables(costs: Costs) -> _Tables:
+    """The arrays of a model, made once."""
+    found = _made.get(id(costs))
+    if found is not None and found[0]() is costs:
+        return found[1]
+    if not costs.units:
+        raise ArgumentError("plan: the model has no unit whose cost is known; the planner needs one or more.")
+    lines: dict[str, tuple[Array, Array]] = {}
+    for name in _LINES:
+        values: list[Line] = [getattr(unit, name) for unit in costs.units]
+        lines[name] = (np.array([v.fixed for v in values], dtype=float), np.array([v.per_sample for v in values], dtype=float))
+    flat = {name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT}
+    cuts = tuple(i + 1 for i, unit in enumerate(costs.units[:-1]) if unit.cut_after)
+    tables = _Tables(lines, flat, _blocks(costs.units), cuts, _ties(costs.units))
+    for key in [k for k, (ref, _) in _made.items() if ref() is None]:
+        del _made[key]
+    _made[id(costs)] = (weakref.ref(costs), tables)
+    return tables
+
+
+def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
+    """The block of each unit, by its name: up to the first number in it, as members of lists of modules have; -1 for the rest.
+
+    In a model without such names each child of the model is a block. The same rule as ronde.parallel.recompute follows on modules.
+    """
+
+    def member(name: str) -> str | None:
+        parts = name.split("#")[0].removesuffix("(glue)").strip().split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        return None if at is None else ".".join(parts[: at + 1])
+
+    keys = [member(u.name) for u in units]
+    if not any(keys):
+        keys = [u.name.split(".")[0] for u in units]
+    numbers: dict[tuple[str, int], int] = {}
+    found = []
+    run = 0
+    for i, key in enumerate(keys):
+        if i and key != keys[i - 1]:
+            run += 1
+        found.append(-1 if key is None else numbers.setdefault((key, run), len(numbers)))
+    return np.array(found, dtype=np.intp)
+
+
+def _runs(blocks: npt.NDArray[np.intp]) -> list[slice]:
+    """The units of each block, which follow each other."""
+    edges = [0, *(int(i) for i in np.flatnonzero(np.diff(blocks)) + 1), len(blocks)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges) if blocks[a] >= 0]
+
+
+def _ties(units: tuple[Unit, ...]) -> tuple[Tie, ...]:
+    where: dict[str, list[int]] = {}
+    for i, unit in enumerate(units):
+        for name in unit.tied:
+            where.setdefault(name, []).append(i)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, owners in where.items():
+        if len(owners) > 1:
+            groups.setdefault(tuple(owners), []).append(name)
+    ties = []
+    for shared in groups:
+        first = units[shared[0]]
+        size = float(min([units[i].tied_bytes for i in shared if units[i].tied_bytes] or [first.parameter_bytes]))
+        part = size / first.parameter_bytes if first.parameter_bytes else 0.0
+        ties.append(Tie(shared, size, first.trainable_bytes * part, first.optimizer_bytes * part))
+    return tuple(ties)

@@ -1,0 +1,584 @@
+"""A search's answer in words: what to do, the number that decided, who came second and why it lost, and when the answer would flip."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ronde.plan.cluster import Cluster
+from ronde.plan.cost import Costs, Line, Unit
+from ronde.plan.predict import TERMS, Prediction
+from ronde.plan.search import Found, search
+from ronde.world import ArgumentError
+
+__all__ = ["Explanation", "Flip", "explain", "find_flip", "flips", "render", "stretched", "text"]
+
+_RANGE = 64.0  # how far each way a flip is looked for
+_GRID = 4.0  # steps in which it is
+_CLOSE = 1.05  # to what factor it is then narrowed
+_HIDES = 0.05  # share of the step below which an exchange counts as hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """When another family of plans would win.
+
+    Attributes:
+        variable: what changes, everything else as it is.
+        direction: ``"up"`` or ``"down"``.
+        now: its value; 1 for the links, which are changed by a factor.
+        at: the value nearest to now at which another family wins; None where that never happens within the range.
+        to: family that wins there; empty where no plan is possible any more.
+        spec: the plan.
+        limit: how far it was looked for.
+        note: how the change was modelled.
+    """
+
+    variable: str
+    direction: str
+    now: float
+    at: float | None
+    to: str
+    spec: str
+    limit: float
+    note: str = ""
+
+    def sentence(self) -> str:
+        """In words."""
+        show = _SHOW[self.variable]
+        if self.at is None:
+            return f"{self.variable}: never {self.direction} to {show(self.limit)}"
+        return f"{self.variable}: flips to {self.to or 'no plan at all'} at {show(self.at)} (now {show(self.now)})"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is printed, as data.
+
+    Attributes:
+        sentence: the answer.
+        decided: the number that decided.
+        runner_up: who came second, and why it lost.
+        flips: when another family would win.
+        found: the search.
+        calibration: where the numbers come from.
+        workers, batch_size: of the question.
+    """
+
+    sentence: str
+    decided: str
+    runner_up: str
+    flips: tuple[Flip, ...]
+    found: Found
+    calibration: tuple[str, ...]
+    workers: int
+    batch_size: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "sentence": self.sentence,
+            "decided": self.decided,
+            "runner_up": self.runner_up,
+            "flips": [{**dataclasses.asdict(f), "sentence": f.sentence()} for f in self.flips],
+            "calibration": list(self.calibration),
+            "workers": self.workers,
+            "batch_size": self.batch_size,
+            **self.found.to_dict(),
+        }
+
+
+def explain(found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = True) -> Explanation:
+    """The answer that a search gives.
+
+    Args:
+        found: the search.
+        costs, cluster: what it was about.
+        with_flips: whether it is searched again, many times, for when the answer would flip.
+    """
+    best = found.best
+    return Explanation(
+        sentence=_sentence(found, cluster),
+        decided=_decided(found),
+        runner_up=_lost(found),
+        flips=flips(found, costs, cluster) if with_flips else (),
+        found=found,
+        calibration=_calibration(best, costs, cluster),
+        workers=found.workers,
+        batch_size=costs.batch_size,
+    )
+
+
+# The answer.
+
+
+def _sentence(found: Found, cluster: Cluster) -> str:
+    best, plan = found.best, found.best.plan
+    room = f" of {_gib(cluster.memory_bytes)}" if cluster.memory_bytes else ""
+    needs = f"{_gib(best.memory_bytes)}{room}"
+    if best.verdict == "does not fit":
+        least = min(found.plans, key=lambda p: p.memory_bytes)
+        return (
+            f"Nothing fits {found.workers} workers of {_gib(cluster.memory_bytes)}: the least is {_gib(least.memory_bytes)}, "
+            f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
+        )
+    if found.workers == 1:
+        extra = [_WORDS[w] for w in (plan.recompute, f"offload {plan.offload}") if w in _WORDS]
+        if best.micro_batches > 1:
+            extra.append(f"in {best.micro_batches} micro-batches")
+        how = f", {', '.join(extra)}," if extra else ""
+        return f"One device: the model{how} needs {needs} and trains {_rate(best)}."
+    reach = f"reach {best.speedup:.1f}×"
+    tail = _tail(best)
+    slow = "" if best.speedup > 1.05 else f" One device alone would be as fast: {found.workers} are worth it for the memory only."
+    with_recompute = f", with {_WORDS[plan.recompute]}" if plan.recompute != "none" else ""
+    if plan.pipeline > 1:
+        shape = f"{plan.pipeline} stages" if plan.virtual == 1 else f"{plan.pipeline} workers with {plan.virtual} stages each"
+        if plan.replicas > 1:
+            shape += f" × {plan.replicas} replicas"
+            shape += ", which share out their states," if plan.shard != "none" else ""
+        why = _too_big(found, "one copy") or "time decides"
+        return (
+            f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} micro-batches{with_recompute}) need {needs} and "
+            f"{reach}; {tail}.{slow}"
+        )
+    if plan.tensor > 1:
+        why = _too_big(found, "one copy") or "time decides"
+        shape = f"{plan.tensor} workers a layer × {plan.replicas} {'shards' if plan.shard != 'none' else 'replicas'}"
+        return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}.{slow}"
+    if plan.shard != "none":
+        what = {"optimizer": "the optimizer's state", "gradients": "gradients and optimizer", "parameters": "all states"}[plan.shard]
+        over = f"{plan.shard_within} neighbours each" if plan.shard_within else f"{plan.replicas} workers"
+        why = _too_big(found, "a whole replica")
+        why = f", since {why}" if why else ", which is faster than whole replicas"
+        return (
+            f"Split the data, and share out {what} over {over}{why}: that needs {needs}{with_recompute}; "
+            f"{plan.replicas} workers {reach}; {tail}.{slow}"
+        )
+    return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}.{slow}"
+
+
+def _too_big(found: Found, what: str) -> str:
+    whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
+    if whole and all(p.verdict == "does not fit" for p in whole):
+        least = min(whole, key=lambda p: p.memory_bytes)
+        return f"{what} needs {_gib(least.memory_bytes)} of {_gib(least.capacity_bytes)}"
+    if not whole and found.workers > found.best.plan.batch_size:
+        return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
+    return ""
+
+
+def _tail(best: Prediction) -> str:
+    parts = {k: v / best.raw_step_seconds for k, v in best.terms.items()} if best.raw_step_seconds else {}
+    wire = sum(parts.get(k, 0.0) for k in ("exchange", "gather", "tensor", "interference"))
+    if best.plan.pipeline > 1:
+        text = f"a worker waits {100 * best.bubble:.0f} % of the step"
+        return text + (f", exchange takes {100 * wire:.0f} %" if wire >= _HIDES else "")
+    if wire < _HIDES:
+        return (
+            "the exchange hides behind the backward pass" if best.hidden_seconds > 0 else f"exchange takes {100 * wire:.0f} % of the step"
+        )
+    return f"{100 * wire:.0f} % of the step is exchange that does not hide"
+
+
+def _decided(found: Found) -> str:
+    """The number that decided."""
+    best, second = found.best, found.runner_up
+    if best.verdict == "does not fit":
+        return f"memory: {_gib(best.memory_bytes)} of {_gib(best.capacity_bytes)} at best"
+    if second is None:
+        if best.capacity_bytes:
+            return f"memory: {_gib(best.memory_bytes)} of {_gib(best.capacity_bytes)}, the only family of plans there is"
+        return "the only family of plans there is"
+    if _verdict_decided(best, second):
+        return f"memory: {second.plan.family} needs {_gib(second.memory_bytes)} of {_gib(second.capacity_bytes)} ({second.verdict})"
+    if found.optimize == "memory":
+        return f"memory: {_gib(best.memory_bytes)} against {_gib(second.memory_bytes)} of {second.plan.family}"
+    name = _largest_difference(best, second)
+    if second.step_seconds <= best.step_seconds:
+        return f"step time is equal within {100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
+    return (
+        f"{_TERM_WORDS[name]}: {_time(second.terms[name])} a step in {second.plan.family}, {_time(best.terms[name])} in {best.plan.family}"
+    )
+
+
+def _lost(found: Found) -> str:
+    best, second = found.best, found.runner_up
+    if second is None:
+        return "There is no other family of plans for these workers and this batch."
+    if _verdict_decided(best, second):
+        return f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
+    slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
+    if slower <= 0:
+        return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
+    differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
+    more = [f"{_TERM_WORDS[k]} +{_time(d)}" for d, k in differences if d > 0.1 * (second.step_seconds - best.step_seconds)][:3]
+    less = [f"{_TERM_WORDS[k]} −{_time(-d)}" for d, k in reversed(differences) if -d > 0.1 * (second.step_seconds - best.step_seconds)][:2]
+    gains = f"; it gains {', '.join(less)}" if less else ""
+    return (
+        f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: {', '.join(more) or 'a little of everything'}{gains}."
+    )
+
+
+def _verdict_decided(best: Prediction, second: Prediction) -> bool:
+    order = ("fits", "unknown", "risky", "does not fit")
+    return order.index(second.verdict) > max(1, order.index(best.verdict))
+
+
+def _largest_difference(best: Prediction, second: Prediction) -> str:
+    return max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
+
+
+def _memory_words(prediction: Prediction) -> str:
+    kinds = sorted(((v, k) for k, v in prediction.memory.items() if v > 0), reverse=True)[:3]
+    return f"{_gib(prediction.memory_bytes)} of {_gib(prediction.capacity_bytes)}, " + ", ".join(f"{k} {_gib(v)}" for v, k in kinds)
+
+
+def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str, ...]:
+    rows = []
+    where = costs.device or "unknown device"
+    sizes = f" at {', '.join(map(str, costs.measured_samples))} samples" if costs.measured_samples else ""
+    rows.append(f"layers: measured on {where}{sizes}, disturbance {100 * costs.noise:.0f} %" if costs.device else "layers: estimated")
+    if cluster.links:
+        worst = max((f.residual for by in cluster.links.values() for f in by.values()), default=0.0)
+        assumed = all(f.assumed for by in cluster.links.values() for f in by.values())
+        source = cluster.source or cluster.name
+        rows.append(f"links: {'data sheet' if assumed else f'measured, fits within {100 * worst:.0f} %'} ({source})")
+    rows.extend(best.notes)
+    if best.correction != 1.0:
+        rows.append(
+            f"step time is corrected by {best.correction:.3g} from earlier runs here: {_time(best.raw_step_seconds)} → {_time(best.step_seconds)}"
+        )
+    return tuple(rows)
+
+
+# When it would flip.
+
+
+def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
+    """When another family of plans would win, for each thing that may change, one at a time, both ways.
+
+    The searches are brief ones (1F1B and interleaved for pipelines, by closed form), each family scaled to what the full search
+    found for it now.
+    """
+    brief = search(costs, cluster, found.workers, optimize=found.optimize, simulate=0, brief=True)
+    scale = dict(cluster.corrections)
+    for family, prediction in found.families.items():
+        if family in brief.families and brief.families[family].raw_step_seconds:
+            scale[family] = prediction.step_seconds / brief.families[family].raw_step_seconds
+    cluster = dataclasses.replace(cluster, corrections=scale)
+
+    def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
+        try:
+            best = search(costs, cluster, workers, optimize=found.optimize, simulate=0, brief=True, prune=True).best
+        except ArgumentError:
+            return "", ""
+        if best.verdict == "does not fit":
+            return "", ""
+        return best.plan.family, best.plan.spec
+
+    workers = found.workers
+    node = max(1, cluster.devices_per_node)
+
+    def at_batch(value: float) -> tuple[str, str]:
+        return winner(dataclasses.replace(costs, batch_size=max(1, round(value))), cluster, workers)
+
+    def at_link(value: float) -> tuple[str, str]:
+        links = {
+            kind: {scope: dataclasses.replace(fit, beta=fit.beta * value) for scope, fit in by.items()}
+            for kind, by in cluster.links.items()
+        }
+        return winner(costs, dataclasses.replace(cluster, links=links), workers)
+
+    def at_workers(value: float) -> tuple[str, str]:
+        count = max(1, round(value))
+        return winner(costs, dataclasses.replace(cluster, nodes=max(1, math.ceil(count / node))), count)
+
+    def at_memory(value: float) -> tuple[str, str]:
+        return winner(costs, dataclasses.replace(cluster, memory_bytes=value), workers)
+
+    def at_sequence(value: float) -> tuple[str, str]:
+        return winner(stretched(costs, value / costs.sequence), cluster, workers)
+
+    now = winner(costs, cluster, workers)
+    batch = float(costs.batch_size)
+    rows: list[Flip] = []
+
+    def both(
+        variable: str, value: float, at: Callable[[float], tuple[str, str]], whole: bool = False, doubling: bool = False, note: str = ""
+    ) -> None:
+        for direction in ("down", "up"):
+            if whole and direction == "down" and value <= 1:
+                continue
+            rows.append(find_flip(variable, value, at, direction, now=now, whole=whole, doubling=doubling, note=note))
+
+    both("global batch", batch, at_batch, whole=True)
+    if workers > 1 and cluster.links:
+        both("link speed", 1.0, at_link, note="bandwidth of every link times this, latency as it is")
+    both("workers", float(workers), at_workers, whole=True, doubling=True, note="doubled and halved; nodes of as many devices as now")
+    if cluster.memory_bytes:
+        both("memory", cluster.memory_bytes, at_memory)
+    if costs.sequence:
+        both("sequence length", float(costs.sequence), at_sequence, whole=True, note="activations, messages and times in a line with it")
+    return tuple(rows)
+
+
+def find_flip(
+    variable: str,
+    value: float,
+    winner: Callable[[float], tuple[str, str]],
+    direction: str,
+    *,
+    now: tuple[str, str] | None = None,
+    whole: bool = False,
+    doubling: bool = False,
+    note: str = "",
+) -> Flip:
+    """The value nearest to ``value``, in one direction, at which another family wins: by steps of 4, then by bisection.
+
+    Args:
+        variable: its name.
+        value: now.
+        winner: value -> (family, spec).
+        direction: ``"up"`` or ``"down"``.
+        now: the winner at ``value``; None to ask.
+        whole: whether only whole numbers count.
+        doubling: whether only ``value`` times a power of 2 counts (numbers of workers: others have few divisors).
+        note: how the change is modelled.
+
+    Example:
+        >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""), "down").at  # doctest: +ELLIPSIS
+        2.9...
+    """
+    here = (now or winner(value))[0]
+    limit = value * _RANGE if direction == "up" else value / _RANGE
+    if doubling and direction == "up":
+        limit = max(value, min(limit, 4096.0))
+    if whole:
+        limit = max(1.0, round(limit))
+    near = value
+    step = 2.0 if doubling else _GRID
+    while True:
+        far = near * step if direction == "up" else near / step
+        far = min(far, limit) if direction == "up" else max(far, limit)
+        if whole:
+            far = float(round(far))
+        if far == near:
+            return Flip(variable, direction, value, None, "", "", limit, note)
+        family, spec = winner(far)
+        if family != here:
+            break
+        near = far
+    while not doubling:
+        middle = math.sqrt(near * far)
+        if whole:
+            middle = float(round(middle))
+            if middle in (near, far):
+                middle = near + math.copysign(1.0, far - near)
+                if middle == far:
+                    break
+        elif max(near, far) / min(near, far) < _CLOSE:
+            break
+        found_family, found_spec = winner(middle)
+        if found_family == here:
+            near = middle
+        else:
+            far, family, spec = middle, found_family, found_spec
+        if whole and max(near, far) / min(near, far) < _CLOSE and value > 64:
+            break
+    return Flip(variable, direction, value, far, family, spec, limit, note)
+
+
+def stretched(costs: Costs, factor: float) -> Costs:
+    """The model with sequences ``factor`` times as long: activations, messages and the times of a sample in a line with it.
+
+    Attention over the whole sequence grows faster: this is a lower bound for long ones.
+    """
+
+    def line(value: Line) -> Line:
+        return Line(value.fixed, value.per_sample * factor)
+
+    def unit(one: Unit) -> Unit:
+        names = [f.name for f in dataclasses.fields(Unit) if isinstance(getattr(one, f.name), Line)]
+        changed: dict[str, Any] = {name: line(getattr(one, name)) for name in names}
+        return dataclasses.replace(one, flops=one.flops * factor, **changed)
+
+    return dataclasses.replace(
+        costs,
+        units=tuple(unit(u) for u in costs.units),
+        input_bytes=costs.input_bytes * factor,
+        sequence=max(1, round(costs.sequence * factor)),
+    )
+
+
+# For the terminal.
+
+
+def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
+    """The answer, the tables and the notes, for a rich console of 100 columns.
+
+    Args:
+        explanation: what to show.
+        stages: most stages of a pipeline to list.
+    """
+    found = explanation.found
+    parts: list[RenderableType] = [Text(explanation.sentence, style="bold"), Text()]
+    parts.append(Text.assemble(("Decided by  ", "dim"), explanation.decided))
+    parts.append(Text.assemble(("Runner-up   ", "dim"), explanation.runner_up))
+    parts.append(Text())
+    parts.append(_times_table(found))
+    parts.append(Text())
+    parts.append(_memory_table(found))
+    if found.best.placement:
+        where = "; ".join(f"{name}: {place}" for name, place in found.best.placement.items())
+        parts.append(Text.assemble(("Placement   ", "dim"), where))
+    if found.best.stages:
+        parts.extend([Text(), _stage_table(found.best, stages)])
+    if explanation.flips:
+        parts.extend([Text(), Text("The answer would flip", style="bold")])
+        for flip in explanation.flips:
+            parts.append(Text("  " + flip.sentence(), style="dim" if flip.at is None else ""))
+        if any(f.variable == "sequence length" for f in explanation.flips):
+            parts.append(Text("  (sequence length: activations, messages and times in a line with it)", style="dim"))
+    parts.append(Text())
+    counts = f"{found.considered:,} plans looked at, {found.simulated} predicted in full"
+    if found.left_out.get("memory"):
+        counts += f", {found.left_out['memory']:,} too big"
+    parts.append(Text("\n".join([*explanation.calibration, counts]), style="dim"))
+    return Group(*parts)
+
+
+def text(explanation: Explanation, width: int = 100) -> str:
+    """What :func:`render` shows, without colour."""
+    console = Console(width=width, color_system=None, force_terminal=False, record=False)
+    with console.capture() as capture:
+        console.print(render(explanation))
+    return capture.get()
+
+
+def _times_table(found: Found) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("plan", overflow="fold", max_width=38)
+    for name in ("step", "samples/s", "speed-up", "eff.", "bubble", "sent", "verdict"):
+        table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
+    for prediction in found.families.values():
+        table.add_row(
+            prediction.plan.spec.replace(",", ", "),
+            _time(prediction.step_seconds),
+            f"{prediction.samples_per_second:,.4g}" if prediction.samples_per_second < 1e4 else f"{prediction.samples_per_second:,.0f}",
+            f"{prediction.speedup:.1f}×",
+            f"{100 * prediction.efficiency:.0f} %",
+            f"{100 * prediction.bubble:.0f} %" if prediction.plan.pipeline > 1 else "–",
+            _bytes(prediction.exchanged_bytes) if prediction.exchanged_bytes else "–",
+            Text(prediction.verdict, style=_VERDICT_STYLES[prediction.verdict]),
+        )
+    return table
+
+
+def _memory_table(found: Found) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("GiB per device", overflow="fold", max_width=28)
+    for name in ("param.", "grad.", "optim.", "activ.", "buffers", "other", "sum", "of", "used"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in found.families.values():
+        m = p.memory
+        other = m["transient"] + m["communication"] + m["base"]
+        cells = [m["parameters"], m["gradients"], m["optimizer"], m["activations"], m["buffers"], other, p.memory_bytes]
+        used = f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %" if p.capacity_bytes else "?"
+        table.add_row(
+            p.plan.family, *(_number(v / 2**30) for v in cells), _number(p.capacity_bytes / 2**30) if p.capacity_bytes else "?", used
+        )
+    return table
+
+
+def _stage_table(best: Prediction, most: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name, right in (("stage", True), ("worker", True), ("from", False), ("to", False), ("units", True)):
+        table.add_column(name, justify="right" if right else "left", overflow="fold", max_width=24 if not right else None)
+    for name in ("forward", "backward", "memory", "in flight", "sends"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = list(best.stages)
+    shown = rows if len(rows) <= most else [*rows[: most - 2], *rows[-2:]]
+    slowest = max(r.forward_seconds + r.backward_seconds for r in rows)
+    for k, row in enumerate(shown):
+        if len(rows) > most and k == most - 2:
+            table.add_row("…")
+        style = "bold" if row.forward_seconds + row.backward_seconds == slowest else ""
+        table.add_row(
+            str(row.stage),
+            str(row.worker),
+            row.first,
+            row.last,
+            str(row.units),
+            _time(row.forward_seconds),
+            _time(row.backward_seconds),
+            _bytes(row.memory_bytes),
+            str(row.in_flight),
+            _bytes(row.send_bytes) if row.send_bytes else "–",
+            style=style,
+        )
+    return table
+
+
+_WORDS = {
+    "full": "full recomputation",
+    "selective": "selective recomputation",
+    "offload optimizer": "its optimizer's state in the host's memory",
+    "offload parameters": "its parameters and optimizer's state in the host's memory",
+}
+_VERDICT_WORDS = {"fits": "fits", "unknown": "is of unknown size", "risky": "is risky", "does not fit": "does not fit"}
+_VERDICT_STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
+_TERM_WORDS = {
+    "compute": "computation",
+    "recompute": "recomputation",
+    "tensor": "all-reduced activations",
+    "gather": "gathered parameters",
+    "exchange": "exchanged gradients",
+    "interference": "exchange that slows computation",
+    "bubble": "waiting in the pipeline",
+    "p2p": "sends between stages",
+    "overhead": "the pipeline's runtime",
+    "optimizer": "the optimizer",
+    "host": "copies to the host",
+}
+
+
+def _number(value: float) -> str:
+    return "–" if value == 0 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def _gib(size: float) -> str:
+    return _bytes(size)
+
+
+def _bytes(size: float) -> str:
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
+        if size >= 0.995 * scale:
+            return f"{size / scale:.3g} {unit}" if size < 999 * scale else f"{size / scale:.0f} {unit}"
+    return f"{size / 2**10:.3g} KiB"
+
+
+def _time(seconds: float) -> str:
+    if abs(seconds) >= 1:
+        return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def _rate(best: Prediction) -> str:
+    return f"{best.samples_per_second:.4g} samples/s"
+
+
+_SHOW: dict[str, Callable[[float], str]] = {
+    "global batch": lambda v: f"{v:.0f}",
+    "link speed": lambda v: f"× {v:.3g}",
+    "workers": lambda v: f"{v:.0f}",
+    "memory": _bytes,
+    "sequence length": lambda v: f"{v:.0f}",
+}

@@ -1,0 +1,242 @@
+"""Who does what and when in a pipeline: each worker's list of actions, under each schedule.
+
+GPipe and 1F1B are written out here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the last worker, PyTorch 2.13); looped,
+interleaved and the two zero-bubble schedules come from torch.distributed.pipelining's own classes, on an object that has the sizes
+and nothing else. No process group is needed, and torch is imported only when one of those is asked for.
+
+Sources: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved, Narayanan et al. 2021; looped, Lamy-Poirier 2022
+("breadth-first"); zero-bubble and ZB-V, Qi et al. 2023.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
+
+from ronde.plan.plan import Schedule
+from ronde.world import ArgumentError
+
+__all__ = ["Action", "Kind", "actions", "allowed", "bubble", "forward_only", "in_flight", "stages_of", "worker_of", "zbv_gaps"]
+
+Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+"""Forward; whole backward; backward for the input, for the weights; send and receive activations (F) and their gradients (B)."""
+
+_MULTI = ("interleaved", "looped", "zero-bubble", "zbv")
+
+
+class Action(NamedTuple):
+    """One thing that a worker does.
+
+    Attributes:
+        stage: of which stage of the pipeline. A receive names the stage that receives, a send the one that sends.
+        kind: what.
+        micro: with which micro-batch.
+    """
+
+    stage: int
+    kind: Kind
+    micro: int
+
+
+def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
+    """Which worker of the pipeline holds a stage: round and round, or down and up again (``"zbv"``).
+
+    Example:
+        >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2, "zbv") for s in range(4)]
+        ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    turn, at = divmod(stage, workers)
+    return workers - 1 - at if schedule == "zbv" and turn % 2 else at
+
+
+def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> list[int]:
+    """The stages that a worker holds, in the order of the model.
+
+    Example:
+        >>> stages_of(0, 2, 2, "zbv")
+        [0, 3]
+    """
+    return [s for s in range(workers * virtual) if worker_of(s, workers, schedule) == worker]
+
+
+def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:
+    """Why a schedule cannot run so, or None where it can.
+
+    1F1B runs with fewer micro-batches than workers too (torch's own class refuses them, the list written here does not).
+
+    Example:
+        >>> allowed("interleaved", 4, 2, 10), allowed("interleaved", 4, 2, 9)
+        (None, 'interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found 9: take 8 or 10')
+    """
+    if schedule not in get_args(Schedule):
+        return f"schedule {schedule!r} is not known: choose one of {', '.join(get_args(Schedule))}"
+    for name, value in (("workers", workers), ("virtual", virtual), ("micro-batches", micro_batches)):
+        if value < 1:
+            return f"{schedule} needs {name} of 1 or more, found {value}"
+    if schedule in ("gpipe", "1f1b") and virtual != 1:
+        return f"{schedule} has one stage per worker, found virtual={virtual}: choose interleaved or looped"
+    if schedule == "interleaved" and virtual < 2:
+        return "interleaved needs two stages per worker or more, found virtual=1: choose 1f1b"
+    if schedule == "zbv" and virtual != 2:
+        return f"zbv needs virtual=2, found {virtual}"
+    if schedule in ("interleaved", "zero-bubble"):
+        rounds = max(1, micro_batches // workers)
+        if micro_batches % rounds:
+            near = sorted({micro_batches // rounds * rounds, -(-micro_batches // rounds) * rounds})
+            fine = [str(m) for m in near if m % max(1, m // workers) == 0]
+            take = f": take {' or '.join(fine)}" if fine else ""
+            return (
+                f"{schedule} needs micro-batches that divide into {rounds} equal rounds for {workers} workers, found {micro_batches}{take}"
+            )
+    return None
+
+
+def actions(schedule: Schedule, workers: int, virtual: int, micro_batches: int, communications: bool = False) -> list[list[Action]]:
+    """What each worker of the pipeline does, in order.
+
+    Args:
+        schedule: which order.
+        workers: that the model is cut over.
+        virtual: stages per worker.
+        micro_batches: of one optimizer step and one replica.
+        communications: with sends and receives between workers, placed as torch's runtime places them, so that they pair without
+            deadlock; none between two stages of one worker.
+
+    Raises:
+        ArgumentError: the schedule does not allow these numbers.
+
+    Example:
+        >>> [a.kind + str(a.micro) for a in actions("1f1b", 2, 1, 3)[0]]
+        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
+    """
+    reason = allowed(schedule, workers, virtual, micro_batches)
+    if reason:
+        raise ArgumentError(f"pipeline: {reason}.")
+    lists = (
+        _with_sends(schedule, workers, virtual, micro_batches) if communications else _compute(schedule, workers, virtual, micro_batches)
+    )
+    return [list(one) for one in lists]
+
+
+def forward_only(workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b") -> list[list[Action]]:
+    """Forward passes alone, for evaluation: every worker its stages in the order of the model, each with all micro-batches."""
+    return [[Action(s, "F", m) for s in stages_of(w, workers, virtual, schedule) for m in range(micro_batches)] for w in range(workers)]
+
+
+@functools.lru_cache(maxsize=512)
+def in_flight(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
+    """Most micro-batches whose activations a stage holds at once: forward passes begun less backward passes (B or W) done.
+
+    Example:
+        >>> in_flight("1f1b", 4, 1, 8), in_flight("gpipe", 4, 1, 8)
+        ((4, 3, 2, 1), (8, 8, 8, 8))
+    """
+    stages = workers * virtual
+    if schedule == "1f1b":
+        return tuple(min(micro_batches, workers - s) for s in range(stages))
+    if schedule in ("gpipe", "looped"):
+        return (micro_batches,) * stages
+    # What comes after the warm-up repeats: two rounds of micro-batches show the maximum, if they are as large.
+    enough = 2 * workers
+    if micro_batches > enough and (micro_batches % workers == 0 or schedule == "zbv") and not allowed(schedule, workers, virtual, enough):
+        micro_batches = enough
+    most = [0] * stages
+    for row in _compute(schedule, workers, virtual, micro_batches):
+        now = [0] * stages
+        for stage, kind, _ in row:
+            if kind == "F":
+                now[stage] += 1
+                most[stage] = max(most[stage], now[stage])
+            elif kind in ("B", "W"):
+                now[stage] -= 1
+    return tuple(most)
+
+
+def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> float:
+    """Share of the step in which a worker waits, for equal stages, free sends and B = 2 F (zero-bubble: F = I = W): the textbook's.
+
+    Used to leave plans out before they are simulated.
+
+    Example:
+        >>> bubble("1f1b", 4, 1, 12)
+        0.2
+    """
+    wait = float(workers - 1)
+    work = float(micro_batches * virtual)
+    if schedule in ("gpipe", "1f1b"):
+        work = float(micro_batches)
+    elif schedule == "zero-bubble":
+        wait /= 3.0
+    elif schedule == "zbv":
+        wait *= zbv_gaps(workers, micro_batches) / 3.0
+    return wait / (work + wait)
+
+
+def zbv_gaps(workers: int, micro_batches: int) -> float:
+    """How many times longer torch's ZB-V waits than it would with micro-batches enough: it leaves gaps for those that are missing."""
+    return max(1.0, 4.0 - 2.0 * (micro_batches - 1) / (workers - 1)) if workers > 1 else 1.0
+
+
+@functools.lru_cache(maxsize=16)
+def _compute(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Each worker's forward and backward passes."""
+    if schedule == "gpipe":
+        return tuple(
+            tuple(Action(w, "F", m) for m in range(micro_batches)) + tuple(Action(w, "B", m) for m in range(micro_batches))
+            for w in range(workers)
+        )
+    if schedule == "1f1b":
+        return tuple(_one_forward_one_backward(w, workers, micro_batches) for w in range(workers))
+    return tuple(tuple(_ours(a) for a in row if a is not None) for row in _torch_order(schedule, workers, virtual, micro_batches))
+
+
+def _one_forward_one_backward(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
+    warm = min(micro_batches, workers - worker)
+    row = [Action(worker, "F", m) for m in range(warm)]
+    for m in range(micro_batches):
+        row.append(Action(worker, "B", m))
+        if warm + m < micro_batches:
+            row.append(Action(worker, "F", warm + m))
+    return tuple(row)
+
+
+def _torch_order(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> list[list[Any]]:
+    """Each worker's list as torch's own class makes it: its method, on an object that has the sizes and nothing else."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    classes = {
+        "looped": "ScheduleLoopedBFS",
+        "interleaved": "ScheduleInterleaved1F1B",
+        "zero-bubble": "ScheduleInterleavedZeroBubble",
+        "zbv": "ScheduleZBVZeroBubble",
+    }
+    cls = getattr(torch_schedules, classes[schedule])
+    rounds = max(1, micro_batches // workers)
+    sizes = SimpleNamespace(
+        pp_group_size=workers,
+        n_local_stages=virtual,
+        num_stages=workers * virtual,
+        number_of_rounds=rounds,
+        microbatches_per_round=micro_batches // rounds,
+        _stages=[None] * virtual,
+        _num_stages=workers * virtual,
+        _n_microbatches=micro_batches,
+    )
+    return [cls._calculate_single_rank_operations(sizes, worker) for worker in range(workers)]
+
+
+@functools.lru_cache(maxsize=8)
+def _with_sends(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+
+    orders: dict[int, list[Any]] = {
+        w: [_Action(a.stage, _ComputationType.from_str(a.kind), a.micro) for a in row]
+        for w, row in enumerate(_compute(schedule, workers, virtual, micro_batches))
+    }
+    lowered = _add_send_recv(orders, lambda stage: worker_of(stage, workers, schedule), workers * virtual)
+    return tuple(tuple(_ours(a) for a in lowered[w]) for w in range(workers))
+
+
+def _ours(action: Any) -> Action:
+    return Action(action.stage_index, action.computation_type.value, action.microbatch_index)

@@ -1,0 +1,348 @@
+"""Every plan that the runtime carries out, for so many workers: left out by memory and closed form, the best ones simulated, ranked.
+
+The global batch stays what it is: each plan's micro-batches follow from it, and a plan whose replicas would get less than one sample
+each is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ronde.plan.cluster import Cluster
+from ronde.plan.cost import Costs
+from ronde.plan.plan import Plan, Schedule, ShardLevel
+from ronde.plan.predict import Prediction, Predictor
+from ronde.plan.schedules import allowed
+from ronde.world import ArgumentError
+
+__all__ = ["Found", "candidates", "rank_key", "search", "unsupported"]
+
+_VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
+_SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved", 2),
+    ("zero-bubble", 1),
+    ("looped", 2),
+    ("zbv", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zero-bubble", 2),
+    ("looped", 4),
+)
+_BRIEF: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("interleaved", 2))
+_TENSOR = (2, 4, 8, 16)
+_SIMPLER = 0.005  # of step time, for each mechanism more: between two plans as fast, the simpler one
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plans: predicted in full, best first.
+        families: the best of each family, best first; a family of which nothing fits is there with what comes nearest.
+        considered: how many plans were looked at.
+        simulated: how many were predicted in full.
+        left_out: why the others were not, with how many.
+        workers: of every plan.
+        optimize: what best means.
+    """
+
+    plans: tuple[Prediction, ...]
+    families: dict[str, Prediction]
+    considered: int
+    simulated: int
+    left_out: dict[str, int] = field(default_factory=dict)
+    workers: int = 1
+    optimize: Literal["speed", "memory"] = "speed"
+
+    @property
+    def best(self) -> Prediction:
+        """The winner. It may not fit: its verdict says so."""
+        return self.plans[0]
+
+    @property
+    def runner_up(self) -> Prediction | None:
+        """The best plan of another family; None where there is one family."""
+        return next((p for p in self.families.values() if p.plan.family != self.best.plan.family), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "workers": self.workers,
+            "optimize": self.optimize,
+            "considered": self.considered,
+            "simulated": self.simulated,
+            "left_out": self.left_out,
+            "families": {name: p.to_dict() for name, p in self.families.items()},
+            "plans": [p.to_dict() for p in self.plans],
+        }
+
+
+def search(
+    costs: Costs,
+    cluster: Cluster,
+    workers: int,
+    *,
+    optimize: Literal["speed", "memory"] = "speed",
+    simulate: int = 50,
+    brief: bool = False,
+    prune: bool = False,
+    like: Plan | None = None,
+) -> Found:
+    """The best plans for ``workers`` workers.
+
+    Args:
+        costs: of the model; their ``batch_size`` is the global batch.
+        cluster: what it would run on.
+        workers: how many.
+        optimize: the fastest step, or the least memory.
+        simulate: how many plans are predicted in full at most, about; 0 for none, and an answer by closed form.
+        brief: fewer schedules and micro-batches, for questions that are asked many times.
+        prune: leave out what cannot be the fastest, by its computation alone; families may then be missing.
+        like: a plan whose other settings (seed, precision, clipping …) all plans take.
+
+    Raises:
+        ArgumentError: ``workers`` is below 1, or every plan would leave a worker without a sample.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise ArgumentError(f"workers={workers!r} must be a whole number, 1 or more.")
+    predictor = Predictor(costs, cluster)
+    base = dataclasses.replace(like or Plan(), workers=workers, batch_size=costs.batch_size, optimize=optimize)
+    kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]] = {}
+    left_out: dict[str, int] = {}
+    considered = 0
+    drawer_size = max(1, simulate)
+
+    fastest = math.inf
+
+    def look(plan: Plan) -> Prediction | None:
+        nonlocal considered, fastest
+        considered += 1
+        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest:
+            left_out["slower"] = left_out.get("slower", 0) + 1
+            return None
+        try:
+            quick = predictor(plan, quick=True)
+        except ArgumentError:
+            left_out["cannot be cut so"] = left_out.get("cannot be cut so", 0) + 1
+            return None
+        if quick.verdict == "does not fit":
+            left_out["memory"] = left_out.get("memory", 0) + 1
+        elif quick.verdict != "risky":
+            fastest = min(fastest, quick.step_seconds)
+        drawer = kept.setdefault((plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), [])
+        entry = (tuple(-k for k in rank_key(quick, optimize)), -considered, quick)
+        if len(drawer) < drawer_size:
+            heapq.heappush(drawer, entry)
+        else:
+            heapq.heappushpop(drawer, entry)
+        return quick
+
+    for ladder in candidates(base, costs, cluster, brief=brief):
+        _climb(ladder, look, optimize)
+    if not kept:
+        raise ArgumentError(
+            f"plan: no plan gives each of {workers} workers a sample of a global batch of {costs.batch_size}: "
+            "use fewer workers or a larger batch."
+        )
+    full = []
+    for quick in _choose(kept, simulate):
+        made = _in_full(predictor, quick.plan, optimize) if simulate else quick
+        if made is not None:
+            full.append(made)
+    full.sort(key=lambda p: rank_key(p, optimize))
+    families: dict[str, Prediction] = {}
+    for made in full:
+        families.setdefault(made.plan.family, made)
+    return Found(tuple(full), families, considered, len(full) if simulate else 0, left_out, workers, optimize)
+
+
+def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "speed") -> tuple[float, ...]:
+    """What plans are sorted by: whether they fit, then step time (or memory), with half a percent for each mechanism more."""
+    plan = prediction.plan
+    mechanisms = (
+        (plan.shard != "none")
+        + 2 * (plan.pipeline > 1)
+        + 2 * (plan.tensor > 1)
+        + (plan.recompute != "none")
+        + 2 * (plan.offload != "none")
+        + (plan.virtual > 1)
+        + (plan.shard_within is not None)
+    )
+    value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
+    other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
+    return (float(_VERDICTS[prediction.verdict]), value * (1.0 + _SIMPLER * mechanisms), other)
+
+
+def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
+    """Why the runtime does not carry a plan out, or None where it does."""
+    share = plan.batch_size / plan.replicas
+    if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
+        return f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × tensor={plan.tensor}"
+    if share < 1:
+        return f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than one sample each"
+    if plan.pipeline > 1 and plan.tensor > 1:
+        return "pipeline and tensor are not carried out together"
+    if plan.shard != "none" and plan.replicas < 2:
+        return "shard needs two replicas or more"
+    if plan.shard_within is not None and (plan.shard not in ("gradients", "parameters") or plan.pipeline > 1 or plan.tensor > 1):
+        return "shard_within goes with shard=gradients or parameters alone"
+    if plan.shard_within and plan.replicas % plan.shard_within:
+        return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
+    if plan.tensor > 1 and plan.shard == "optimizer":
+        return "tensor goes with shard=gradients or parameters"
+    if plan.tensor > 1 and not any(u.tensor for u in costs.units):
+        return "no attention or MLP block was recognised"
+    if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
+        return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
+    if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
+        return "offload needs a device with memory of its own, and no pipeline or tensor"
+    if plan.pipeline > 1:
+        places = sum(u.cut_after for u in costs.units[:-1]) + 1
+        if plan.pipeline * plan.virtual > places:
+            return f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be cut into {places} at most"
+        return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
+    if plan.virtual > 1:
+        return "virtual needs a pipeline"
+    return None
+
+
+def candidates(base: Plan, costs: Costs, cluster: Cluster, brief: bool = False) -> Iterator[list[Plan]]:
+    """Every plan for ``base.workers`` workers, in ladders: plans of one ladder differ in how small their micro-batches are, larger first."""
+    workers, batch = base.workers, base.batch_size
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = ("none", "full") if brief else ("none", "selective", "full")
+    for tensor in (1, *_TENSOR):
+        if workers % tensor or tensor > max(1, cluster.devices_per_node):
+            continue
+        replicas = workers // tensor
+        if replicas > batch:
+            continue
+        levels: tuple[ShardLevel, ...] = ("none",)
+        if replicas > 1:
+            levels = ("none", "optimizer", "gradients", "parameters") if tensor == 1 else ("none", "gradients", "parameters")
+        for shard in levels:
+            withins: list[int | None] = [None]
+            node = cluster.devices_per_node
+            if tensor == 1 and shard in ("gradients", "parameters") and 1 < node < replicas and replicas % node == 0:
+                withins.append(node)
+            for within in withins:
+                offloads: tuple[Literal["none", "optimizer", "parameters"], ...] = ("none",)
+                if cluster.device != "cpu" and tensor == 1 and within is None:
+                    offloads = ("none", "optimizer", "parameters") if shard != "none" or replicas == 1 else ("none", "optimizer")
+                for recompute in recomputes:
+                    for offload in offloads:
+                        if offload != "none" and recompute == "selective":
+                            continue
+                        one = dataclasses.replace(
+                            base, tensor=tensor, shard=shard, shard_within=within, recompute=recompute, offload=offload, pipeline=1
+                        )
+                        if unsupported(one, costs, cluster) is None:
+                            yield _accumulated(one)
+    places = sum(u.cut_after for u in costs.units[:-1]) + 1
+    for pipeline in range(2, min(workers, places) + 1):
+        if workers % pipeline:
+            continue
+        replicas = workers // pipeline
+        if replicas > batch:
+            continue
+        share = math.ceil(batch / replicas)
+        levels = ("none",) if replicas == 1 else ("none", "parameters") if brief else ("none", "optimizer", "parameters")
+        for schedule, virtual in _BRIEF if brief else _SCHEDULES:
+            if pipeline * virtual > places:
+                continue
+            counts = _counts(schedule, pipeline, virtual, share, brief)
+            for recompute in recomputes:
+                for shard in levels:
+                    for micro in counts:
+                        one = dataclasses.replace(
+                            base,
+                            pipeline=pipeline,
+                            virtual=virtual,
+                            schedule=schedule,
+                            shard=shard,
+                            recompute=recompute,
+                            micro_batch=micro,
+                            accumulation=math.ceil(share / micro),
+                            tensor=1,
+                            shard_within=None,
+                            offload="none",
+                        )
+                        if unsupported(one, costs, cluster) is None:
+                            yield [one]
+
+
+def _accumulated(plan: Plan) -> list[Plan]:
+    share = math.ceil(plan.batch_size / plan.replicas)
+    ladder = []
+    micro = share
+    while True:
+        count = math.ceil(share / micro)
+        ladder.append(dataclasses.replace(plan, micro_batch=micro if count > 1 else None, accumulation=count))
+        if micro == 1:
+            return ladder
+        micro = math.ceil(micro / 2)
+
+
+def _climb(ladder: list[Plan], look: Callable[[Plan], Prediction | None], optimize: Literal["speed", "memory"]) -> None:
+    """Look at a ladder's largest micro-batch that fits, and at what is tried on the way: smaller ones only take longer."""
+
+    def fits(plan: Plan) -> bool:
+        quick = look(plan)
+        return quick is not None and quick.verdict in ("fits", "unknown")
+
+    if (fits(ladder[0]) and optimize == "speed") or len(ladder) == 1 or not fits(ladder[-1]):
+        return
+    if optimize == "memory":
+        return
+    low, high = 0, len(ladder) - 1  # does not fit, fits
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(ladder[middle]):
+            high = middle
+        else:
+            low = middle
+
+
+def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: bool) -> list[int]:
+    """Sizes of micro-batches worth a look: about as many of them as the pipeline has workers, twice as many, …, and one sample each."""
+    wanted = [pipeline * f for f in ((2, 8) if brief else (1, 2, 4, 8, 16))]
+    sizes = {max(1, math.ceil(share / n)) for n in wanted} | {1}
+    fine = []
+    for size in sorted(sizes, reverse=True):
+        count = math.ceil(share / size)
+        if allowed(schedule, pipeline, virtual, count) is None:
+            fine.append(size)
+    return fine
+
+
+def _choose(kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]], simulate: int) -> list[Prediction]:
+    """The best of all, and the best of every family and schedule, so that none is left out by the closed form alone."""
+    drawers = [sorted(drawer, key=lambda e: e[:2], reverse=True) for drawer in kept.values()]
+    chosen: dict[int, Prediction] = {}
+    for drawer in drawers:
+        for entry in drawer[: 2 if simulate >= 20 else 1]:
+            chosen[entry[1]] = entry[2]
+    for entry in sorted((e for drawer in drawers for e in drawer), key=lambda e: e[:2], reverse=True):
+        if len(chosen) >= simulate:
+            break
+        chosen[entry[1]] = entry[2]
+    return list(chosen.values())
+
+
+def _in_full(predictor: Predictor, plan: Plan, optimize: Literal["speed", "memory"]) -> Prediction | None:
+    try:
+        made = predictor(plan)
+    except ArgumentError:
+        return None
+    if plan.pipeline > 1 and optimize == "speed" and made.verdict in ("risky", "does not fit"):
+        evener = predictor(dataclasses.replace(plan, optimize="memory"))
+        if rank_key(evener, optimize) < rank_key(made, optimize):
+            return evener
+    return made

@@ -1,0 +1,170 @@
+"""What a script's model would take under every plan: measured where it stands in the script, predicted and ranked.
+
+``ronde plan`` starts the script with a :class:`Gauge` looking on: at ``distribute`` the model is weighed and timed, the costs are
+written where the command reads them, and the process ends. ``plan="auto"`` does the same in the workers themselves, and goes on
+with the winner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ronde.parallel import Work
+from ronde.parallel.recognise import recognise
+from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
+from ronde.plan.corrections import corrected, record
+from ronde.plan.explain import Explanation, explain
+from ronde.plan.search import search
+from ronde.run import hooks
+from ronde.run.compare import Forecast
+from ronde.study.links import calibrate
+from ronde.study.measure import measure
+from ronde.watch import MARK
+from ronde.world import ArgumentError, RondeError, World, threads_per_worker
+from ronde.world.agree import broadcast_json
+
+__all__ = ["Gauge", "answer", "choose", "install", "load", "threads_on"]
+
+
+def install() -> None:
+    """Look on in this process, where ``RONDE_STUDY=plan`` asks for it."""
+    hooks.observer = Gauge(json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")), Path(os.environ["RONDE_STUDY_FILE"]))
+
+
+def _tell(text: str) -> None:
+    if os.environ.get("RONDE_LAUNCHER_PID"):
+        os.write(1, (MARK + json.dumps({"study": text}) + "\n").encode())
+
+
+class Gauge(hooks.Observer):
+    """Measures at ``distribute``, writes what it found, and ends the process.
+
+    Args:
+        options: ``threads``, ``accept_noise``.
+        file: where the costs and the batch contract are written, as JSON.
+    """
+
+    def __init__(self, options: dict[str, Any], file: Path) -> None:
+        self.options = options
+        self.file = file
+
+    def planned(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
+        """See :class:`Observer`."""
+        costs = gauge(work, plan, calls, self.options.get("threads"), bool(self.options.get("accept_noise")), _tell)
+        temporary = self.file.with_suffix(".writing")
+        temporary.write_text(json.dumps({"costs": costs.to_dict(), "plan": plan.to_dict()}))
+        temporary.rename(self.file)
+        raise SystemExit(0)
+
+
+def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise: bool, tell: Callable[[str], None]) -> Costs:
+    """The costs of a script's model on the device at hand."""
+    costs = measure(
+        work.model,
+        work.optimizer,
+        calls,
+        work.sample,
+        plan.batch_size,
+        device=next((p.device for p in work.model.parameters()), torch.device("cpu")),
+        precision=plan.precision,
+        threads=threads,
+        on_noise="note" if accept_noise else "error",
+        tell=tell,
+    )
+    return _divisible(costs, work)
+
+
+def load(file: Path) -> tuple[Costs, Plan]:
+    """What a :class:`Gauge` wrote.
+
+    Raises:
+        RondeError: the script ended without calling ``distribute``.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except OSError:
+        raise RondeError("the script ended without calling ronde.distribute: there is nothing to plan.") from None
+    return Costs.from_dict(found["costs"]), Plan.from_dict(found["plan"])
+
+
+def answer(costs: Costs, cluster: Cluster, workers: int, like: Plan, optimize: Any = "speed", with_flips: bool = True) -> Explanation:
+    """Search, and say why."""
+    cluster = corrected(cluster)
+    found = search(costs, cluster, workers, optimize=optimize, like=like)
+    return explain(found, costs, cluster, with_flips=with_flips)
+
+
+def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecast]:
+    """``plan="auto"``: all workers measure at once, as they will train; rank 0 decides.
+
+    Returns:
+        The plan, and what is predicted for it.
+    """
+    _tell("measuring, to choose a plan")
+    random = torch.get_rng_state()
+    try:
+        costs = gauge(work, plan, calls, None, True, _tell)
+        cluster = calibrate(me, quick=True, accept_noise=True) if me.size > 1 else Cluster(devices_per_node=1)
+    finally:
+        torch.set_rng_state(random)
+    told: dict[str, Any] = {}
+    if me.is_main:
+        try:
+            explanation = answer(costs, cluster, me.size, plan, with_flips=False)
+            best = explanation.found.best
+            told = {
+                "plan": best.plan.to_dict(),
+                "raw": best.raw_step_seconds,
+                "seconds": best.step_seconds,
+                "terms": best.terms,
+                "sentence": explanation.sentence,
+            }
+            if best.verdict == "does not fit":
+                told = {"error": explanation.sentence}
+        except ArgumentError as error:
+            told = {"error": f"plan='auto': {error}"}
+    told = broadcast_json(me, told)
+    if "error" in told:
+        raise ArgumentError(told["error"])
+    winner = Plan.from_dict(told["plan"])
+    fields: dict[str, Any] = {name: getattr(winner, name) for name in (*SPLIT_FIELDS, "micro_batch", "accumulation")}
+    chosen = dataclasses.replace(plan, **fields)
+    keep = partial(record, cluster.name, winner.family) if me.is_main else None
+    return chosen, Forecast(winner.family, told["raw"], told["seconds"], told["terms"], keep, told["sentence"], winner.shard == "optimizer")
+
+
+def _divisible(costs: Costs, work: Work) -> Costs:
+    """The costs with what tensor parallelism could divide of each unit, as far as it is recognised."""
+    try:
+        batch = work.sample(2)
+        found = recognise(work.model, lambda: work.compute(batch)[0], 2)
+    except Exception:
+        return costs  # a model that cannot be looked at so is not split so
+    if not found.blocks:
+        return costs
+    sizes = {name: p.numel() for name, p in work.model.named_parameters()}
+    units = []
+    for unit in costs.units:
+        inside = [b for b in found.blocks if b.path == unit.name or b.path.startswith(f"{unit.name}.")]
+        whole = sum(n for name, n in sizes.items() if name.startswith(f"{unit.name}."))
+        if inside and whole:
+            share = min(1.0, sum(b.parameters for b in inside) / whole)
+            reduced = Line(0.0, sum(b.reduced_bytes for b in inside) / 2)
+            unit = dataclasses.replace(unit, tensor=share, tensor_reduce_bytes=reduced)
+        units.append(unit)
+    heads = [n for b in found.blocks for n in (b.heads, b.kv_heads) if n]
+    return dataclasses.replace(costs, units=tuple(units), tensor_divides=math.gcd(*heads) if heads else costs.tensor_divides)
+
+
+def threads_on(cluster: Cluster) -> int | None:
+    """Compute threads of a worker on this machine, as ``ronde run`` gives it."""
+    return threads_per_worker(cluster.devices_per_node) if cluster.device == "cpu" else None

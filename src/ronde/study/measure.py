@@ -1,0 +1,448 @@
+"""What a model costs on the device at hand: seconds of every unit's forward and backward pass, at its real shapes.
+
+Whole steps of a copy of the script's model are run at two or three micro-batch sizes in turn, with a clock read where one unit
+ends and the next begins: the parts add up to the step. Of many rounds, those in which a fixed piece of work next to them took
+longer than at its best are left out, and the least of the rest is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ronde.plan import Costs, Line, Unit
+from ronde.study.chain import Link, Probe, copied, take, tensors_of, untouched
+from ronde.study.memory import copied_optimizer, line, weigh
+from ronde.study.noise import Gate, NoisyMachine, Reference
+from ronde.world import ArgumentError, usable_cores
+
+__all__ = ["NoisyMachine", "device_name", "measure"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
+_PATIENCE = 3.0  # times the asked time, on a disturbed machine
+
+
+def device_name(device: torch.device) -> str:
+    """For a person: ``"cpu: AMD EPYC 7B13 (2 cores)"``."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    name = ""
+    with contextlib.suppress(OSError):
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                name = text.partition(":")[2].strip()
+                break
+    cores = usable_cores()
+    return f"{device.type}: {name or os.uname().machine} ({cores} core{'s' if cores != 1 else ''})"
+
+
+class _Clock:
+    """Moments of one step, read where units meet; on an accelerator they are events in its stream."""
+
+    def __init__(self, device: torch.device, calm: bool) -> None:
+        self._cuda = device.type == "cuda"
+        self._calm = calm
+        self.marks: list[tuple[int, str, Any, float]] = []
+
+    def mark(self, unit: int, event: str) -> None:
+        if self._cuda:
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            moment.record()
+            self.marks.append((unit, event, moment, 0.0))
+        else:
+            self.marks.append((unit, event, time.perf_counter(), time.thread_time() if self._calm else 0.0))
+
+    def spans(self) -> list[tuple[int, str, float, float]]:
+        """``(unit, event, seconds until the next mark, of which this thread worked)``."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        found = []
+        for (unit, event, at, cpu), (_, _, then, cpu_then) in zip(self.marks, self.marks[1:], strict=False):
+            wall = at.elapsed_time(then) / 1e3 if self._cuda else then - at
+            found.append((unit, event, wall, min(wall, cpu_then - cpu)))
+        return found
+
+
+@dataclass
+class _Times:
+    """Seconds of one unit in one step, each as (work, waiting)."""
+
+    own: tuple[float, float] = (0.0, 0.0)
+    glue: tuple[float, float] = (0.0, 0.0)
+    backward: tuple[float, float] = (0.0, 0.0)
+
+
+def _step(
+    probe_of: Callable[[Callable[[int, str], None]], Probe], device: torch.device, units: int, run: Callable[[Probe], None], calm: bool
+) -> list[_Times]:
+    """One step under the clock."""
+    clock = _Clock(device, calm)
+    probe = probe_of(clock.mark)
+    try:
+        clock.mark(-1, "start")
+        run(probe)
+        clock.mark(-1, "end")
+    finally:
+        probe.close()
+    found = [_Times() for _ in range(units)]
+    first = next((unit for unit, event, *_ in clock.marks if event == "in"), 0)
+    for unit, event, wall, cpu in clock.spans():
+        unit = first if unit < 0 else unit  # what comes before the first unit is its own
+        kind = {"in": "own", "out": "glue", "start": "glue", "back": "backward"}[event]
+        work, waiting = getattr(found[unit], kind)
+        setattr(found[unit], kind, (work + cpu, waiting + wall - cpu))
+    return found
+
+
+def _least(readings: Sequence[tuple[float, float]], calm: bool) -> float:
+    """The least of some readings; on one thread, least work plus least waiting: what preempted it is in neither."""
+    if calm:
+        return min(w for w, _ in readings) + min(s for _, s in readings)
+    return min(w + s for w, s in readings)
+
+
+@dataclass
+class _Rounds:
+    """What was read: micro-batch size -> rounds -> units, and the whole steps without clocks in them."""
+
+    units: dict[int, list[list[_Times]]]
+    whole: dict[int, list[tuple[float, float]]]
+    optimizer: list[tuple[float, float]]
+
+
+def _sizes(batch_size: int, given: Sequence[int] | None, batchnorm: bool) -> list[int]:
+    """Micro-batch sizes to measure at: the batch, a quarter and a sixteenth of it."""
+    if given:
+        wrong = [b for b in given if b < 1]
+        if wrong:
+            raise ArgumentError(f"samples={list(given)}: micro-batch sizes must be 1 or more.")
+        return sorted(set(given))
+    least = 2 if batchnorm and batch_size > 1 else 1
+    return sorted({max(least, batch_size // 16), max(least, batch_size // 4), batch_size})
+
+
+def measure(
+    model: nn.Module,
+    optimizer: Optimizer,
+    compute: Any,
+    batches: Any,
+    batch_size: int,
+    *,
+    device: torch.device | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    samples: Sequence[int] | None = None,
+    seconds: float = 8.0,
+    threads: int | None = None,
+    chain: list[Link] | None = None,
+    on_noise: Literal["error", "note"] = "error",
+    reference: Callable[[], float] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Costs:
+    """What a script's model costs, unit by unit. The model, its gradients, buffers, flags, the optimizer and all randomness stay as they are.
+
+    Args:
+        model: the script's.
+        optimizer: the script's.
+        compute: its forward and loss, a :class:`ronde.run.losses.LossCall`.
+        batches: ``batches(n)`` gives a micro-batch of n samples on the device; or one batch of ``batch_size`` samples, which is cut.
+        batch_size: global samples per optimizer step.
+        device: where to measure; None is the model's.
+        precision: as in ``ronde.distribute``.
+        samples: micro-batch sizes to measure at; None chooses three, smaller ones where a step takes long.
+        seconds: about how long to measure.
+        threads: compute threads that a worker will have; None leaves them alone.
+        chain: the units; None finds them.
+        on_noise: on a disturbed machine, raise or write it into ``Costs.noise`` and ``Costs.notes``.
+        reference: takes a reading of fixed work, in seconds; None has one of its own.
+        tell: called with what is being done.
+
+    Returns:
+        Costs: whose units' seconds add up to the whole step.
+
+    Raises:
+        NoisyMachine: other work disturbed it, also when it was tried again.
+        ArgumentError: the model is on the meta device, or a batch cannot be cut.
+    """
+    where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    if any(p.is_meta for p in model.parameters()):
+        raise ArgumentError("the model's parameters are on the meta device: they have no values, so nothing can be timed.")
+    made = batches if callable(batches) else partial(_cut, batches, batch_size)
+    autocast: Callable[[], Any] = (
+        partial(torch.autocast, where.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
+    )
+    say = tell or (lambda _: None)
+    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    with untouched(model):
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if not model.training:
+            model.train()
+        say("weighing")
+        costs = weigh(model, optimizer, compute, made, batch_size, autocast=autocast, chain=chain)
+        links = [Link(u.name, u.alike) for u in costs.units]
+        subject = _Subject(model, optimizer, compute, links, where, autocast)
+        sizes = subject.affordable(_sizes(batch_size, samples, norms), made, seconds, chosen=samples is not None)
+        micro = {b: made(b) for b in sizes}
+        say("timing")
+        gate = Gate(reference or Reference(where, calm=subject.calm), watch_others=reference is None and where.type == "cpu")
+        rounds = subject.time(micro, seconds, gate, say)
+        kept, repeats, too_few = _keep(rounds, gate.good(), subject.calm)
+        level = gate.level(repeats)
+        notes = [*costs.notes, *subject.notes]
+        if gate.refuses(repeats, too_few):
+            error = gate.error("times measured on it", repeats, too_few)
+            if on_noise == "error":
+                raise error
+            notes.append(str(error))
+            level = error.level
+        units, factor, fit_error = _fit(costs.units, kept, subject.calm)
+        return replace(
+            costs,
+            units=units,
+            optimizer_seconds=_least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
+            device=device_name(where),
+            threads=torch.get_num_threads(),
+            noise=level,
+            sequence=_sequence(micro[sizes[0]], sizes[0]),
+            measured_samples=tuple(sizes),
+            whole_factor=factor,
+            fit_error=fit_error,
+            notes=tuple(notes),
+        )
+
+
+def _cut(batch: Any, size: int, samples: int) -> Any:
+    return take(batch, samples, size)
+
+
+class _Subject:
+    """The copy that is timed."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, compute: Any, chain: list[Link], device: torch.device, autocast: Callable[[], Any]
+    ) -> None:
+        self.notes: list[str] = []
+        self._compute, self._chain, self._device, self._autocast = compute, chain, device, autocast
+        # On one thread the time that it worked is known, whatever else ran.
+        self.calm = device.type == "cpu" and torch.get_num_threads() == 1
+        made: dict[int, torch.Tensor] = {}
+
+        def make(t: torch.Tensor) -> torch.Tensor:
+            return t.detach().clone()
+
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        self.model = model
+        try:
+            if size * 2.5 > free:
+                raise MemoryError(f"a copy of its {size / 2**30:.1f} GiB does not fit beside it")
+            self.model, made = copied(model, make)
+        except Exception as error:
+            made = {}
+            self.notes.append(f"timed in place, not on a copy ({type(error).__name__}: {error})")
+        self._own = self.model is model
+        self.optimizer: Optimizer | None = None
+        if size * 5 < free or not self._own:
+            try:
+                self.optimizer = copied_optimizer(optimizer, made, make)
+            except Exception as error:
+                self.notes.append(f"the optimizer's step could not be timed ({type(error).__name__}: {error})")
+        else:
+            self.notes.append("the optimizer's step was not timed: memory is too short for a copy of its state")
+
+    def _clear(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def _plain(self, batch: Any) -> tuple[float, float]:
+        """A whole step without clocks in it."""
+        self._clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        start, cpu = time.perf_counter(), time.thread_time()
+        with self._autocast():
+            loss, _ = self._compute(self.model, batch)
+        if loss.requires_grad:
+            loss.backward()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        wall, cpu = time.perf_counter() - start, time.thread_time() - cpu
+        del loss
+        return min(cpu, wall), max(0.0, wall - cpu)
+
+    def _hooked(self, batch: Any) -> list[_Times]:
+        self._clear()
+        last = len(self._chain) - 1
+        return _step(
+            lambda mark: Probe(self.model, self._chain, mark),
+            self._device,
+            len(self._chain),
+            lambda probe: probe.step(self._compute, self.model, batch, last, autocast=self._autocast),
+            self.calm,
+        )
+
+    def affordable(self, sizes: list[int], batches: Callable[[int], Any], seconds: float, chosen: bool) -> list[int]:
+        """Those sizes at which enough rounds fit into ``seconds``; smaller ones where none does. Kernels are warm afterwards."""
+        self._plain(batches(sizes[0]))
+        took = {sizes[0]: sum(self._plain(batches(sizes[0])))}
+        if chosen:
+            return sizes
+        per_sample = took[sizes[0]] / sizes[0]
+        spent = 2 * _LEAST_ROUNDS * took[sizes[0]]
+        kept = [sizes[0]]
+        for b in sizes[1:]:
+            expected = 2 * _LEAST_ROUNDS * per_sample * b
+            if spent + expected > 2 * seconds and len(kept) >= 2:
+                break
+            if spent + expected > 4 * seconds:
+                break
+            kept.append(b)
+            spent += expected
+        if len(kept) < len(sizes):
+            self.notes.append(f"a step is long: measured at micro-batches of {', '.join(map(str, kept))} samples, beyond them extrapolated")
+        if len(kept) == 1 and sizes[0] > 1:
+            kept.insert(0, max(1, sizes[0] // 2))
+        return kept
+
+    def time(self, micro: dict[int, Any], seconds: float, gate: Gate, say: Callable[[str], None]) -> _Rounds:
+        """Rounds of all sizes in turn, until enough were undisturbed, or patience ends."""
+        found = _Rounds({b: [] for b in micro}, {b: [] for b in micro}, [])
+        for batch in micro.values():
+            self._hooked(batch)
+        gate.begin()
+        start = time.perf_counter()
+        told = False
+        places: list[tuple[int, int]] = []
+        while True:
+            for b, batch in micro.items():
+                found.units[b].append(self._hooked(batch))
+                found.whole[b].append(self._plain(batch))
+                gate.round()
+                places.append((b, len(found.whole[b]) - 1))
+            if self.optimizer is not None and len(found.optimizer) < 6:
+                self._update(found)
+            spent = time.perf_counter() - start
+            done = len(found.whole[max(micro)])
+            good = dict.fromkeys(micro, 0)
+            for (b, _), quiet in zip(places, gate.good(), strict=True):
+                good[b] += quiet
+            enough = min(good.values()) >= _LEAST_ROUNDS
+            if done >= 2 and (spent > _PATIENCE * seconds or (enough and (spent > seconds or done >= _MOST_ROUNDS))):
+                break
+            if not enough and spent > seconds and not told:
+                told = True
+                say("timing longer: the machine is disturbed")
+        gate.end()
+        self._clear()
+        return found
+
+    def _update(self, found: _Rounds) -> None:
+        """One step of the optimizer's copy, over the copied weights."""
+        assert self.optimizer is not None
+        own = {id(p) for p in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * 0  # the same work, and weights that stay
+            for p in group["params"]:
+                if id(p) not in own and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+        try:
+            first = not self.optimizer.state
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            start, cpu = time.perf_counter(), time.thread_time()
+            self.optimizer.step()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            wall, cpu = time.perf_counter() - start, time.thread_time() - cpu
+        except Exception as error:
+            self.notes.append(f"the optimizer's step could not be timed ({type(error).__name__}: {error})")
+            self.optimizer = None
+            return
+        if not first:
+            found.optimizer.append((min(cpu, wall), max(0.0, wall - cpu)))
+
+
+def _keep(rounds: _Rounds, good: list[bool], calm: bool) -> tuple[_Rounds, float, bool]:
+    """The undisturbed rounds, how far two halves of them disagree, and whether there are too few."""
+    kept = _Rounds({}, {}, rounds.optimizer)
+    repeats, too_few = 0.0, False
+    sizes = len(rounds.whole)
+    for k, b in enumerate(rounds.whole):
+        chosen = [i for i, each in enumerate(good[k::sizes]) if each]
+        if len(chosen) < 2:
+            too_few = True
+            chosen = list(range(len(rounds.whole[b])))
+        kept.units[b] = [rounds.units[b][i] for i in chosen]
+        kept.whole[b] = [rounds.whole[b][i] for i in chosen]
+        if len(chosen) >= 4:
+            halves = [_least(kept.whole[b][i::2], calm) for i in (0, 1)]
+            repeats = max(repeats, max(halves) / min(halves) - 1)
+    return kept, repeats, too_few
+
+
+def _fit(units: tuple[Unit, ...], rounds: _Rounds, calm: bool) -> tuple[tuple[Unit, ...], float, float]:
+    """Lines through the sizes; alike units share what their modules take; scaled so that the sum is the whole step."""
+    own: list[list[tuple[float, float]]] = [[] for _ in units]
+    glue: list[list[tuple[float, float]]] = [[] for _ in units]
+    back: list[list[tuple[float, float]]] = [[] for _ in units]
+    for b, steps in rounds.units.items():
+        for i in range(len(units)):
+            own[i].append((b, _least([s[i].own for s in steps], calm)))
+            glue[i].append((b, _least([s[i].glue for s in steps], calm)))
+            back[i].append((b, _least([s[i].backward for s in steps], calm)))
+    alike: dict[str, list[int]] = {}
+    for i, unit in enumerate(units):
+        alike.setdefault(unit.alike or unit.name, []).append(i)
+    for together in alike.values():
+        for kind in (own, back):
+            _share(kind, together)
+    forward = [[(b, o + g) for (b, o), (_, g) in zip(own[i], glue[i], strict=True)] for i in range(len(units))]
+    factors, errors = [], []
+    for k, b in enumerate(rounds.units):
+        whole = _least(rounds.whole[b], calm)
+        factors.append(whole / max(1e-12, sum(forward[i][k][1] + back[i][k][1] for i in range(len(units)))))
+    factor = statistics.median(factors)
+    forward_lines = [_scaled(line(points), factor) for points in forward]
+    back_lines = [_scaled(line(points), factor) for points in back]
+    for b in rounds.units:
+        whole = _least(rounds.whole[b], calm)
+        errors.append(abs(sum(f.at(b) + g.at(b) for f, g in zip(forward_lines, back_lines, strict=True)) / whole - 1))
+    timed = tuple(replace(u, forward_seconds=f, backward_seconds=g) for u, f, g in zip(units, forward_lines, back_lines, strict=True))
+    return timed, factor, statistics.mean(errors)
+
+
+def _scaled(one: Line, factor: float) -> Line:
+    return Line(one.fixed * factor, one.per_sample * factor)
+
+
+def _share(points: list[list[tuple[float, float]]], together: list[int]) -> None:
+    """Give units of one structure the median of their times, where they agree: some differ by what no structure shows."""
+    for k in range(len(points[together[0]])):
+        values = [points[i][k][1] for i in together]
+        middle = statistics.median(values)
+        for i in together:
+            size, value = points[i][k]
+            if abs(value - middle) <= 0.25 * middle:
+                points[i][k] = (size, middle)
+
+
+def _sequence(batch: Any, samples: int) -> int:
+    """Length of the sequences in a batch of token numbers; 0 where there are none."""
+    for tensor in tensors_of(batch):
+        if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype in (torch.int64, torch.int32):
+            return int(tensor.shape[1])
+    return 0

@@ -1,0 +1,368 @@
+"""``ronde prove``: is a script on N workers the same training as on one? Equal, or the first thing that differs, and why.
+
+The script runs as it is, in float64 on the CPU, for some steps: with one process, whose global batch is one batch; with one
+process again, every weight moved by one unit in its last place, which tells rounding from error; and with N workers under each
+plan. See :mod:`ronde.study.prove_observer` for what is written down, and :mod:`ronde.study.prove_causes` for the diagnosis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ronde.plan import Plan
+from ronde.study.prove_causes import Case, Cause, cause, diagnose, disagreement
+from ronde.study.prove_pool import Failure, Launch, Pool
+from ronde.study.prove_trace import Comparison, Difference, Trace, compare
+from ronde.world import ArgumentError
+
+__all__ = ["ALL_PLANS", "PlanVerdict", "Verdict", "prove"]
+
+ALL_PLANS = ("replicate", "shard=optimizer", "shard=gradients", "shard=parameters", "pipeline=2", "tensor=2")
+_HYBRIDS = ("pipeline=2,shard=optimizer", "pipeline=2,shard=parameters", "tensor=2,shard=parameters")
+_CHAOS = 1e-6  # two runs with one process that differ by more are not the same computation
+
+Status = Literal["equal", "differs", "refused", "failed", "cannot"]
+
+
+@dataclass(frozen=True)
+class PlanVerdict:
+    """What was found of one plan.
+
+    Attributes:
+        plan: as :meth:`Plan.parse` reads it.
+        status: ``"equal"``, ``"differs"``, ``"refused"`` (the plan cannot carry this model out and says so) or ``"failed"``.
+        difference: the first thing that differs.
+        cause: why.
+        largest, where: largest relative difference that is rounding, and of what.
+        aside: parameters whose gradient is zero in exact arithmetic.
+        error: why it was refused or failed.
+    """
+
+    plan: str
+    status: Status
+    difference: Difference | None = None
+    cause: Cause | None = None
+    largest: float = 0.0
+    where: str = ""
+    aside: tuple[str, ...] = ()
+    steps: int = 0
+    evaluations: int = 0
+    compared: int = 0
+    error: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Verdict:
+    """The answer.
+
+    Attributes:
+        status: ``"equal"``, ``"differs"`` or ``"cannot"`` (be proved).
+        plans: one verdict for each.
+        difference, cause: of the first plan that differs, or of the reference itself.
+        steps: steps compared, ``steps_asked`` if the script did not end before.
+        error: why it cannot be proved.
+        notes: what was changed or left out for the proof.
+    """
+
+    command: list[str]
+    workers: int
+    steps_asked: int
+    status: Status = "cannot"
+    plans: list[PlanVerdict] = field(default_factory=list)
+    difference: Difference | None = None
+    cause: Cause | None = None
+    steps: int = 0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def exit_status(self) -> int:
+        """0 equal, 1 differs, 2 cannot be proved."""
+        return {"equal": 0, "differs": 1}.get(self.status, 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "exit_status": self.exit_status}
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
+    """The plans that were asked for; ``"all"`` are those that ``workers`` can carry out.
+
+    Example:
+        >>> chosen_plans("all", 2)[-1]
+        'tensor=2'
+        >>> chosen_plans(["zero3"], 2)
+        ['shard=parameters']
+    """
+    if plans == "all":
+        return [*ALL_PLANS, *(_HYBRIDS if workers >= 4 else ())]
+    texts = [plans] if isinstance(plans, str) else list(plans)
+    if not texts:
+        raise ArgumentError("no plan was given: --plans all, or plans such as replicate or shard=parameters.")
+    return list(dict.fromkeys(Plan.parse(text).spec for text in texts))
+
+
+def prove(
+    command: list[str],
+    workers: int = 2,
+    plans: str | Sequence[str] = "replicate",
+    steps: int = 6,
+    *,
+    timeout_seconds: float = 600.0,
+    progress: Callable[[str], None] = _silent,
+) -> Verdict:
+    """Compare a script's training on ``workers`` workers with one process.
+
+    Args:
+        command: script path and its arguments, or ``-m``, module and arguments.
+        workers: how many.
+        plans: one plan, several, or ``"all"``.
+        steps: optimizer steps to compare.
+        timeout_seconds: how long one run of the script may take.
+        progress: told what is being done.
+
+    Returns:
+        Verdict: equal, the first thing that differs and why, or why it cannot be proved.
+
+    Raises:
+        ArgumentError: an argument cannot be used.
+    """
+    if workers < 2:
+        raise ArgumentError(f"workers={workers}: to prove something against one process takes at least 2.")
+    if steps < 1:
+        raise ArgumentError(f"steps={steps} must be 1 or more.")
+    explicit = plans != "all"
+    wanted = chosen_plans(plans, workers)
+    with Pool(workers) as pool:
+        return Study(pool, command, steps, timeout_seconds, progress).verdict(wanted, explicit)
+
+
+class Study:
+    """One script, asked.
+
+    Args:
+        pool: where it runs; several studies may follow each other in one.
+    """
+
+    def __init__(
+        self, pool: Pool, command: list[str], steps: int, timeout_seconds: float, progress: Callable[[str], None] = _silent
+    ) -> None:
+        self.pool = pool
+        self.command = command
+        self.steps = steps
+        self.timeout = timeout_seconds
+        self.say = progress
+        self._runs: dict[tuple[str, str], Trace | None] = {}
+
+    def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
+        settings = {"steps": self.steps, "workers": self.pool.workers, **changed}
+        return self.pool.start(name, self.command, settings, {"RONDE_PLAN": plan}, places, self.timeout)
+
+    def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
+        """Run it and compare."""
+        began = time.monotonic()
+        found = Verdict(self.command, self.pool.workers, self.steps)
+        try:
+            self._answer(found, plans, explicit)
+        finally:
+            found.seconds = time.monotonic() - began
+        return found
+
+    def _answer(self, found: Verdict, plans: list[str], explicit: bool) -> None:
+        self.say("one process, twice")
+        first = self._start("one", "replicate", [0], reference=True, probe=True)
+        second = self._start("rounded", "replicate", [1], reference=True, perturb=True)
+        self.pool.wait(first, second)
+        failure = first.failure or second.failure
+        one, rounded = Trace(first.folder, 1), Trace(second.folder, 1)
+        self._limit = max(60.0, 20 * max(first.seconds, second.seconds)) if self.timeout >= 60 else self.timeout
+        if failure:
+            found.error = _failed_alone(failure)
+            if failure.kind == "ArgumentError" and "over other parameters" in failure.text:
+                found.cause = cause("stale-optimizer", failure.text)
+                found.difference = Difference("optimizer", 0, "the optimizer's parameters")
+            return
+        if not one.opened:
+            found.error = "the script ended without calling ronde.distribute: there is nothing to prove."
+            return
+        found.steps = len(one.steps())
+        if not found.steps:
+            found.error = "the script ended without a step: there is nothing to prove."
+            return
+        found.notes = self._notes(one)
+        self._itself(found, one, rounded)
+        if found.status == "differs":
+            return
+        for plan in plans:
+            verdict = self._plan(plan, one, rounded, found.plans)
+            found.plans.append(verdict)
+            if verdict.status == "differs" and found.difference is None:
+                found.difference, found.cause = verdict.difference, verdict.cause
+        self._alike(found, one)
+        said = {p.status for p in found.plans}
+        if found.difference is not None:
+            found.status = "differs"
+        elif "failed" in said or said == {"refused"} or (explicit and "refused" in said):
+            found.status = "cannot"
+            found.error = next(f"{p.plan}: {p.error}" for p in found.plans if p.status in ("failed", "refused"))
+        else:
+            found.status = "equal"
+
+    def _itself(self, found: Verdict, one: Trace, rounded: Trace) -> None:
+        """Does one process train the same twice?"""
+        apart = compare(one, rounded, tolerance=_CHAOS).difference
+        if apart is None:
+            return
+        id = {"contract": "unseeded-script", "initial weights": "unseeded-init", "initial buffers": "unseeded-init"}.get(apart.phase)
+        if apart.phase in ("order", "data"):
+            id = {"order": "unseeded-sampler", "data": "unseeded-data"}[apart.phase]
+        if id is None or (apart.phase == "initial weights" and apart.step):
+            self.say("one process once more: two runs of it differ")
+            again = self._start("again", "replicate", [0], reference=True)
+            self.pool.wait(again)
+            same = compare(one, Trace(again.folder, 1), tolerance=1e-12).difference if not again.failure else apart
+            if same is None:
+                found.notes.append(
+                    f"This training magnifies rounding: one unit in the last place of the weights becomes {apart.relative or 0:.1e} in the "
+                    f"{apart.phase} of {apart.name!r} in step {apart.step}. Smaller errors than that cannot be seen."
+                )
+                return
+            apart, id = same, "nondeterministic-kernel"
+        found.status, found.difference, found.cause = "differs", apart, cause(id)
+
+    def _alike(self, found: Verdict, one: Trace) -> None:
+        """What is wrong with one process and with N alike."""
+        if found.difference is not None:
+            return
+        stale = next(((s["step"] + 1, s["stale"]) for s in one.steps() if s.get("stale")), None)
+        if stale:
+            found.difference = Difference("optimizer", stale[0], stale[1][0], others=tuple(stale[1][1:6]))
+            found.cause = cause("stale-optimizer", f"the optimizer does not hold {stale[1][0]!r} as it is used in step {stale[0]}")
+            return
+        active = [n.split("|", 1)[1] for n in one.notes().get("dropout", []) if n.startswith("evaluate|")]
+        if active:
+            where = active[0] or "in the model"
+            step = one.evaluations()[0]["step"] if one.evaluations() else 0
+            found.difference = Difference("evaluation", step, where)
+            found.cause = cause("dropout-in-evaluation", f"at {where}")
+
+    def _plan(self, plan: str, one: Trace, rounded: Trace, before: list[PlanVerdict]) -> PlanVerdict:
+        self.say(f"{self.pool.workers} workers, {plan}")
+        launch = self._start(plan.replace("=", "-").replace(",", "_"), plan, list(range(self.pool.workers)))
+        launch.limit_seconds = self._limit
+        self.pool.wait(launch)
+        many = Trace(launch.folder, self.pool.workers)
+        if launch.failure:
+            return self._failed(plan, launch.failure, launch.seconds, one, many)
+        result = compare(one, many, rounded)
+        d = result.difference
+        if d is None:
+            return _verdict(plan, "equal", result, launch.seconds)
+        earlier = [p for p in before if p.difference is not None and p.cause is not None]
+        same = next((p.cause for p in earlier if p.difference and (p.difference.phase, p.difference.step) == (d.phase, d.step)), None)
+        if same is None:
+            self.say(f"{plan}: {d.phase} of step {d.step} differ; looking for the cause")
+            split = Plan.parse(plan)
+            case = Case(
+                one,
+                many,
+                d,
+                lambda what: self._again(plan, what),
+                replicated=split.pipeline == 1 and split.tensor == 1 and split.shard == "none",
+                replicate_equal=any(p.plan == "replicate" and p.status == "equal" for p in before),
+            )
+            same = diagnose(case)
+        return _verdict(plan, "differs", result, launch.seconds, same)
+
+    def _failed(self, plan: str, failure: Failure, seconds: float, one: Trace, many: Trace) -> PlanVerdict:
+        if failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size)):
+            return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
+        told = disagreement(failure.text) if failure.kind == "WorldError" else None
+        if told:
+            reads = sorted({n for r in range(many.size) for n in _read_early(many, r)})
+            return PlanVerdict(plan, "differs", told[0], cause(told[1], *(f"the script reads {n}" for n in reads[:3])), seconds=seconds)
+        counts = [(len(many.steps(r)), sum(e["kind"] in ("evaluating", "evaluated") for e in many.events[r])) for r in range(many.size)]
+        if failure.kind in ("timeout", "killed") and len(set(counts)) > 1:
+            # They wait for each other at different places.
+            step = min(c[0] for c in counts) + 1
+            d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
+            return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", failure.text), error=failure.text, seconds=seconds)
+        where = f"rank {failure.rank}: {failure.kind}: {failure.text}" if failure.kind not in ("killed", "timeout") else failure.text
+        last = f"\n{failure.trace.rstrip()}" if failure.trace else ""
+        return PlanVerdict(plan, "failed", error=where + last, seconds=seconds)
+
+    def _again(self, plan: str, what: str) -> Trace | None:
+        """An experiment: the same with one thing changed; each at most once."""
+        key = (plan, what)
+        if key not in self._runs:
+            self.say({"split": "one process that splits the batch", "whole": "without micro-batches"}.get(what, f"with {what}"))
+            if what == "split":
+                launch = self._start(what, "replicate", [0], reference=True, split=True)
+            else:
+                changed = {"whole": True} if what == "whole" else {"sync_batchnorm": True}
+                launch = self._start(what, plan, list(range(self.pool.workers)), **changed)
+            launch.limit_seconds = self._limit
+            self.pool.wait(launch)
+            self._runs[key] = None if launch.failure else Trace(launch.folder, len(launch.places))
+        return self._runs[key]
+
+    def _notes(self, one: Trace) -> list[str]:
+        noted, opening = one.notes(), one.first("opening")
+        found = []
+        places = sorted({n.split("|", 1)[1] for n in noted.get("dropout", [])} - {""})
+        if "dropout" in noted:
+            where = f" ({', '.join(places[:3])})" if places else ""
+            found.append(f"Dropout was switched off{where}: N workers draw other masks than one, the same in distribution.")
+        if "precision" in noted or "autocast" in noted:
+            found.append("Autocast was switched off: everything was computed in float64.")
+        if "float32" in noted:
+            found.append("Something insists on single precision: differences below 1e-3 were taken for rounding.")
+        if "second" in noted:
+            found.append("The script calls ronde.distribute more than once: only the first training was compared.")
+        if len(one.steps()) < self.steps:
+            found.append(f"The script ended after {len(one.steps())} of {self.steps} steps: those were compared.")
+        short, whole = opening.get("short"), opening.get("epoch_samples")
+        if short is not None and short < whole:
+            found.append(f"Epochs were cut to {short} of {whole} samples, to have an uneven last batch and ends of epochs among the steps.")
+        left = sorted(set(opening.get("names", [])) - set(opening.get("held", [])))
+        if left:
+            found.append(f"The optimizer does not hold {', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained.")
+        return found
+
+
+def _read_early(many: Trace, rank: int) -> list[str]:
+    return [n.split("|", 1)[1].replace("@", " at ") for n in many.notes(rank).get("rank", []) if n.startswith("setup|")]
+
+
+def _verdict(plan: str, status: Status, result: Comparison, seconds: float, why: Cause | None = None) -> PlanVerdict:
+    return PlanVerdict(
+        plan,
+        status,
+        result.difference,
+        why,
+        result.largest,
+        result.where,
+        tuple(result.aside),
+        result.steps,
+        result.evaluations,
+        result.compared,
+        seconds=seconds,
+    )
+
+
+def _failed_alone(failure: Failure) -> str:
+    text = f"{failure.kind}: {failure.text}" if failure.kind not in ("killed", "timeout", "SystemExit") else failure.text
+    told = f"the script fails with one process, in float64 on the CPU: {text}"
+    if "dtype" in failure.text or "scalar type" in failure.text or "Double" in failure.text:
+        told += "\nA type is fixed to single precision somewhere: let it follow the input's or the weights' (x.dtype)."
+    return told + (f"\n{failure.trace.rstrip()}" if failure.trace else "")

@@ -1,0 +1,869 @@
+"""What ``ronde prove`` writes down of one run: plan independent, name -> whole tensor in float64, a file per step and rank.
+
+It lives in a process of its own and changes what the script computes in three ways only: everything is float64, dropout
+drops nothing, and the training ends after some steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import Dataset, IterableDataset
+
+from ronde.feed import LoaderSettings, Taken
+from ronde.parallel import batchnorms
+from ronde.plan import Plan, Share
+from ronde.run import hooks
+from ronde.run.losses import LossCall
+from ronde.run.run import Run
+
+__all__ = ["Settings", "Watch", "install"]
+
+_WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
+_EVALUATE_SAMPLES = 4096
+_EMPTY_ROUNDS = 3  # times that a script may ask for batches when none are left, before its process ends
+_HERE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (_HERE, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(torch.__file__).parent), "<frozen")
+_RANDOM = frozenset(
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "poisson",
+        "rrelu",
+        "gumbel_softmax",
+    ]
+)
+_HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_RANKS = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+    ]
+)
+
+
+@dataclasses.dataclass
+class Settings:
+    """How one run is to be watched.
+
+    Attributes:
+        folder: where its trace goes.
+        steps: optimizer steps to watch.
+        workers: the world size that is proved; the reference has one worker but counts as this many for ``batch="grow"``.
+        reference: whether this is the one-process run: its global batch is one batch.
+        split: the one-process run in this many micro-batches after all, each as large as a worker's share.
+        perturb: move every weight by one unit in its last place before each step.
+        whole: leave out the script's micro-batches.
+        sync_batchnorm: what to set it to; None leaves it.
+        probe: ask the loss what kind of function it is, at the end.
+    """
+
+    folder: str
+    steps: int
+    workers: int
+    reference: bool = False
+    split: bool = False
+    perturb: bool = False
+    whole: bool = False
+    sync_batchnorm: bool | None = None
+    probe: bool = False
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_LIBRARIES)
+
+
+def _place(direct: bool) -> str | None:
+    """File and line of the user's code that is being executed; with ``direct``, only if it made this very call."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if direct and not file.startswith("<frozen") and Path(file).name not in ("os.py", "_collections_abc.py", "prove_observer.py"):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _cast(value: Any) -> Any:
+    """Every floating tensor of a batch in float64, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype in _HALVES else value.to(torch.complex128) if value.dtype == torch.complex64 else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(v) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(v) for v in value)
+    if isinstance(value, dict):
+        changed = {k: _cast(v) for k, v in value.items()}
+        for k, v in changed.items():
+            value[k] = v
+        return value
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return value.double() if value.data.dtype in _HALVES else value
+    return value
+
+
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _tensors(v, f"{path}[{k}]")
+    elif isinstance(value, list | tuple):
+        for i, v in enumerate(value):
+            yield from _tensors(v, f"{path}[{i}]")
+
+
+_signs: dict[int, torch.Tensor] = {}
+
+
+def _weights_of(n: int) -> torch.Tensor:
+    """``n`` fixed random weights, without using up randomness."""
+    if n not in _signs:
+        if len(_signs) > 64:
+            _signs.clear()
+        drawn = np.random.Generator(np.random.PCG64(n)).uniform(0.5, 1.5, n) * np.random.Generator(np.random.PCG64(n + 1)).choice(
+            [-1.0, 1.0], n
+        )
+        _signs[n] = torch.from_numpy(drawn)
+    return _signs[n]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    full = getattr(tensor, "full_tensor", None)
+    if full is not None:
+        tensor = full()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor
+
+
+def _written(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as it is compared: whole, or as weighted sums of blocks where it is large."""
+    flat = _whole(tensor).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    wide = flat.to(torch.float64)
+    if wide.numel() > _WHOLE:
+        block = -(-wide.numel() // _WHOLE)
+        wide = torch.nn.functional.pad(wide, (0, block * _WHOLE - wide.numel())).view(_WHOLE, block) @ _weights_of(block)
+    return np.array(wide.cpu().numpy(), dtype=np.float64)
+
+
+def _per_sample(tensor: torch.Tensor, samples: int) -> np.ndarray[Any, Any]:
+    """One number for each sample: a fixed random sum of what it has."""
+    flat = tensor.detach().reshape(samples, -1)
+    flat = torch.view_as_real(flat).reshape(samples, -1) if flat.is_complex() else flat
+    return np.array((flat.to(torch.float64) @ _weights_of(flat.shape[1])).cpu().numpy())
+
+
+def _digest(value: Any) -> str:
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(v: Any) -> None:
+        if isinstance(v, torch.Tensor):
+            found.update(f"{v.dtype}{tuple(v.shape)}".encode())
+            found.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b"")
+        elif isinstance(v, np.ndarray):
+            found.update(f"{v.dtype}{v.shape}".encode() + v.tobytes())
+        elif isinstance(v, Mapping):
+            for k in v:
+                add(k)
+                add(v[k])
+        elif isinstance(v, list | tuple):
+            for part in v:
+                add(part)
+        elif v is None or isinstance(v, str | bytes | int | float | bool | np.generic):
+            found.update(repr(v).encode())
+        else:
+            found.update(type(v).__name__.encode())
+
+    add(value)
+    return found.hexdigest()
+
+
+class _Noted(Dataset[Any]):
+    """The user's data set; what it gives for each index is noted."""
+
+    def __init__(self, inner: Any, note: Callable[[int, Any], None]) -> None:
+        self._inner = inner
+        self._note = note
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = self._many
+
+    def __getitem__(self, i: int) -> Any:
+        value = self._inner[i]
+        self._note(i, value)
+        return value
+
+    def _many(self, ids: list[int]) -> Any:
+        values = self._inner.__getitems__(ids)
+        for i, value in zip(ids, values, strict=True):
+            self._note(i, value)
+        return values
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class _NotedStream(IterableDataset[Any]):
+    def __init__(self, inner: Any, note: Callable[[int, Any], None]) -> None:
+        self._inner = inner
+        self._note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, value in enumerate(self._inner):
+            self._note(i, value)
+            yield value
+
+
+def _wide_loader(settings: LoaderSettings) -> LoaderSettings:
+    """Batches in float64, read in this process unless the script prepares its loading processes."""
+    collate = settings.collate
+
+    def wide(samples: list[Any]) -> Any:
+        return _cast(collate(samples))
+
+    workers = settings.num_workers if settings.init is not None else 0
+    return dataclasses.replace(settings, collate=wide, num_workers=workers)
+
+
+class _Loss(LossCall):
+    """The script's forward and loss; what goes in is cast, what comes out is noted."""
+
+    def __init__(self, inner: LossCall, watch: Watch) -> None:
+        super().__init__(inner.loss, inner.forward)
+        self._watch = watch
+
+    def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """See :meth:`LossCall.arguments`."""
+        with torch._C.DisableTorchFunction():  # a plan may follow the forward pass: it is not to see this
+            batch = _cast(batch)
+        values = super().arguments(model, batch)
+        with torch._C.DisableTorchFunction():
+            self._watch.given_to_loss(values)
+        return values
+
+    def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`LossCall.check`."""
+        found = super().check(value)
+        with torch._C.DisableTorchFunction():
+            self._watch.local_loss(*found)
+        return found
+
+
+def _generators() -> tuple[Any, ...]:
+    return (torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False))
+
+
+def _moved(before: tuple[Any, ...]) -> list[str]:
+    """Which of the three generators were drawn from."""
+    now = _generators()
+    found = [] if torch.equal(before[0], now[0]) else ["torch"]
+    if before[1] != now[1]:
+        found.append("random")
+    if repr(before[2]) != repr(now[2]):
+        found.append("numpy.random")
+    return found
+
+
+class Watch(hooks.Observer):
+    """Notes one run."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        self.folder = Path(settings.folder) / f"rank-{rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._events = (self.folder / "events.jsonl").open("a", buffering=1)
+        self.phase = "setup"
+        self.run: Run | None = None
+        self._opened = False
+        self._limit = settings.steps
+        self._names: list[str] = []
+        self._modules: dict[int, str] = {}
+        self._read: dict[int, str] = {}
+        self._empty = 0
+        self._tensors: dict[str, np.ndarray[Any, Any]] = {}
+        self._last: dict[str, np.ndarray[Any, Any]] = {}
+        self._step: dict[str, Any] = {}
+        self._micro = 0
+        self._sizes: list[int] = []
+        self._calls: dict[tuple[int, str], int] = {}
+        self._marks: tuple[Any, ...] | None = None
+        self._generator = np.random.Generator(np.random.PCG64(1))
+        self._probed: tuple[Callable[..., Any], tuple[Any, ...], int] | None = None
+        self.notes: dict[str, list[str]] = {}
+        self.clips_itself = False
+
+    # -- notes -----------------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Write one line."""
+        self._events.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def note(self, what: str, where: str | None) -> None:
+        """Something that may explain a difference: what happened, in which phase, and where in the user's code."""
+        shown = f"{self.phase}|{where or ''}"
+        held = self.notes.setdefault(what, [])
+        if shown not in held and len(held) < 20:
+            held.append(shown)
+            self.event("note", what=what, place=shown)
+
+    def finish(self) -> None:
+        """The script has ended."""
+        if self._probed is not None and self.settings.probe:
+            self.event("probe", loss=_probe(*self._probed))
+        self.event("notes", clips_itself=self.clips_itself)
+        self.event("end")
+        self._events.close()
+
+    # -- distribute ------------------------------------------------------------------------------------------------
+
+    def opening(self, given: hooks.Opening) -> None:
+        """See :meth:`hooks.Observer.opening`."""
+        model, optimizer, settings = given.model, given.optimizer, self.settings
+        with torch.no_grad():
+            model.double()
+        for state in optimizer.state.values():
+            state.update({k: _cast(v) for k, v in state.items()})
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and module.dropout:
+                self.note("dropout", None)
+                module.dropout = 0.0
+        given.calls = _Loss(given.calls, self)
+        if given.precision != "fp32":
+            self.note("precision", None)
+            given.precision = "fp32"
+        taken = given.taken
+        first = not self._opened
+        order = taken.order
+        size = (taken.batch_size or 1) * (settings.workers if given.batch == "grow" else 1)
+        self._steps_per_epoch = -(-order.epoch_samples // size)
+        short = order.epoch_samples
+        if settings.steps >= 4:
+            # An uneven last batch, an end of an epoch and an evaluation are to be among the steps.
+            short = min(short, (settings.steps // 2 - 1) * size + size // 2 + 1)
+        if taken.drop_last:
+            short = min(order.epoch_samples, max(short, size))
+        loader = _wide_loader(taken.settings)
+        if first:
+            self._opened = True
+            self._open(given, short)
+            noted = _NotedStream if isinstance(taken.dataset, IterableDataset) else _Noted
+            taken = dataclasses.replace(taken, dataset=noted(taken.dataset, self._note_sample))
+        else:
+            self.note("second", None)
+        draw = order.draw
+        if draw is not None and short < order.epoch_samples:
+
+            def cut(epoch: int) -> Any:
+                return list(draw(epoch))[:short]
+
+            order = dataclasses.replace(order, draw=cut, length=short)
+        elif short < order.epoch_samples:
+            order = dataclasses.replace(order, length=short)
+        given.taken = dataclasses.replace(taken, order=order, settings=loader)
+        asked = given.micro_batch
+        self._asked_micro = asked is not None
+        if settings.whole or (settings.reference and not settings.split):
+            given.micro_batch = None
+        if settings.split:
+            given.micro_batch = max(1, -(-size // settings.workers))
+            if asked is not None:
+                given.micro_batch = min(given.micro_batch, asked)
+        if settings.sync_batchnorm is not None:
+            given.sync_batchnorm = settings.sync_batchnorm
+
+    def _open(self, given: hooks.Opening, short: int) -> None:
+        model, optimizer, taken = given.model, given.optimizer, given.taken
+        named = dict(model.named_parameters())
+        self._names = list(named)
+        self._modules = {id(m): n for n, m in model.named_modules()}
+        ids = {id(p): n for n, p in named.items()}
+        self._held = {ids[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in ids}
+        contract: dict[str, Any] = {
+            "batch_size": taken.batch_size,
+            "batch": given.batch,
+            "clip_norm": given.clip_norm,
+            "micro_batch": given.micro_batch,
+            "seed": given.seed,
+            "drop_last": taken.drop_last,
+            "sync_batchnorm": given.sync_batchnorm,
+            "shuffle": taken.order.shuffle,
+            "the optimizer": type(optimizer).__name__,
+            "the scheduler": type(given.scheduler).__name__,
+        }
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, bool | int | float):
+                    contract[f"the optimizer's {key} (group {i})"] = value
+        hooked = [n for n, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+        hooked += [n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+        storages: dict[int, list[str]] = {}
+        lazy = torch.nn.parameter.is_lazy
+        for n, p in model.named_parameters():
+            if not lazy(p) and p.device.type != "meta":
+                storages.setdefault(p.untyped_storage().data_ptr(), []).append(n)
+        mean = {n: type(m).__name__ for n, m in model.named_modules()}
+        self.event(
+            "opening",
+            contract=contract,
+            samples=taken.order.n,
+            epoch_samples=taken.order.epoch_samples,
+            short=short,
+            names=self._names,
+            held=sorted(self._held),
+            modules=mean,
+            batchnorms=batchnorms(model),
+            hooked=hooked,
+            shared=[names for names in storages.values() if len(names) > 1],
+            micro_batch=given.micro_batch,
+        )
+        start = {f"init|{n}": _written(p) for n, p in named.items() if not lazy(p) and p.device.type != "meta"}
+        start.update({f"initbuffer|{n}": _written(b) for n, b in model.named_buffers() if not lazy(b) and b.device.type != "meta"})
+        save_file(start, self.folder / "init.safetensors")
+
+    def workers(self, found: int) -> int:
+        """See :meth:`hooks.Observer.workers`."""
+        return self.settings.workers
+
+    def ready(self, run: Run, plan: Plan) -> None:
+        """See :meth:`hooks.Observer.ready`."""
+        if self.run is None:
+            self.run = run
+            self.event("ready", plan=plan.to_dict())
+            self.phase = "between"
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def epochs(self, run: Run, n: int) -> int:
+        """See :meth:`hooks.Observer.epochs`."""
+        if run is not self.run:
+            return n
+        # Epochs are shorter here: more of them, but never more steps than the script has.
+        self._limit = min(self.settings.steps, n * self._steps_per_epoch)
+        return max(n, self._limit)
+
+    def starting(self, run: Run) -> None:
+        """See :meth:`hooks.Observer.starting`."""
+        if self.over():
+            self._empty += 1
+            if self._empty >= _EMPTY_ROUNDS:
+                raise SystemExit(0)
+
+    def over(self) -> bool:
+        """See :meth:`hooks.Observer.over`."""
+        return self.run is not None and self.run.state.step >= self._limit
+
+    def several(self, found: bool) -> bool:
+        """See :meth:`hooks.Observer.several`."""
+        return found or self._asked_micro
+
+    def _note_sample(self, i: int, value: Any) -> None:
+        self._read[int(i)] = _digest(value)
+
+    def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
+        """See :meth:`hooks.Observer.batch`."""
+        micros = _cast(list(micros))
+        if run is not self.run:
+            return micros
+        order = run._taken.order
+        place = run.plan.layout.place(run.rank)
+        start = len(order.ids(share.epoch, 0, share.start)) if order.draw is not None else share.start
+        mine = [[low, high] for low, high in share.micro]
+        ids = {int(i): self._read.get(int(i)) for low, high in mine for i in order.ids(share.epoch, low, high)}
+        self._step = {
+            "step": run.state.step,
+            "epoch": share.epoch,
+            "start": int(start),
+            "ids": order.ids(share.epoch, share.start, share.stop).tolist(),
+            "micro": mine,
+            "place": [place.pipeline, place.replica, place.tensor],
+            "digests": [[i, d] for i, d in ids.items() if d is not None] if not isinstance(run._taken.dataset, _NotedStream) else [],
+            "local": [],
+            "shapes": {},
+            "drawn": [],
+        }
+        if isinstance(run._taken.dataset, _NotedStream):
+            self._step["digests"] = [[p, self._read[p]] for low, high in mine for p in range(low, high) if p in self._read]
+        self._read.clear()
+        self._sizes = [high - low for low, high in mine]
+        self._micro = 0
+        self._calls.clear()
+        self._tensors = {}
+        self._compare_start(run)
+        if self.settings.perturb:
+            self._perturb(run.model)
+        self.phase = "step"
+        self._marks = _generators()
+        return micros
+
+    def _compare_start(self, run: Run) -> None:
+        """What the script did to the weights since the last update."""
+        now = {n: _written(p) for n, p in self._owned(run)}
+        if self._last:
+            for name, value in now.items():
+                if name in self._last and not np.array_equal(self._last[name], value, equal_nan=True):
+                    self._tensors[f"start|{name}"] = value
+        else:
+            self._tensors.update({f"start|{n}": v for n, v in now.items()})
+
+    def _owned(self, run: Run) -> list[tuple[str, torch.Tensor]]:
+        found: list[tuple[str, torch.Tensor]] = []
+        for name, p in run.model.named_parameters():
+            if p.device.type != "meta" and run._strategy.owns(name):
+                found.append((name, p))
+        return found
+
+    def _perturb(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                steps = torch.from_numpy(self._generator.integers(-1, 2, p.numel()).astype(np.float64)).view(p.shape)
+                p.mul_(1.0 + steps * 2.0**-52)
+
+    def _looks(self) -> bool:
+        """Whether a forward pass of a step is under way: not an evaluation, nor activations that are computed again."""
+        return self.phase == "step" and torch._C._current_graph_task_id() == -1
+
+    def given_to_loss(self, values: tuple[Any, ...]) -> None:
+        """What the loss is called with."""
+        if not self._looks() or (self.run is not None and not self.run._strategy.holds_result):
+            return
+        for i, value in enumerate(values):
+            self._note_output(f"(argument {i + 1} of the loss)", value)
+        if self.settings.probe and self._probed is None and self.run is not None and self._micro < len(self._sizes):
+            copied = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
+            self._probed = (self.run._loss.loss, copied, self._sizes[self._micro])
+
+    def local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """What the loss returned for one micro-batch of this worker."""
+        if not self._looks() or self._micro >= len(self._sizes) or (self.run is not None and not self.run._strategy.holds_result):
+            return
+        self._step["local"].append([float(value.detach()), None if weight is None else float(weight), self._sizes[self._micro]])
+        if value.dtype != torch.float64:
+            self.note("float32", str(value.dtype))
+        self._micro += 1
+
+    def module_called(self, module: nn.Module, output: Any) -> None:
+        """A module of the model has computed something."""
+        if not self._looks() or self.run is None:
+            return
+        name = self._modules.get(id(module))
+        if name is not None and not self.run._strategy.whole_step and self.run.plan.tensor == 1:
+            self._note_output(name or "(model)", output)
+
+    def _note_output(self, name: str, output: Any) -> None:
+        i = self._micro
+        if i >= len(self._sizes) or not self._sizes[i]:
+            return
+        samples = self._sizes[i]
+        call = self._calls[i, name] = self._calls.get((i, name), 0) + 1
+        if call > 4:
+            return
+        for path, tensor in _tensors(output):
+            if (
+                tensor.dim()
+                and tensor.shape[0] == samples
+                and tensor.numel()
+                and not hasattr(tensor, "full_tensor")
+                and not tensor.is_sparse
+            ):
+                key = f"out|{name}{path}" + (f" (call {call})" if call > 1 else "")
+                shape = list(tensor.shape[1:])
+                held = self._step["shapes"].setdefault(key, shape)
+                if held != shape:
+                    self._step["shapes"][key] = "differ"
+                self._tensors[f"{key}|{i}"] = _per_sample(tensor, samples)
+
+    def gradients(self, run: Run, loss: torch.Tensor) -> None:
+        """See :meth:`hooks.Observer.gradients`."""
+        if run is not self.run:
+            return
+        assert self._marks is not None
+        self._step["drawn"] = _moved(self._marks)
+        self._step["loss"] = float(loss)
+        self._step["lr"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
+        self._note_gradients(run, "gradient")
+        if run.world_size == 1:
+            ids = {id(p) for g in run.optimizer.param_groups for p in g["params"]}
+            now = dict(run.model.named_parameters())
+            stale = [n for n, p in now.items() if p.grad is not None and id(p) not in ids and (n in self._held or n not in self._names)]
+            mine = {id(p) for p in now.values()}
+            if stale or any(id(p) not in mine for g in run.optimizer.param_groups for p in g["params"]):
+                self._step["stale"] = stale or sorted(self._held)[:1]
+
+    def _note_gradients(self, run: Run, phase: str) -> None:
+        for name, p in self._owned(run):
+            if p.grad is not None:
+                self._tensors[f"{phase}|{name}"] = _written(p.grad)
+
+    def clipped(self, run: Run) -> None:
+        """See :meth:`hooks.Observer.clipped`."""
+        if run is not self.run:
+            return
+        if run.plan.clip_norm is not None:
+            self._note_gradients(run, "clipped")
+        self._marks = _generators()
+        self.phase = "update"
+
+    def updated(self, run: Run, share: Share) -> None:
+        """See :meth:`hooks.Observer.updated`."""
+        if run is not self.run:
+            return
+        assert self._marks is not None
+        self._step["drawn_by_optimizer"] = _moved(self._marks)
+        self._step["lr_after"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
+        self._last = {}
+        for name, p in self._owned(run):
+            self._last[name] = self._tensors[f"weight|{name}"] = _written(p)
+        for name, b in run.model.named_buffers():
+            if b.device.type != "meta" and run._strategy.owns(name):
+                self._tensors[f"buffer|{name}"] = _written(b)
+        save_file(self._tensors, self.folder / f"step-{self._step['step']}.safetensors")
+        self._tensors = {}
+        self.event("step", **self._step)
+        self.phase = "between"
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluating(self, run: Run, taken: Taken) -> Taken:
+        """See :meth:`hooks.Observer.evaluating`."""
+        order = taken.order
+        if run is self.run:
+            self._evaluation_samples = order.epoch_samples
+        if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
+            order = dataclasses.replace(order, length=_EVALUATE_SAMPLES)
+        loader = _wide_loader(taken.settings)
+        return dataclasses.replace(taken, order=order, settings=loader)
+
+    def evaluation(self, run: Run) -> None:
+        """See :meth:`hooks.Observer.evaluation`."""
+        self.phase = "evaluate"
+        self._marks = _generators()
+        self.event("evaluating", step=run.state.step)
+
+    def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
+        """See :meth:`hooks.Observer.evaluated`."""
+        if run is self.run:
+            assert self._marks is not None
+            self.event("evaluated", step=run.state.step, result=result, samples=samples, drawn=_moved(self._marks))
+        self.phase = "between"
+
+
+def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[Any, ...]:
+    def cut(v: Any) -> Any:
+        if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0:
+            rows = v.shape[0] // samples
+            return v[low * rows : high * rows]
+        return v
+
+    return tuple(cut(v) for v in values)
+
+
+def _probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
+    """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``pair`` or ``unknown``."""
+    if samples < 3 or not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0 for v in values[:1]):
+        return "unknown"
+    third, two = max(1, samples // 3), max(2, 2 * samples // 3)
+    cuts = {"a": (0, third), "b": (third, two), "c": (two, samples), "ab": (0, two), "bc": (third, samples), "abc": (0, samples)}
+    try:
+        with torch.no_grad():
+            found: dict[str, Any] = {k: loss(*_slice(values, samples, *c)) for k, c in cuts.items()}
+        if any(isinstance(v, tuple | list) for v in found.values()):
+            return "pair"
+        f = {k: float(v) for k, v in found.items()}
+    except Exception:
+        return "unknown"
+    n = {k: high - low for k, (low, high) in cuts.items()}
+
+    def near(x: float, y: float) -> bool:
+        return math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-12)
+
+    if not all(map(math.isfinite, f.values())):
+        return "unknown"
+    if near(f["abc"] * n["abc"], f["ab"] * n["ab"] + f["c"] * n["c"]) and near(f["ab"] * n["ab"], f["a"] * n["a"] + f["b"] * n["b"]):
+        return "mean"
+    if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
+        return "sum"
+    try:
+        b = (f["ab"] - f["a"]) / (f["b"] - f["ab"])  # weights relative to a's
+        c = b * (f["bc"] - f["b"]) / (f["c"] - f["bc"])
+        whole = (f["a"] + b * f["b"] + c * f["c"]) / (1 + b + c)
+    except ZeroDivisionError:
+        return "unknown"
+    return "weighted" if b > 0 and c > 0 and math.isclose(whole, f["abc"], rel_tol=1e-10) else "over-batch"
+
+
+class _Wide(TorchFunctionMode):
+    """Half and single precision become double wherever the script asks for them; what draws random numbers is noted."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._casts = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._casts:
+            return torch.Tensor.double(args[0])
+        name = getattr(func, "__name__", "")
+        if name in _RANDOM and self._watch.phase in ("step", "evaluate", "update"):
+            self._watch.note("random", f"{name}@{_place(False)}")
+        if any(isinstance(a, torch.dtype) and a in _HALVES for a in args):
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _HALVES else a for a in args)
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype in _HALVES:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def _patch_dropout(watch: Watch) -> None:
+    functional = torch.nn.functional
+
+    def keeps(original: Callable[..., Any]) -> Callable[..., Any]:
+        is_random = original.__name__ == "dropout"
+
+        def dropout(input: torch.Tensor, p: float = 0.5, training: bool = is_random, inplace: bool = False) -> torch.Tensor:
+            if training and p:
+                watch.note("dropout", _place(False))
+            return input if inplace else input.clone()
+
+        return dropout
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        # F.dropout's own default is training=True, those of some others are not.
+        original = getattr(functional, name)
+        replaced = keeps(original)
+        if name not in ("alpha_dropout", "feature_alpha_dropout"):
+            replaced.__defaults__ = (0.5, True, False)  # type: ignore[attr-defined]
+        setattr(functional, name, replaced)
+    attention = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4 and args[4]:
+            watch.note("dropout", _place(False))
+            args = (*args[:4], 0.0, *args[5:])
+        if kwargs.get("dropout_p"):
+            watch.note("dropout", _place(False))
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return attention(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def _patch_ranks(watch: Watch) -> None:
+    """Note where the user's code asks who it is."""
+    import torch.distributed as dist
+
+    import ronde
+
+    def noted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where = _place(True)
+            if where:
+                watch.note("rank", f"{what}@{where}")
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("get_rank", "get_world_size"):
+        setattr(dist, name, noted(f"torch.distributed.{name}()", getattr(dist, name)))
+    ronde.world = noted("ronde.world()", ronde.world)  # type: ignore[assignment]
+    for name in ("rank", "world_size", "is_main"):
+        setattr(Run, name, property(noted(f"run.{name}", getattr(Run, name).fget)))
+    environ = type(os.environ)
+    read = environ.__getitem__
+
+    def __getitem__(self: Any, key: str) -> str:
+        if key in _RANKS:
+            where = _place(True)
+            if where:
+                watch.note("rank", f"os.environ[{key!r}]@{where}")
+        return read(self, key)
+
+    environ.__getitem__ = __getitem__  # type: ignore[method-assign]
+    clip = torch.nn.utils.clip_grad_norm_
+    clip_value = torch.nn.utils.clip_grad_value_
+
+    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _place(True):
+                watch.clips_itself = True
+            return original(*args, **kwargs)
+
+        return call
+
+    torch.nn.utils.clip_grad_norm_ = clipping(clip)
+    torch.nn.utils.clip_grad_value_ = clipping(clip_value)
+
+
+def install(settings: Settings, rank: int) -> Watch:
+    """Watch the script that this process is going to run."""
+    watch = Watch(settings, rank)
+    hooks.observer = watch
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.set_default_dtype(torch.float64)
+    _patch_dropout(watch)
+    _patch_ranks(watch)
+
+    def off(self: Any, *_: Any) -> Any:
+        watch.note("autocast", None)
+        return self
+
+    def out(self: Any, *_: Any) -> bool:
+        return False
+
+    torch.autocast.__enter__ = off  # type: ignore[method-assign]
+    torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
+
+    def called(module: nn.Module, _: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            watch.module_called(module, output)
+
+    torch.nn.modules.module.register_module_forward_hook(called)
+    _Wide(watch).__enter__()  # type: ignore[no-untyped-call]
+    watch.event("begin", time=time.time())
+    return watch

@@ -1,0 +1,147 @@
+"""Every planted fault with what ``ronde prove`` must say of it: the cause, where it shows first, and the name told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    fault: str
+    cause: str
+    phase: str
+    name: str = ""
+    step: int | None = None
+    plan: str = "replicate"
+    script: str = "faults.py"
+
+    @property
+    def command(self) -> list[str]:
+        return [str(HERE / self.script), self.fault]
+
+
+FAULTS = [
+    # order and data
+    Fault("unseeded_sampler", "unseeded-sampler", "order", "place", 1),
+    Fault("sampler_by_workers", "sampler-depends-on-workers", "order", "place", 1),
+    Fault("augment_urandom", "unseeded-data", "data", "sample", 1),
+    Fault("data_by_rank", "data-depends-on-rank", "data", "sample", 1),
+    Fault("data_by_workers", "data-depends-on-workers", "contract", "the length of the data set", 0),
+    Fault("data_length_by_rank", "data-depends-on-rank", "distribute", "the length of the data set", 0),
+    # what distribute is given
+    Fault("init_urandom", "unseeded-init", "initial weights", "first.weight", 0),
+    Fault("init_by_workers", "init-depends-on-workers", "initial weights", "first.weight", 0),
+    Fault("model_by_workers", "init-depends-on-workers", "initial weights", "first.weight", 0),
+    Fault("lr_by_workers", "learning-rate-depends-on-workers", "contract", "the optimizer's lr", 0),
+    Fault("batch_by_workers", "batch-size-depends-on-workers", "contract", "batch_size", 0),
+    # forward
+    Fault("batchnorm", "batchnorm", "outputs", "mix", 1),
+    Fault("standardise", "batch-dependent-layer", "outputs", "mix", 1),
+    Fault("rank_forward", "rank-dependent-forward", "outputs", "mix", 1),
+    Fault("noise", "randomness", "outputs", "mix", 1),
+    Fault("flaky", "nondeterministic-kernel", "outputs", "mix", 1),
+    # loss
+    Fault("loss_sum", "loss-is-a-sum", "loss", "loss", 1),
+    Fault("micro_sum", "loss-is-a-sum", "loss", "loss", 1),
+    Fault("own_sum", "loss-is-a-sum", "loss", "loss", 1),
+    Fault("loss_ignored", "loss-is-a-weighted-mean", "loss", "loss", 1),
+    Fault("loss_class_weights", "loss-is-a-weighted-mean", "loss", "loss", 1),
+    Fault("loss_contrastive", "loss-over-the-batch", "loss", "loss", 1),
+    Fault("loss_rmse", "loss-over-the-batch", "loss", "loss", 1),
+    Fault("padding", "padding", "loss", "loss", 1, script="healthy.py"),
+    Fault("accumulate_twice", "accumulation", "loss", "loss", 1),
+    # gradients
+    Fault("hook_clip", "gradient-hook", "gradients", "first.weight", 1),
+    Fault("hook_divide", "rank-dependent-gradients", "gradients", "second.weight", 1),
+    Fault("own_divides", "rank-dependent-gradients", "gradients", "first.weight", 1),
+    Fault("clip_micro", "clipping", "gradients", "first.weight", 1),
+    Fault("batch_gradient", "batch-dependent-gradients", "gradients", "first.weight", 1),
+    Fault("tied_by_data", "tied-weights", "weights", "first.weight", 1, plan="shard=parameters"),
+    # update
+    Fault("langevin", "optimizer-randomness", "weights", "first.weight", 1),
+    Fault("optimizer_by_workers", "optimizer-depends-on-workers", "weights", "first.weight", 1),
+    Fault("frozen_copy", "stale-optimizer", "optimizer"),
+    Fault("replaced_head", "stale-optimizer", "optimizer", "head", 1),
+    Fault("scheduler_by_rank", "scheduler", "learning rate", "learning rate of group 0", 2),
+    Fault("scheduler_by_workers", "scheduler", "learning rate", "learning rate of group 0", 2),
+    Fault("weights_on_rank_0", "weights-changed-by-script", "weights between steps", "head.bias", 2),
+    Fault("weights_by_share", "weights-changed-by-script", "weights between steps", "head.bias", 2),
+    Fault("buffer", "buffers", "buffers", "mix.seen", 1),
+    # loop and evaluation
+    Fault("stops_early", "rank-dependent-loop", "evaluation", "number of evaluations", 4),
+    Fault("metric_max", "metric-not-a-mean", "evaluation", "worst"),
+    Fault("metric_f1", "metric-not-a-mean", "evaluation", "f1"),
+    Fault("evaluate_a_part", "evaluation-depends-on-workers", "evaluation", "samples"),
+    Fault("dropout_eval", "dropout-in-evaluation", "evaluation", "faults.py"),
+]
+
+# Written after the diagnosis: what it makes of faults that it was not written for.
+LATER = [
+    Fault(name, *what, script="more_faults.py")
+    for name, *what in [
+        ("softmax_over_batch", "batch-dependent-layer", "outputs", "5"),
+        ("layer_drop", "randomness", "outputs", "5"),
+        ("clock", "nondeterministic-kernel", "outputs", "5"),
+        ("backward_hook", "gradient-hook", "gradients", "0.weight"),
+        ("batchnorm_2d", "batchnorm", "outputs", "1"),
+        ("batchnorm_micro", "batchnorm", "outputs", "1"),
+        ("hard_examples", "loss-over-the-batch", "loss", "loss"),
+        ("loss_by_world", "rank-dependent-forward", "loss", "loss"),
+        ("loss_batch_times", "loss-is-a-sum", "loss", "loss"),
+        ("focal_norm", "loss-is-a-weighted-mean", "loss", "loss"),
+        ("lr_root", "learning-rate-depends-on-workers", "contract", "the optimizer's lr"),
+        ("weight_decay_by_rank", "arguments-depend-on-workers", "distribute", "the optimizer's weight_decay"),
+        ("seed_by_rank", "data-depends-on-rank", "data", "sample"),
+        ("subset_by_rank", "data-depends-on-workers", "contract", "the length of the data set"),
+        ("weighted_by_rank", "sampler-depends-on-workers", "distribute", "the order that the sampler draws"),
+        ("mixup", "randomness", "outputs", "0"),
+        ("noise_on_input", "randomness", "outputs", "0"),
+        ("scheduler_per_sample", "scheduler", "learning rate", "learning rate of group 0"),
+        ("lr_by_rank", "learning-rate", "learning rate", "learning rate of group 0"),
+        ("ema_into_weights", "weights-changed-by-script", "weights between steps", "0.weight"),
+        ("early_stop_local", "rank-dependent-loop", "steps", ""),
+        ("evaluate_on_main", "rank-dependent-loop", "steps", ""),
+        ("metric_std", "metric-not-a-mean", "evaluation", "spread"),
+    ]
+]
+
+HEALTHY = [
+    "mlp",
+    "cnn",
+    "residual",
+    "groupnorm",
+    "gpt",
+    "lstm",
+    "translator",
+    "bag",
+    "frozen",
+    "groups",
+    "accumulated",
+    "clipped",
+    "grown",
+    "half",
+    "own",
+]
+
+
+def healthy_command(name: str) -> list[str]:
+    return [str(HERE / "healthy.py"), name]
+
+
+def judge(case: Fault, verdict: object) -> tuple[bool, bool, str]:
+    """Whether the fault was found, whether it was named, and what was said."""
+    found = verdict.difference is not None and verdict.exit_status != 0
+    d, cause = verdict.difference, verdict.cause
+    said = f"{cause.id if cause else None}: {d.phase} step {d.step} {d.name!r}" if d else f"{verdict.status}: {verdict.error[:300]}"
+    named = (
+        found
+        and cause is not None
+        and cause.id == case.cause
+        and d.phase == case.phase
+        and d.name.startswith(case.name)
+        and case.step in (None, d.step)
+    )
+    return found, named, said
