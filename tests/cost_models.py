@@ -87,13 +87,13 @@ def convolutions() -> nn.Module:
 
 PEAKS = {
     # model, shape of a sample, batch
-    "wide": (wide, (512,), 1024),
-    "convolutions": (convolutions, (3, 32, 32), 48),
+    "wide": (wide, (512,), 768),
+    "convolutions": (convolutions, (3, 32, 32), 72),
 }
 
 
 def train(name: str):
-    """The child's part: one small step warms the kernels, then three real ones."""
+    """The child's part: one small step warms the kernels, then two real ones."""
 
     def steps(samples: int, n: int) -> None:
         build, shape, _ = PEAKS[name]
@@ -107,4 +107,4 @@ def train(name: str):
             optimizer.zero_grad()
 
     steps(2, 1)
-    return lambda: steps(PEAKS[name][2], 3)
+    return lambda: steps(PEAKS[name][2], 2)

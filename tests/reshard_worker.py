@@ -16,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
@@ -42,9 +46,14 @@ PLANS = {
     "tensor": (2, "tensor=2"),
     "tensor-zero3": (4, "tensor=2,shard=parameters"),
 }
+_DATA = ["single", "replicate", "zero1", "zero2", "zero3", "zero3x3", "hybrid"]
+_MODEL = ["single", "zero3", "pipeline", "pipeline-replicas", "pipeline-zero3", "tensor", "tensor-zero3"]
+# from -> to: all of the first; of the second each with two very different ones, both ways
 MATRICES = {
-    "data": ["single", "replicate", "zero1", "zero2", "zero3", "zero3x3", "hybrid"],
-    "model": ["single", "zero3", "pipeline", "pipeline-replicas", "pipeline-zero3", "tensor", "tensor-zero3"],
+    "data": [(a, b) for a in _DATA for b in _DATA],
+    "model": [
+        (a, b) for a in _MODEL for b in _MODEL if {a, b} & {"single", "pipeline-zero3"} or (a, b) == ("tensor-zero3", "pipeline-replicas")
+    ],
 }
 STOP, END = 3, 6
 
@@ -151,7 +160,8 @@ def differ(a: Path, b: Path) -> float:
 
 
 def matrix(name: str, folder: Path) -> None:
-    plans, norm = MATRICES[name], name == "data"
+    pairs, norm = MATRICES[name], name == "data"
+    plans = list(dict.fromkeys(plan for plan, _ in pairs))
     by_size: dict[int, list[str]] = {}
     for plan in plans:
         by_size.setdefault(PLANS[plan][0], []).append(plan)
@@ -172,21 +182,20 @@ def matrix(name: str, folder: Path) -> None:
 
     def read(size: int) -> None:
         for plan in by_size[size]:
-            for source in plans:
-                run = start(PLANS[plan][1], norm, folder / f"{source}-{plan}", True)
+            for source in (a for a, b in pairs if b == plan):
+                run = start(PLANS[plan][1], norm, folder / f"{source}.{plan}", True)
                 assert run.state.step == STOP, run.state
                 train(run, END)
-                run.export(folder / f"{source}-{plan}.safetensors")
+                run.export(folder / f"{source}.{plan}.safetensors")
 
     for size in by_size:
         fork(size, lambda size=size: write(size))
-    for source in plans:
-        for plan in plans:
-            shutil.copytree(folder / source / "checkpoints", folder / f"{source}-{plan}" / "checkpoints")
+    for source, plan in pairs:
+        shutil.copytree(folder / source / "checkpoints", folder / f"{source}.{plan}" / "checkpoints")
     for size in by_size:
         fork(size, lambda size=size: read(size))
     result = {
-        f"{source} -> {plan}": differ(folder / f"{source}-{plan}.safetensors", folder / "whole.safetensors")
+        f"{source} -> {plan}": differ(folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors")
         for plan in plans
         for source in plans
     }
@@ -198,5 +207,223 @@ def matrix(name: str, folder: Path) -> None:
     print(json.dumps(result))
 
 
+# -- without a run: pieces of tensors ----------------------------------------------------------------------------------
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {
+        "f64": torch.randn(7, 3, generator=g, dtype=torch.float64),
+        "bf16": torch.randn(5, 4, generator=g).bfloat16(),
+        "int": torch.arange(12).reshape(6, 2),
+        "bool": torch.arange(9).reshape(9, 1) % 2 == 0,
+        "few": torch.randn(1, 2, generator=g),  # fewer rows than workers
+        "grid": torch.randn(6, 8, generator=g),
+        "plain": torch.randn(4, generator=g),
+        "zero-d": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def _divided(zero: bool) -> dict[str, torch.Tensor]:
+    """As DTensors on a 1-D mesh, the grid on a 2-D one where there are four workers; what is plain is plain."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    tensors = {n: torch.zeros_like(t) if zero else t for n, t in _tensors().items()}
+    if size == 1:
+        return {n: t.clone() for n, t in tensors.items()}
+    mesh = init_device_mesh("cpu", (size,))
+    two = init_device_mesh("cpu", (2, size // 2)) if size % 2 == 0 else None
+    for name in ("f64", "bf16", "int", "bool", "few"):
+        tensors[name] = distribute_tensor(tensors[name], mesh, [Shard(0)])
+    if two is not None:
+        tensors["grid"] = distribute_tensor(tensors["grid"], two, [Shard(0), Shard(1)])
+        tensors["f64"] = distribute_tensor(_tensors()["f64"] * (not zero), two, [Replicate(), Shard(0)])
+    else:
+        tensors["grid"] = distribute_tensor(tensors["grid"], mesh, [Shard(1)])
+    return tensors
+
+
+def pieces(folder: Path) -> None:
+    """Written by 1, 2, 3 and 4 workers, read by each; from the files, from rank 0, and by torch's own reader."""
+    from ronde import checkpoint as c
+    from ronde.world.group import connect
+
+    told: dict[str, object] = {}
+
+    def write(size: int) -> None:
+        me = connect()
+        parts = {"model": {n: c.piece_of(t, n) for n, t in _divided(False).items()}}
+        path = c.write_pieces(me, folder / str(size), 1, parts, {"random.safetensors": {"x": torch.ones(1)}}, {"n": size})
+        if size == 3:
+            c.write_pieces(me, folder / "3", 2, parts, {}, {"n": 2})
+        if size > 1:  # the same again: it is there already
+            assert c.write_pieces(me, folder / str(size), 1, parts, {}, {}) == path
+        c.export_pieces(me, parts["model"], {"other": "f64"}, folder / f"{size}.safetensors")
+        if me.is_main:
+            exported = load_file(folder / f"{size}.safetensors")
+            assert all(
+                torch.equal(exported[n], t) and exported[n].dtype == t.dtype for n, t in {**_tensors(), "other": _tensors()["f64"]}.items()
+            )
+
+    def read(size: int) -> None:
+        import torch.distributed as dist
+
+        me = connect()
+        for source in (1, 2, 3, 4):
+            for all_see in (True, False):
+                tensors = _divided(True)
+                found = c.verify(folder / str(source) / "step-000000001") if me.is_main or all_see else None
+                opened = {"model": found.source("model")} if found else {}
+                wants = [c.Want("model", n, c.box_of(t, n), c.local(t).copy_) for n, t in tensors.items()]
+                c.pull(me, opened, wants, all_see)
+                for name, value in _tensors().items():
+                    mine = c.piece_of(tensors[name])
+                    assert torch.equal(mine.tensor, value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value), (
+                        source,
+                        size,
+                        name,
+                    )
+        if size == 2:  # torch's own reader of sharded safetensors, without its exchange of pickled plans
+            import torch.distributed.checkpoint as dcp
+
+            tensors = {n: t for n, t in _divided(True).items() if n != "empty"}
+            place = folder / "3" / "step-000000001"
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(place)), no_dist=True)
+            for name in tensors:
+                mine, value = c.piece_of(tensors[name]), _tensors()[name]
+                assert torch.equal(mine.tensor, value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value), name
+        if size > 1:
+            dist.barrier()
+
+    def refuse() -> None:
+        """A worker whose disk is full, one that holds another shape, a tensor that nobody holds whole: all ranks say so."""
+        me = connect()
+        good = {"model": {"x": c.piece_of(torch.ones(3)), "y": c.Piece(torch.ones(2), (4,), c.Box((2 * me.rank,), (2,)))}}
+        path = c.write_pieces(me, folder / "refused", 1, good, {}, {})
+        texts = []
+        real = c.files.add
+        for how in ("full", "shape", "hole"):
+            parts = {"model": dict(good["model"])}
+            if how == "full" and me.rank == 1:
+
+                def add(*_: object) -> object:
+                    raise OSError(28, "No space left on device")
+
+                c.files.add = add
+            elif how == "shape" and me.rank == 1:
+                parts["model"]["x"] = c.piece_of(torch.ones(4))
+            elif how == "hole":
+                parts["model"]["y"] = c.Piece(torch.ones(2), (4,), c.Box((me.rank,), (2,)))
+            try:
+                c.write_pieces(me, folder / "refused", 2, parts, {}, {})
+            except ronde.CheckpointError as error:
+                texts.append(str(error))
+            c.files.add = real
+        assert c.find_valid(folder / "refused")[0].path == path
+        (folder / f"refused.{me.rank}.json").write_text(json.dumps([texts, sorted(p.name for p in (folder / "refused").iterdir())]))
+
+    for size in (1, 2, 3, 4):
+        fork(size, lambda size=size: write(size))
+    for size in (1, 2, 3, 4):
+        fork(size, lambda size=size: read(size))
+    fork(2, refuse)
+    told["refused"] = [json.loads((folder / f"refused.{rank}.json").read_text()) for rank in (0, 1)]
+    print(json.dumps(told))
+
+
+# -- models on meta ----------------------------------------------------------------------------------------------------
+
+
+def initialise(module: nn.Module) -> None:
+    for p in module.parameters(recurse=False):
+        nn.init.uniform_(p, -0.4, 0.4)
+    if isinstance(module, nn.BatchNorm1d):
+        module.reset_running_stats()
+    if isinstance(module, Net):
+        module.scale.fill_(0.5)
+        module.count.copy_(torch.arange(3))
+
+
+def meta(folder: Path) -> None:
+    """The same weights under every plan; trained, they are the same again; from a checkpoint too."""
+    told: dict[str, float] = {}
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return Net(False).double()
+
+    def go(name: str, init: object, suffix: str) -> None:
+        os.environ["RONDE_RUNS"] = "none"
+        run = start(PLANS[name][1], False, folder / f"{name}{suffix}", False, model=build(), init=init)
+        run.export(folder / f"{name}{suffix}.begin")
+        train(run, 3)
+        run.export(folder / f"{name}{suffix}.end")
+        run.save()
+
+    plans = ["single", "replicate", "zero3", "pipeline", "hybrid"]
+    for size in (1, 2, 4):
+        some = [plan for plan in plans if PLANS[plan][0] == size]
+        fork(size, lambda some=some: [go(plan, initialise, "") for plan in some])
+    checkpoint = next((folder / "zero3" / "checkpoints").iterdir())
+    fork(1, lambda: go("single", checkpoint, "-from"))
+    fork(2, lambda: go("zero3", folder / "single.end", "-from"))
+    for plan in plans[1:]:
+        told[plan] = max(differ(folder / f"{plan}.{at}", folder / f"single.{at}") for at in ("begin", "end"))
+    told["from a checkpoint"] = differ(folder / "single-from.begin", folder / "zero3.end")
+    told["from a file"] = differ(folder / "zero3-from.begin", folder / "single.end")
+    told["at all"] = differ(folder / "single.begin", folder / "single.end")
+    print(json.dumps(told))
+
+
+class Ones(nn.Linear):
+    """Drawing 100 million numbers is not what is measured."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def peak(folder: Path) -> None:
+    """What each of four workers needs at most while a model of 400 MB on meta is sharded over them."""
+    width, count = 2500, 16
+
+    def measure() -> None:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        from ronde.parallel.materialise import materialise
+        from ronde.world.group import connect
+
+        me = connect()
+        with torch.device("meta"):
+            model = nn.Sequential(*(Ones(width, width) for _ in range(count)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        small = nn.Linear(8, 8, device="meta")  # what is imported and allocated once
+        materialise(fully_shard(small), "reset", seed=0, device=me.device)
+        dist.barrier()
+
+        def status(name: str) -> int:
+            return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)) * 1024
+
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        materialise(model, "reset", seed=0, device=me.device)
+        del optimizer
+        held = sum(p.to_local().nbytes for p in model.parameters())
+        whole = sum(p.numel() * p.element_size() for p in model.parameters())
+        (folder / f"peak.{me.rank}").write_text(json.dumps([status("VmHWM") - before, held, whole]))
+
+    fork(4, measure)
+    print(json.dumps([json.loads((folder / f"peak.{rank}").read_text()) for rank in range(4)]))
+
+
 if __name__ == "__main__":
-    matrix(sys.argv[1], Path(sys.argv[2]))
+    what, where = sys.argv[1], Path(sys.argv[2])
+    {"pieces": pieces, "meta": meta, "peak": peak}.get(what, lambda folder: matrix(what, folder))(where)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import PEAKS, Block, Sleep, Tied, tokens_loss
-from processes import python
+from processes import child, marked, ronde, ronde_run
 from ronde.plan import Cluster, Costs
 from ronde.run.losses import LossCall
 from ronde.study import links
@@ -94,7 +96,8 @@ def test_a_layer_that_runs_again_holds_together_what_lies_between():
 
     chain = find_chain(model := Again(), lambda: MSE(model, numbers(8)(2)))
     why = {link.name: link.why_not for link in chain}
-    assert "runs again later" in why["a"] and "runs again later" in why["b"]
+    assert "runs again later" in why["a"] and "runs again later" in why["act"]
+    assert why["b"] == ""  # by the time the next one begins, all is done
     assert {link.name: link.calls for link in chain}["a"] == 2
 
 
@@ -191,7 +194,7 @@ def test_saved_bytes_are_those_that_torch_saves(model, compute, batches):
         ours = sum(u.saved for u in found.sizes[b])
         assert ours == pytest.approx(expected, rel=0.02, abs=256), b
     real = account(model, compute, batches, sizes, fake=False)
-    assert [u.saved for u in real.sizes[16]] == pytest.approx([u.saved for u in found.sizes[16]], abs=256)
+    assert [u.saved for u in real.sizes[16][:-1]] == pytest.approx([u.saved for u in found.sizes[16][:-1]], abs=256)
 
 
 def test_tied_weights_count_once_and_are_told():
@@ -313,7 +316,9 @@ def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds():
     compute = LossCall(tokens_loss, None)
     costs = weigh(model, optimizer, compute, words, 32)
     for b in (8, 32):
-        assert chain_peak(costs, b) == pytest.approx(peak(model, optimizer, compute, words(b))["Total"], rel=0.02)
+        assert chain_peak(costs, b) == pytest.approx(
+            peak(model, optimizer, compute, words(b))["Total"], rel=0.05
+        )  # it rounds up to 512 bytes
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
@@ -393,6 +398,7 @@ def test_nothing_of_the_script_changes_bit_by_bit():
     identity = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     flags, hooks = [m.training for m in model.modules()], [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     before, python_state, numpy_state = snapshot(), random.getstate(), np.random.get_state()[1].tolist()
+    step = optimizer.step
     threads, seen, rate = torch.get_num_threads(), model.seen, optimizer.param_groups[0]["lr"]
     costs = measure(model, optimizer, compute, batch, 8, seconds=0.2, threads=1, on_noise="note", reference=lambda: 0.004)
     after = snapshot()
@@ -403,28 +409,33 @@ def test_nothing_of_the_script_changes_bit_by_bit():
     assert [m.training for m in model.modules()] == flags
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
     assert (torch.get_num_threads(), model.seen, optimizer.param_groups[0]["lr"]) == (threads, seen, rate)
-    assert optimizer.step.__self__ is optimizer
+    assert optimizer.step is step
     assert [u.name for u in costs.units] == ["rnn", "norm", "frozen", "drop", "head", "(loss)"]
     assert costs.units[0].flops > 0 and costs.optimizer_seconds > 0
 
 
-def test_a_model_that_cannot_be_copied_is_timed_in_place_and_stays_as_it_was():
+def test_a_model_that_cannot_be_copied_stands_in_for_itself_and_stays_as_it_was():
     class Locked(nn.Module):
         def __init__(self):
             super().__init__()
+            self.seen = 0
             self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
         def __deepcopy__(self, memo):
             raise TypeError("a lock cannot be copied")
 
         def forward(self, x):
+            self.seen += 1
             return self.norm(self.layer(x))
 
     model = Locked()
-    before = copy.deepcopy(dict(model.state_dict()))
-    with pytest.raises(TypeError):  # bytes need a copy
-        measure(model, sgd(model), MSE, numbers(8), 8, seconds=0.1, on_noise="note", reference=lambda: 0.004)
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    costs = measure(model, torch.optim.Adam(parameters), MSE, numbers(8), 8, seconds=0.1, on_noise="note", reference=lambda: 0.004)
+    assert [u.name for u in costs.units] == ["layer", "norm", "(loss)"] and costs.optimizer_seconds > 0
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and model.seen == 0
+    assert all(p is q and p.grad is None for p, q in zip(parameters, model.parameters(), strict=True))
+    assert all(p is q for p, q in zip(buffers, model.buffers(), strict=True))
 
 
 def test_tied_and_repeated_blocks_are_measured():
@@ -486,18 +497,8 @@ def test_a_link_is_fitted_by_a_line():
     assert fit.alpha == pytest.approx(0.001, rel=0.2) and fit.beta == pytest.approx(1e8, rel=0.05) and fit.ranks == 4 and fit.residual < 0.1
 
 
-BENCH = """
-from ronde.cli import bench
-from ronde.cli.app import app, main
-if not any(group.name == "bench" for group in app.registered_groups):
-    bench.register(app)
-main()
-"""
-
-
-def bench(tmp_path, *args, timeout=120.0):
-    (tmp_path / "bench.py").write_text(BENCH)
-    return python(["bench.py", "bench", "cluster", *args], tmp_path, timeout)  # no process is left: it looks for them
+def bench(tmp_path, *args, timeout=150.0):
+    return ronde_run(["bench", "cluster", *args], tmp_path, timeout)  # that no process is left, it sees itself
 
 
 def test_bench_cluster_writes_a_file_that_plans_read(tmp_path):
@@ -510,7 +511,7 @@ def test_bench_cluster_writes_a_file_that_plans_read(tmp_path):
     assert (found.nodes, found.devices_per_node, found.device) == (1, 2, "cpu")
     assert found.base_bytes > 50 << 20 and found.memory_bytes > 1 << 28
     assert "all_reduce" in done.stdout and "written to c.yaml" in done.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bench.py", "c.yaml"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.yaml"]
 
 
 def test_bench_cluster_tells_what_is_wrong_before_it_starts_anything(tmp_path):
@@ -522,6 +523,18 @@ def test_bench_cluster_tells_what_is_wrong_before_it_starts_anything(tmp_path):
         done = bench(tmp_path, *args)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert "ronde bench cluster --workers 2" in bench(tmp_path, "--help").stdout
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path):
+    with child(ronde("bench", "cluster", "--workers", "2", "--accept-noise"), tmp_path) as started:
+        limit = time.monotonic() + 60
+        while len(marked(started.mark)) < 3 and time.monotonic() < limit:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done(30)
+    assert done.returncode == 130 and "nothing was written" in done.stderr, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):

@@ -383,7 +383,7 @@ def worker(listing: Path, out: Path) -> None:
         (out / "facts.json").write_text(json.dumps(facts))
 
 
-def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 170):
+def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300):
     """Train the cases on ``workers`` real processes; what rank 0 ended with, and what every rank held."""
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
@@ -411,8 +411,8 @@ COMMON = [
     *(Sharded("gpttokens", "sgd", plan=plan, micro=True) for plan in LEVELS),
 ]
 # Compared with each other, since one process computes these otherwise: in half precision it rounds otherwise, and it drops others out.
-HALF = [Sharded("gpt", "sgd", plan=p, precision=h, dtype="float32") for h in ("fp16", "bf16") for p in ("replicate", *LEVELS)]
-DROPOUT = [Sharded("dropout", "adamw", plan=p) for p in ("shard", "shard,recompute=full", "shard,recompute=selective")]
+HALF = [Sharded("gpt", "sgd", plan=p, precision=h, dtype="float32", steps=5) for h in ("fp16", "bf16") for p in ("replicate", *LEVELS)]
+DROPOUT = [Sharded("dropout", "adamw", plan=p, steps=4) for p in ("shard", "shard,recompute=full", "shard,recompute=selective")]
 CASES = {
     2: [
         *COMMON,
@@ -434,12 +434,12 @@ CASES = {
         Sharded("resnet", "sgd", plan="recompute=selective", sync_batchnorm=True, n=24),
         *HALF,
         *DROPOUT,
-        *(Sharded("mlp", o, plan="shard=optimizer") for o in ("Adafactor", "Rprop", "Adagrad", "ASGD", "NAdam")),
-        *(Sharded("mlp", o) for o in ("Adagrad", "ASGD", "NAdam", "Adadelta", "RAdam", "RMSprop", "Adamax", "Adam")),
+        *(Sharded("mlp", o, plan="shard=optimizer", steps=5) for o in ("Adafactor", "Rprop", "Adagrad", "ASGD", "NAdam")),
+        *(Sharded("mlp", o, steps=5) for o in ("Adagrad", "ASGD", "NAdam", "Adadelta", "RAdam", "RMSprop", "Adamax", "Adam")),
     ],
-    3: [*COMMON, Sharded("resnet", "adamw", sync_batchnorm=True, batch=7, n=23), Sharded("lstm", "sgd", batch=1, n=3, evaluate=True)],
+    3: [*COMMON[::2], Sharded("resnet", "adamw", sync_batchnorm=True, batch=7, n=23), Sharded("lstm", "sgd", batch=1, n=3, evaluate=True)],
     4: [
-        *COMMON[3:6],
+        COMMON[5],
         *(Sharded("gpttokens", "adamw", plan=f"{level},shard_within=2", micro=True, evaluate=False) for level in LEVELS),
         Sharded("mlp", "sgd", plan="shard,shard_within=2", evaluate=True, batch=5, n=13),
         Sharded("resnet", "sgd", plan="shard=gradients,shard_within=2,recompute=full", sync_batchnorm=True, batch=8, n=24),
@@ -447,6 +447,7 @@ CASES = {
 }
 
 
+@pytest.mark.timeout(320)  # 30 s where nothing else runs
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_the_same_training_as_a_plain_loop(workers, tmp_path):
     cases = CASES[workers]

@@ -366,7 +366,11 @@ def install(stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: 
         _set(stack, owner, attribute, _divided(vars(owner)[attribute], counts, arms.tensor))
     if block.narrow:
         container = model.get_submodule(block.path)
-        _set(stack, container, "forward", _narrowed(vars(container).get("forward"), region))
+        given = vars(container).get("forward")
+        if getattr(given, "__module__", "") == "ronde.parallel.recompute":  # each of its passes is to be narrowed, not what goes into it
+            _set(stack, container, "_forward_once", _narrowed(vars(container).get("_forward_once"), region))
+        else:
+            _set(stack, container, "forward", _narrowed(given, region))
 
 
 def _column(name: str, region: Region, pieces: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:

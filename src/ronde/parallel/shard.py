@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, backward, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, trainable
 from ronde.parallel.batchnorm import absent, synchronise
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
@@ -235,23 +235,28 @@ def fully_shard_model(
             f"shard={level!r} cannot carry {name} out: {_REFUSED[name]}. Use another optimizer"
             + (", or shard='none'." if name in ("LBFGS", "SparseAdam") else ", or shard='optimizer', which gives it whole parameters.")
         )
+    within = "model." if isinstance(model, _Root) else ""  # names as the script knows them
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ArgumentError(
-                f"shard={level!r}: {name!r} has sparse=True, and FSDP2 cannot divide sparse gradients. Build it with sparse=False, or use "
+                f"shard={level!r}: {name.removeprefix(within)!r} has sparse=True, and FSDP2 cannot divide sparse gradients. Build it with sparse=False, or use "
                 "shard='none' or 'optimizer'."
             )
     chosen = _alone(model, blocks if blocks is not None else repeated_blocks(model) or large_children(model))
     before = dict(model.named_parameters(remove_duplicate=False))
     lazy = [name for name, p in before.items() if is_lazy(p)]
     if lazy:
-        raise ArgumentError(f"shard={level!r}: {lazy[0]!r} has no shape yet: run one batch through the model before ronde.distribute.")
+        raise ArgumentError(
+            f"shard={level!r}: {lazy[0].removeprefix(within)!r} has no shape yet: run one batch through the model before ronde.distribute."
+        )
     whole = {p for p in before.values() if p.dim() == 0}
-    inside = {id(p): name for name, block in chosen.items() for p in block.parameters()}
+    inside = {id(p): name.removeprefix(within) for name, block in chosen.items() for p in block.parameters()}
     groups: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, p in before.items():
         if p not in whole:
-            groups.setdefault(f"{inside[id(p)]!r}" if id(p) in inside else "the model outside of its blocks", []).append((name, p))
+            groups.setdefault(f"{inside[id(p)]!r}" if id(p) in inside else "the model outside of its blocks", []).append(
+                (name.removeprefix(within), p)
+            )
     _check_types(groups, level)
     _from_first(list(dict.fromkeys(before.values())), mesh)
     with torch.no_grad():
@@ -435,6 +440,9 @@ class Shard(Replicate):
             self._root.register_forward_pre_hook(self._next_pass, prepend=True)
             self._root.register_forward_hook(partial(self._compare, -1))
         self._way = 0
+        whole = set(self.sharded.whole)
+        outside = [(owner, a) for _, owner, a in places.get(self._root, []) if owner._parameters[a] not in whole]
+        self._witness = outside[0] if outside else None
 
     def _hear(self, places: list[tuple[str, nn.Module, str]], module: nn.Module, _inputs: Any) -> None:
         """Now whole parameters are in place: note which of them the backward pass will reach."""
@@ -518,8 +526,7 @@ class Shard(Replicate):
             with absent():
                 value, weight = compute()
             self._weighted = weight is not None
-        start = torch.tensor(factor, dtype=value.dtype, device=value.device)
-        backward((value,), (start if scale is None else scale(start),))
+        self._backward(value, factor, scale)
         if self._is_whole():
             raise RondeError(
                 f"shard={self._level!r}: the backward pass ended without the exchange. In a loop of its own a script must call the model itself, "
@@ -527,7 +534,7 @@ class Shard(Replicate):
             )
 
     def _is_whole(self) -> bool:
-        return any(not isinstance(p, DTensor) and p.dim() for p in self.model.parameters())
+        return self._witness is not None and not isinstance(self._witness[0]._parameters[self._witness[1]], DTensor)
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
@@ -557,9 +564,9 @@ class Shard(Replicate):
         loss = payload[_LOSS].clone()
         if self._weighted:
             weight = payload[_WEIGHT]
-            for p in self.parameters:
-                if p.grad is not None:
-                    local(p.grad).div_(weight)
+            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, (1 / weight).to(gradients[0]))
             loss = loss / weight
         return loss
 
@@ -575,19 +582,22 @@ class Shard(Replicate):
                 held.setdefault(None, []).append(p.grad)
         total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)
         for place, gradients in held.items():
-            square = torch.stack([g.norm() for g in gradients]).to(total).square().sum()
+            square = torch.stack(torch._foreach_norm(gradients)).to(total).square().sum()
             if place is not None:
                 for d in place[1]:
                     dist.all_reduce(square, group=place[0].get_group(d))
             total += square
         factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for gradients in held.values():
-            for g in gradients:
-                g.mul_(factor.to(g.device))
+            torch._foreach_mul_(gradients, factor.to(gradients[0]))
 
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
         self.sharded.reshard()  # a forward pass of the script's own, after the backward pass, would hold old values
+
+    def loaded(self) -> None:
+        """See :meth:`Strategy.loaded`."""
+        self.sharded.reshard()
 
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
         """See :meth:`Strategy.infer`. Every worker has to call it equally often."""

@@ -231,8 +231,13 @@ class Predictor:
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
 
-    def __call__(self, plan: Plan, quick: bool = False) -> Prediction:
-        """What ``plan`` would take; ``quick`` by closed form instead of simulation, and with a cut that similar plans share.
+    def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
+        """What ``plan`` would take.
+
+        Args:
+            plan: which.
+            quick: by closed form instead of simulation, and with a cut that similar plans share.
+            split_waits: whether a pipeline is simulated again with free sends, to tell what it waits for; else all of it is bubble.
 
         Raises:
             ArgumentError: as :func:`predict`.
@@ -260,7 +265,7 @@ class Predictor:
         )
         at = groups(plan.layout, self.cluster, plan.shard_within)
         step = _Step(self, plan, at, share, micro_batches, largest)
-        return step.pipeline(quick) if plan.pipeline > 1 else step.whole(quick)
+        return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
 
     def floor_seconds(self, plan: Plan) -> float:
         """What a plan's computation alone takes at least, in equal stages if it is a pipeline: to leave plans out early."""
@@ -543,7 +548,7 @@ class _Step:
 
     # A pipeline.
 
-    def pipeline(self, quick: bool) -> Prediction:
+    def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
         plan, cluster = self.plan, self.cluster
         workers, virtual = plan.pipeline, plan.virtual
         at = self.at["stages"]
@@ -572,8 +577,10 @@ class _Step:
             unsent = timeline
         else:
             timeline = run_step(plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=cluster.action_seconds)
-            free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
-            unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=cluster.action_seconds)
+            unsent = timeline
+            if split_waits:
+                free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
+                unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=cluster.action_seconds)
         trainable = _by_worker(stages.trainable, stages, workers)
         parameters = _by_worker(stages.parameters, stages, workers)
         gather, exchange, sent = np.zeros(workers), np.zeros(workers), np.zeros(workers)

@@ -137,10 +137,14 @@ def in_flight(schedule: Schedule, workers: int, virtual: int, micro_batches: int
         return tuple(min(micro_batches, workers - s) for s in range(stages))
     if schedule in ("gpipe", "looped"):
         return (micro_batches,) * stages
-    # What comes after the warm-up repeats: two rounds of micro-batches show the maximum, if they are as large.
-    enough = 2 * workers
-    if micro_batches > enough and (micro_batches % workers == 0 or schedule == "zbv") and not allowed(schedule, workers, virtual, enough):
-        micro_batches = enough
+    if schedule in ("interleaved", "zero-bubble"):
+        most = [0] * stages
+        for worker in range(workers):
+            for turn, held in enumerate(_held(schedule, worker, workers, virtual, micro_batches)):
+                most[turn * workers + worker] = held
+        return tuple(most)
+    if micro_batches > 2 * workers:
+        micro_batches = 2 * workers  # what comes after the warm-up repeats
     most = [0] * stages
     for row in _compute(schedule, workers, virtual, micro_batches):
         now = [0] * stages
@@ -151,6 +155,27 @@ def in_flight(schedule: Schedule, workers: int, virtual: int, micro_batches: int
             elif kind in ("B", "W"):
                 now[stage] -= 1
     return tuple(most)
+
+
+def _held(schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int) -> list[int]:
+    """Most micro-batches that each of a worker's stages holds, counted as torch orders them, without making the list."""
+    rounds = max(1, micro_batches // workers)
+    size = micro_batches // rounds
+    split = schedule == "zero-bubble"
+    total = virtual * micro_batches
+    warm = min((virtual - 1) * size + (1 if split else 2) * (workers - 1 - worker), total)
+    late = worker if split else 0  # weights' parts that are behind
+    now, most = [0] * virtual, [0] * virtual
+    for op in range(total):
+        turn = op // size % virtual
+        now[turn] += 1
+        most[turn] = max(most[turn], now[turn])
+        done = op - warm - late
+        if done >= 0:
+            now[virtual - 1 - done // size % virtual] -= 1
+        if done > 2 * size * virtual:
+            break  # a whole round has come and gone: the next ones are the same
+    return most
 
 
 def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> float:
@@ -239,4 +264,4 @@ def _with_sends(schedule: Schedule, workers: int, virtual: int, micro_batches: i
 
 
 def _ours(action: Any) -> Action:
-    return Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+    return Action(action.stage_index, action.computation_type._value_, action.microbatch_index)

@@ -159,8 +159,9 @@ def search(
             full.append(made)
     full.sort(key=lambda p: rank_key(p, optimize))
     families: dict[str, Prediction] = {}
-    for made in full:
-        families.setdefault(made.plan.family, made)
+    for k, made in enumerate(full):
+        if made.plan.family not in families:
+            families[made.plan.family] = full[k] = predictor(made.plan) if simulate and made.plan.pipeline > 1 else made
     return Found(tuple(full), families, considered, len(full) if simulate else 0, left_out, workers, optimize)
 
 
@@ -338,11 +339,11 @@ def _choose(kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Predi
 
 def _in_full(predictor: Predictor, plan: Plan, optimize: Literal["speed", "memory"]) -> Prediction | None:
     try:
-        made = predictor(plan)
+        made = predictor(plan, split_waits=False)
     except ArgumentError:
         return None
     if plan.pipeline > 1 and optimize == "speed" and made.verdict in ("risky", "does not fit"):
-        evener = predictor(dataclasses.replace(plan, optimize="memory"))
+        evener = predictor(dataclasses.replace(plan, optimize="memory"), split_waits=False)
         if rank_key(evener, optimize) < rank_key(made, optimize):
             return evener
     return made

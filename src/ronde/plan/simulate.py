@@ -21,7 +21,7 @@ __all__ = ["INPUT_SHARE", "Event", "Timeline", "Times", "run_step", "simulate"]
 INPUT_SHARE = 0.5
 """Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts apart: assumed (F = I = W)."""
 
-_ACTIONS = 12_000  # a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
+_ACTIONS = 6_000  # a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from ronde.feed.randomness import restore_states, states
 from ronde.world import ArgumentError
 
-__all__ = ["LOSS", "Link", "Probe", "copied", "find_chain", "structure", "take", "tensors_of", "untouched"]
+__all__ = ["LOSS", "Link", "Probe", "find_chain", "standing_in", "structure", "take", "tensors_of", "untouched"]
 
 LOSS = "(loss)"
 """Name of the last unit."""
@@ -246,27 +246,45 @@ class Probe:
             handle.remove()
 
 
-def copied(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, dict[int, torch.Tensor]]:
+@contextlib.contextmanager
+def standing_in(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[nn.Module, dict[int, torch.Tensor]]]:
     """A copy of a model whose parameters, buffers and kept tensors are what ``make`` gives for each; tied ones stay tied.
 
-    Returns:
-        The copy, and id of the model's tensor -> the copy's.
+    A model that cannot be copied stands in for itself, with its tensors exchanged for the time being.
+
+    Yields:
+        The stand-in, and id of the model's tensor -> the stand-in's.
     """
     made: dict[int, torch.Tensor] = {}
-    memo: dict[int, Any] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in made:
-                new = make(parameter)
-                made[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
-        for buffer in module._buffers.values():
-            if buffer is not None and id(buffer) not in made:
-                made[id(buffer)] = make(buffer)
-        for value in vars(module).values():
+                made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
+        for value in (*module._buffers.values(), *vars(module).values()):
             if isinstance(value, torch.Tensor) and id(value) not in made:
                 made[id(value)] = make(value)
-    memo.update(made)
-    return copy.deepcopy(model, memo), made
+    try:
+        stand_in = copy.deepcopy(model, dict(made))  # type: ignore[arg-type]
+    except Exception:
+        stand_in = model
+    if stand_in is not model:
+        yield stand_in, made
+        return
+    before = [(module, dict(vars(module)), dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, values, parameters, buffers in before:
+            module._parameters.update({k: cast(nn.Parameter, made[id(p)]) for k, p in parameters.items() if p is not None})
+            module._buffers.update({k: made[id(b)] for k, b in buffers.items() if b is not None})
+            vars(module).update({k: made[id(v)] for k, v in values.items() if isinstance(v, torch.Tensor)})
+        yield model, made
+    finally:
+        for module, values, parameters, buffers in before:
+            vars(module).clear()
+            vars(module).update(values)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @dataclass

@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import Link, Probe, copied, take, tensors_of, untouched
+from ronde.study.chain import Link, Probe, standing_in, take, tensors_of, untouched
 from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
@@ -185,7 +186,7 @@ def measure(
     )
     say = tell or (lambda _: None)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    with untouched(model):
+    with untouched(model), contextlib.ExitStack() as stack:
         if threads is not None:
             torch.set_num_threads(threads)
         if not model.training:
@@ -193,11 +194,13 @@ def measure(
         say("weighing")
         costs = weigh(model, optimizer, compute, made, batch_size, autocast=autocast, chain=chain)
         links = [Link(u.name, u.alike) for u in costs.units]
-        subject = _Subject(model, optimizer, compute, links, where, autocast)
+        subject = _Subject(stack, model, optimizer, compute, links, where, autocast)
         sizes = subject.affordable(_sizes(batch_size, samples, norms), made, seconds, chosen=samples is not None)
         micro = {b: made(b) for b in sizes}
         say("timing")
-        gate = Gate(reference or Reference(where, calm=subject.calm), watch_others=reference is None and where.type == "cpu")
+        # Ranks that measure at once, as they will train, are no disturbance.
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        gate = Gate(reference or Reference(where, calm=subject.calm), watch_others=reference is None and where.type == "cpu" and alone)
         rounds = subject.time(micro, seconds, gate, say)
         kept, repeats, too_few = _keep(rounds, gate.good(), subject.calm)
         level = gate.level(repeats)
@@ -232,36 +235,35 @@ class _Subject:
     """The copy that is timed."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, compute: Any, chain: list[Link], device: torch.device, autocast: Callable[[], Any]
+        self,
+        stack: contextlib.ExitStack,
+        model: nn.Module,
+        optimizer: Optimizer,
+        compute: Any,
+        chain: list[Link],
+        device: torch.device,
+        autocast: Callable[[], Any],
     ) -> None:
         self.notes: list[str] = []
         self._compute, self._chain, self._device, self._autocast = compute, chain, device, autocast
         # On one thread the time that it worked is known, whatever else ran.
         self.calm = device.type == "cpu" and torch.get_num_threads() == 1
-        made: dict[int, torch.Tensor] = {}
-
-        def make(t: torch.Tensor) -> torch.Tensor:
-            return t.detach().clone()
-
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        self.model = model
-        try:
-            if size * 2.5 > free:
-                raise MemoryError(f"a copy of its {size / 2**30:.1f} GiB does not fit beside it")
-            self.model, made = copied(model, make)
-        except Exception as error:
-            made = {}
-            self.notes.append(f"timed in place, not on a copy ({type(error).__name__}: {error})")
-        self._own = self.model is model
+
+        def clone(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach().clone()
+
+        short = size * 5 > free  # weights, gradients, the optimizer's state, and activations
+        if short:
+            self.notes.append("memory is too short for a copy of the model: it was timed in place, and the optimizer's step was not")
+        self.model, made = stack.enter_context(standing_in(model, torch.Tensor.detach if short else clone))
         self.optimizer: Optimizer | None = None
-        if size * 5 < free or not self._own:
+        if not short:
             try:
-                self.optimizer = copied_optimizer(optimizer, made, make)
+                self.optimizer = copied_optimizer(optimizer, made, clone)
             except Exception as error:
                 self.notes.append(f"the optimizer's step could not be timed ({type(error).__name__}: {error})")
-        else:
-            self.notes.append("the optimizer's step was not timed: memory is too short for a copy of its state")
 
     def _clear(self) -> None:
         for p in self.model.parameters():
@@ -307,14 +309,10 @@ class _Subject:
             expected = 2 * _LEAST_ROUNDS * per_sample * b
             if spent + expected > 2 * seconds and len(kept) >= 2:
                 break
-            if spent + expected > 4 * seconds:
-                break
             kept.append(b)
             spent += expected
         if len(kept) < len(sizes):
             self.notes.append(f"a step is long: measured at micro-batches of {', '.join(map(str, kept))} samples, beyond them extrapolated")
-        if len(kept) == 1 and sizes[0] > 1:
-            kept.insert(0, max(1, sizes[0] // 2))
         return kept
 
     def time(self, micro: dict[int, Any], seconds: float, gate: Gate, say: Callable[[str], None]) -> _Rounds:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import LOSS, Link, Probe, copied, find_chain, tensors_of, untouched
+from ronde.study.chain import LOSS, Link, Probe, find_chain, standing_in, tensors_of, untouched
 from ronde.world import RondeError
 
 __all__ = [
@@ -439,6 +440,9 @@ def account(
         chain: the units; None finds them.
         fake: whether to try fake tensors first.
     """
+    torchs = logging.getLogger("torch._subclasses.fake_tensor")
+    level = torchs.level
+    torchs.setLevel(logging.CRITICAL + 1)  # that a kernel has no fake is told in ``reason``
     try:
         return _account(model, compute, batches, sizes, autocast, chain, fake)
     except Exception as error:
@@ -447,6 +451,8 @@ def account(
         found = _account(model, compute, batches, sizes, autocast, chain, False)
         found.reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found
+    finally:
+        torchs.setLevel(level)
 
 
 def _account(
@@ -458,9 +464,7 @@ def _account(
     chain: list[Link] | None,
     fake: bool,
 ) -> Account:
-    with untouched(model):
-        make = _maker(fake)
-        stand_in, _ = copied(model, make)
+    with untouched(model), standing_in(model, _maker(fake)) as (stand_in, _):
         micro = {b: batches(b) for b in sizes}
 
         def once() -> None:
@@ -514,7 +518,7 @@ def copied_optimizer(optimizer: Optimizer, made: dict[int, torch.Tensor], make: 
     """The script's optimizer, with its settings and its state, over the copies of its parameters.
 
     Args:
-        made: id of a parameter -> its copy, as :func:`ronde.study.chain.copied` gives it; completed for parameters that lack there.
+        made: id of a parameter -> its copy, as :func:`ronde.study.chain.standing_in` gives it; completed for parameters that lack there.
         make: copies a tensor of the state.
     """
     memo: dict[int, Any] = {}
@@ -592,13 +596,13 @@ def _optimizer_bytes(model: nn.Module, optimizer: Optimizer, fake: bool) -> tupl
         step()
         found: dict[str, int] = {}
         seen: set[int] = set()
-        for p, state in copy_.state.items():
+        for each, state in copy_.state.items():
             size = 0
             for storage, _ in _storages(state):
                 if storage._cdata not in seen:
                     seen.add(storage._cdata)
                     size += storage.nbytes()
-            name = names.get(id(p), "")
+            name = names.get(id(each), "")
             found[name] = found.get(name, 0) + size
         known = list(tensors_of([list(copy_.state.values())]))
         for group in copy_.param_groups:
@@ -713,9 +717,8 @@ def peak(
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    with untouched(model):
-        make = _maker(True)
-        stand_in, made = copied(model, make)
+    make = _maker(True)
+    with untouched(model), standing_in(model, make) as (stand_in, made):
         copy_ = copied_optimizer(optimizer, made, make)
         tracker = MemTracker()
         tracker.track_external(stand_in, copy_, *(t for t in tensors_of(batch)))

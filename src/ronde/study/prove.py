@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ronde.plan import Plan
 from ronde.study.prove_causes import Case, Cause, cause, diagnose, disagreement
-from ronde.study.prove_pool import Failure, Launch, Pool
+from ronde.study.prove_pool import CONSEQUENCES, Failure, Launch, Pool
 from ronde.study.prove_trace import Comparison, Difference, Trace, compare
 from ronde.world import ArgumentError
 
@@ -257,6 +257,9 @@ class Study:
             found.cause = cause("dropout-in-evaluation", f"at {where}")
 
     def _plan(self, plan: str, one: Trace, rounded: Trace, before: list[PlanVerdict]) -> PlanVerdict:
+        owns_loop = not any("argument" in key for key in one.steps()[0]["shapes"])
+        if owns_loop and Plan.parse(plan).pipeline > 1:
+            return PlanVerdict(plan, "refused", error="the script owns its loop (run.backward), a pipeline needs run.step(batch)")
         self.say(f"{self.pool.workers} workers, {plan}")
         launch = self._start(plan.replace("=", "-").replace(",", "_"), plan, list(range(self.pool.workers)))
         launch.limit_seconds = self._limit
@@ -292,7 +295,8 @@ class Study:
             reads = sorted({n for r in range(many.size) for n in _read_early(many, r)})
             return PlanVerdict(plan, "differs", told[0], cause(told[1], *(f"the script reads {n}" for n in reads[:3])), seconds=seconds)
         counts = [(len(many.steps(r)), sum(e["kind"] in ("evaluating", "evaluated") for e in many.events[r])) for r in range(many.size)]
-        if failure.kind in ("timeout", "killed") and len(set(counts)) > 1:
+        gone = failure.kind in ("timeout", "killed") or any(word in failure.text for word in CONSEQUENCES)
+        if gone and len(set(counts)) > 1:
             # They wait for each other at different places.
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers wait for", None, None, failure.text)

@@ -16,8 +16,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Draw from torch's, numpy's or random's own generators, which ronde seeds for the sampler, or leave shuffling to ronde.",
     ),
     "unseeded-data": (
-        "The same sample has other values in every run: the data set draws from a generator that nothing seeds, or from the clock.",
-        "Draw from torch's, numpy's or random's own generators, which ronde seeds for every sample.",
+        "The same sample has other values in every run or on every worker: the data set is made or augmented with what nothing seeds.",
+        "Seed before the data set is made (torch.manual_seed); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde.",
     ),
     "unseeded-init": (
         "The initial weights are others in every run, although prove seeds torch, numpy and random.",
@@ -287,7 +287,8 @@ def _of_order(case: Case) -> Cause:
 
 
 def _of_data(case: Case) -> Cause:
-    return cause("data-depends-on-rank", _reads(case, "setup", "between", "step"))
+    reads = _reads(case, "setup", "between", "step")
+    return cause("data-depends-on-rank" if reads else "unseeded-data", reads)
 
 
 def _of_between(case: Case) -> Cause:
@@ -415,6 +416,8 @@ def _of_gradients(case: Case) -> Cause:
         return cause("accumulation", "without micro-batches it is equal")
     splitting = _splitting(case)
     hooked = [n for n in opening.get("hooked", []) if n in (d.name, *d.others) or any(x.startswith(f"{n}.") for x in (d.name, *d.others))]
+    names = set(opening.get("names", []))
+    hooked += [n for n in opening.get("hooked", []) if n not in names and n not in hooked]  # a module's changes what is below it too
     if (reads and splitting is not False) or (splitting is False and not hooked):
         return cause(
             "rank-dependent-gradients", reads, None if splitting is not False else "one process that splits the batch alike does not differ"
@@ -428,8 +431,9 @@ def _of_gradients(case: Case) -> Cause:
 
 def _of_rate(case: Case) -> Cause:
     scheduled = case.one.first("opening").get("contract", {}).get("the scheduler") != "NoneType"
-    moves = any(s["lr"] != s["lr_after"] for s in case.one.steps())
-    return cause("scheduler" if scheduled or moves else "learning-rate", _reads(case, "between", "setup"))
+    stepped = case.many.notes().get("scheduler", []) + case.one.notes().get("scheduler", [])
+    where = f"the script steps a scheduler at {stepped[0].split('|', 1)[1]}" if stepped else None
+    return cause("scheduler" if scheduled or stepped else "learning-rate", where, _reads(case, "between", "setup"))
 
 
 def _of_weights(case: Case) -> Cause:

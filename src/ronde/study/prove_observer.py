@@ -741,12 +741,9 @@ class _Wide(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
-        self._casts = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._casts:
-            return torch.Tensor.double(args[0])
         name = getattr(func, "__name__", "")
         if name in _RANDOM and self._watch.phase in ("step", "evaluate", "update"):
             self._watch.note("random", f"{name}@{_place(False)}")
@@ -756,6 +753,25 @@ class _Wide(TorchFunctionMode):
         if dtype is not None and dtype in _HALVES:
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+
+def _patch_casts() -> None:
+    """``x.float()`` and ``x.to(torch.float32)`` in whatever way they are reached: a pipeline repeats what it has followed."""
+
+    def double(self: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
+        return self.double(**kwargs)
+
+    for name in ("float", "half", "bfloat16"):
+        setattr(torch.Tensor, name, double)
+    to = torch.Tensor.to
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value in _HALVES else value
+
+    def to_wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(self, *map(wide, args), **{k: wide(v) for k, v in kwargs.items()})  # type: ignore[no-any-return]
+
+    torch.Tensor.to = to_wide  # type: ignore[assignment,method-assign]
 
 
 def _patch_dropout(watch: Watch) -> None:
@@ -834,6 +850,15 @@ def _patch_ranks(watch: Watch) -> None:
 
         return call
 
+    schedule = torch.optim.lr_scheduler.LRScheduler.step
+
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where = _place(True)
+        if where:
+            watch.note("scheduler", where)
+        return schedule(self, *args, **kwargs)
+
+    torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
     torch.nn.utils.clip_grad_norm_ = clipping(clip)
     torch.nn.utils.clip_grad_value_ = clipping(clip_value)
 
@@ -842,10 +867,12 @@ def install(settings: Settings, rank: int) -> Watch:
     """Watch the script that this process is going to run."""
     watch = Watch(settings, rank)
     hooks.observer = watch
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    # A script that seeds nothing has other numbers on every worker, but in every study the same.
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
     torch.set_default_dtype(torch.float64)
+    _patch_casts()
     _patch_dropout(watch)
     _patch_ranks(watch)
 

@@ -20,13 +20,13 @@ from typing import Any, Self
 
 from ronde.world import RondeError, threads_per_worker
 
-__all__ = ["Failure", "Launch", "Pool"]
+__all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 1.5  # others' time to end by themselves once a worker has failed
 _LAUNCHERS = ("RONDE_", "OMPI_", "PMI_", "SLURM_", "SM_", "TORCHELASTIC_")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME")
-_CONSEQUENCES = (
+CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -38,6 +38,7 @@ _CONSEQUENCES = (
     "The client socket has failed",
     "is taken by another program",
 )
+"""What a rank says when another one has gone."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Pool:
             try:
                 told = json.loads((launch.folder / f"error-{rank}.json").read_text())
                 failure = Failure(rank, told["type"], told["text"], told["trace"], told.get("phase", ""))
-                found.append((any(c in told["text"] for c in _CONSEQUENCES), told["time"], rank, failure))
+                found.append((any(c in told["text"] for c in CONSEQUENCES), told["time"], rank, failure))
             except (OSError, ValueError, KeyError):
                 if status:
                     log = launch.folder / f"output-{rank}.log"

@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["main"]
 
-_WAIT_SECONDS = 20.0
+_WAIT_SECONDS = 10.0
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,176 @@
+"""A pipeline's bubble against the schedule's theory, and its speed beside torch's own pipeline with the same cut, in the same processes.
+
+    python benchmarks/pipeline.py                  4 stages of sleeping layers, 2 stages of real ones
+    python benchmarks/pipeline.py --rounds 10 --json benchmarks/results/pipeline.json
+
+Sleeping layers stand for a device each, so that four stages run on two cores. Rounds are interleaved (Ronde, torch, Ronde, …); the
+ratio is the median over rounds of torch's step time to Ronde's: above 1, Ronde is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SLEEP = {"forward": 0.010, "backward": 0.020}
+CASES = [
+    # name, stages, micro-batches, schedule, sleeping
+    ("sleeping, 4 stages, GPipe", 4, 8, "gpipe", True),
+    ("sleeping, 4 stages, 1F1B", 4, 8, "1f1b", True),
+    ("sleeping, 4 stages, interleaved ×2", 4, 8, "interleaved", True),
+    ("sleeping, 4 stages, zero-bubble", 4, 8, "zero-bubble", True),
+    ("transformer blocks, 2 stages, 1F1B", 2, 8, "1f1b", False),
+    ("transformer blocks, 2 stages, GPipe", 2, 8, "gpipe", False),
+]
+
+
+def worker(out: Path, rounds: int, cases: list[int]) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    import ronde
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, seconds, back):
+            ctx.back = back
+            time.sleep(seconds)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            time.sleep(ctx.back)
+            return g.clone(), None, None
+
+    class Layer(nn.Module):
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.share = share
+
+        def forward(self, x):
+            return Sleep.apply(x * self.scale, SLEEP["forward"] * self.share, SLEEP["backward"] * self.share)
+
+    def loss_of(output, target):
+        return (output - target).square().mean()
+
+    torch.set_num_threads(1)
+    found = []
+    for index in cases:
+        name, stages, micros, schedule, sleeping = CASES[index]
+        if stages != ronde.world().size:
+            continue
+        torch.manual_seed(0)
+        virtual = 2 if schedule == "interleaved" else 1
+        count = stages * virtual
+        if sleeping:
+            layers = nn.Sequential(*(Layer(1 / virtual) for _ in range(count)))
+            x = torch.randn(micros * 2, 8)
+        else:
+            layers = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(2 * count)))
+            x = torch.randn(micros * 2, 64, 128)
+        per = len(layers) // count
+        mine = ronde.world().rank
+        twin = nn.Sequential(*[layers[i] for i in range(mine * per, (mine + 1) * per)]) if virtual == 1 else None
+        import copy
+
+        twin = copy.deepcopy(twin)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=1e-6)
+        spec = f"pipeline={stages},virtual={virtual},schedule={schedule},micro_batch=2"
+        names = [str(i * per) for i in range(1, count)]
+        data = torch.utils.data.TensorDataset(x, x)
+        run = ronde.distribute(layers, optimizer, data, loss=loss_of, batch_size=len(x), plan=spec, split_at=names)
+
+        def ours(run=run) -> float:
+            for batch in run.batches():  # one a call: an epoch has one
+                dist.barrier()
+                start = time.perf_counter()
+                run.step(batch)
+                dist.barrier()
+                return time.perf_counter() - start
+            raise AssertionError
+
+        theirs = None
+        if virtual == 1 and schedule in ("gpipe", "1f1b"):
+            stage = PipelineStage(twin, mine, stages, torch.device("cpu"))
+            made = (Schedule1F1B if schedule == "1f1b" else ScheduleGPipe)(stage, micros, loss_fn=loss_of)
+            step = torch.optim.SGD(twin.parameters(), lr=1e-6)
+
+            def theirs(made=made, step=step, x=x) -> float:
+                dist.barrier()
+                start = time.perf_counter()
+                step.zero_grad()
+                if mine == 0:
+                    made.step(x)
+                elif mine == stages - 1:
+                    made.step(target=x)
+                else:
+                    made.step()
+                step.step()
+                dist.barrier()
+                return time.perf_counter() - start
+
+        a, b = [], []
+        for r in range(rounds + 2):
+            one = ours()
+            two = theirs() if theirs else float("nan")
+            if r >= 2:
+                a.append(one)
+                b.append(two)
+        busy = micros * (SLEEP["forward"] + SLEEP["backward"])
+        theory = {
+            "gpipe": (stages - 1) / (micros + stages - 1),
+            "1f1b": (stages - 1) / (micros + stages - 1),
+            "interleaved": (stages - 1) / (virtual * micros + stages - 1),
+        }.get(schedule)
+        result = {
+            "case": name,
+            "ronde_seconds": statistics.median(a),
+            "torch_seconds": statistics.median(b) if theirs else None,
+            "ratio": statistics.median(y / x for x, y in zip(a, b, strict=True)) if theirs else None,
+            "bubble": 1 - busy / statistics.median(a) if sleeping else None,
+            "theory": theory if sleeping else None,
+            "rounds": rounds,
+        }
+        found.append(result)
+    if ronde.world().is_main:
+        out.write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.rounds, list(range(len(CASES))))
+        return
+    rows = []
+    for workers in (4, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), __file__]
+            subprocess.run([*command, "--rounds", str(given.rounds), "--worker", str(out)], check=True, env={**os.environ})
+            rows += json.loads(out.read_text())
+    print(f"{'':40} {'Ronde':>9} {'torch':>9} {'ratio':>6} {'bubble':>7} {'theory':>7}")
+    for r in rows:
+        seconds = [f"{r[k] * 1e3:.1f} ms" if r[k] else "–" for k in ("ronde_seconds", "torch_seconds")]
+        ratio = f"{r['ratio']:.2f}" if r["ratio"] else "–"
+        shares = [f"{100 * r[k]:.1f} %" if r[k] is not None else "–" for k in ("bubble", "theory")]
+        print(f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} {shares[1]:>7}")
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

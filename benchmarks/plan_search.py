@@ -1,0 +1,113 @@
+"""How long the search takes for 4,096 devices and a chain of 96 layers, and how much memory (bars: 10 s, 500 MB).
+
+    python benchmarks/plan_search.py [--devices 4096] [--layers 96] [--flips]
+
+Prints wall and processor seconds and the peak of this process, torch's import (for its schedules) included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+
+from ronde.plan import Cluster, Costs, Fit, Line, Unit
+from ronde.plan.explain import explain, text
+from ronde.plan.search import search
+
+
+def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
+    """A GPT by formula, at 400 TFLOP/s: the search's time depends on its length and its sizes, not on where they come from."""
+    flops = 4e14
+    parameters = 12 * hidden * hidden
+    work = 2 * parameters * sequence + 4 * sequence * sequence * hidden
+    message = Line(0, 2 * sequence * hidden)
+    blocks = [
+        Unit(
+            f"layers.{i}",
+            Line(2e-5, work / flops),
+            Line(4e-5, 2 * work / flops),
+            4 * parameters,
+            4 * parameters,
+            8 * parameters,
+            0,
+            Line(0, 34 * sequence * hidden),
+            Line(0, 4 * sequence * hidden),
+            message,
+            message,
+            tensor=1.0,
+            tensor_reduce_bytes=Line(0, 4 * sequence * hidden),
+        )
+        for i in range(layers)
+    ]
+    table = 4 * 50_304 * hidden
+    embed = Unit(
+        "embed",
+        Line(1e-5, 1e-5),
+        Line(1e-5, 1e-5),
+        table,
+        table,
+        2 * table,
+        0,
+        message,
+        crossing_bytes=message,
+        crossing_grad_bytes=message,
+    )
+    work = 2 * 50_304 * hidden * sequence
+    head = Unit("head", Line(2e-5, work / flops), Line(2e-5, 2 * work / flops), table, table, 2 * table, 0, Line(0, 6 * sequence * 50_304))
+    return Costs(
+        (embed, *blocks, head),
+        batch,
+        input_bytes=16 * sequence,
+        optimizer_seconds=layers * parameters * 16 / 2e12,
+        optimizer="AdamW",
+        sequence=sequence,
+        base_bytes=2e9,
+        measured_samples=(1, 2),
+        tensor_divides=hidden // 128,
+    )
+
+
+def cluster(devices: int) -> Cluster:
+    node, wide = Fit(2e-5, 2.5e11, 8, assumed=True), Fit(6e-5, 1.5e11, 16, assumed=True)
+    links = {kind: {"node": node, "cluster": wide} for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
+    links["send"] = {"node": Fit(1e-5, 2e11, 2, assumed=True), "cluster": Fit(2e-5, 4e10, 2, assumed=True)}
+    return Cluster("data sheet", max(1, devices // 8), min(8, devices), "80 GB device", 80e9, links=links, overlap=0.9, interference=1.1)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--devices", type=int, default=4096)
+    options.add_argument("--layers", type=int, default=96)
+    options.add_argument("--hidden", type=int, default=8192)
+    options.add_argument("--sequence", type=int, default=2048)
+    options.add_argument("--batch", type=int, default=16_384)
+    options.add_argument("--flips", action="store_true", help="also search for when the answer would flip")
+    asked = options.parse_args()
+    costs, machines = model(asked.layers, asked.hidden, asked.sequence, asked.batch), cluster(asked.devices)
+    wall, processor = time.perf_counter(), time.process_time()
+    found = search(costs, machines, asked.devices)
+    searched = {"wall_seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
+    wall, processor = time.perf_counter(), time.process_time()
+    told = explain(found, costs, machines, with_flips=asked.flips)
+    if asked.flips:
+        searched.update(flips_wall_seconds=time.perf_counter() - wall, flips_processor_seconds=time.process_time() - processor)
+    print(text(told))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        json.dumps(
+            {
+                "devices": asked.devices,
+                "layers": asked.layers,
+                "plans": found.considered,
+                "simulated": found.simulated,
+                **{k: round(v, 2) for k, v in searched.items()},
+                "peak_mib": round(peak),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

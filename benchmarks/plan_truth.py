@@ -1,0 +1,289 @@
+"""Predicted step times against measured ones: predicted before anything of the plan has run.
+
+    python benchmarks/plan_truth.py                          loopback: real layers on 2 workers, sleeping layers on 4
+    python benchmarks/plan_truth.py --network 1gbit          two network namespaces with a shaped link between them (Linux, root)
+    python benchmarks/plan_truth.py --json benchmarks/results/plan_truth.json
+
+In each process group the layers and the links are measured first, with all workers at work; every plan is predicted, and the
+predictions are written down; then each plan trains. "After one step" corrects a plan's prediction by its first measured step.
+Reported: mean absolute error, the share of pairs of plans more than 5 % apart that are in the right order, and how far the chosen
+plan is from the best measured one. Sleeping layers stand for a device each, so that four workers run on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PLANS = {
+    2: [
+        "replicate",
+        "replicate,micro_batch=4",
+        "shard=optimizer",
+        "shard=gradients",
+        "shard=parameters",
+        "shard=parameters,recompute=full",
+        "pipeline=2,schedule=gpipe,micro_batch=2",
+        "pipeline=2,micro_batch=2",
+        "pipeline=2,micro_batch=4",
+        "pipeline=2,virtual=2,schedule=interleaved,micro_batch=2",
+    ],
+    4: [
+        "replicate",
+        "shard=parameters",
+        "pipeline=4,schedule=gpipe,micro_batch=2",
+        "pipeline=4,micro_batch=2",
+        "pipeline=4,micro_batch=4",
+        "pipeline=4,virtual=2,schedule=interleaved,micro_batch=2",
+        "pipeline=4,virtual=2,schedule=looped,micro_batch=2",
+        "pipeline=2,micro_batch=2",
+        "pipeline=2,shard=optimizer,micro_batch=2",
+    ],
+}
+CASES = {"transformer": 2, "mlp": 2, "sleep": 4, "uneven": 4}
+WARM, STEPS = 3, 8
+
+
+def build(kind: str) -> tuple[Any, Any, int]:
+    """Model, data set, global batch."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, seconds: float) -> Any:
+            ctx.seconds = seconds * x.shape[0]
+            time.sleep(ctx.seconds)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            time.sleep(2 * ctx.seconds)
+            return g.clone(), None
+
+    class Layer(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+            self.seconds = seconds
+
+        def forward(self, x: Any) -> Any:
+            return Sleep.apply(x @ self.weight, self.seconds)
+
+    if kind == "transformer":
+        layers = [nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(6)]
+        return nn.Sequential(*layers), torch.utils.data.TensorDataset(torch.randn(16, 64, 128), torch.randn(16, 64, 128)), 16
+    if kind == "mlp":
+        widths = [256, 1024, 1024, 512, 2048, 512, 256]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+        return nn.Sequential(*layers), torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64, 256)), 64
+    seconds = [0.001] * 8 if kind == "sleep" else [0.0004, 0.002, 0.0008, 0.0016, 0.0004, 0.0012, 0.002, 0.0006]
+    return nn.Sequential(*(Layer(s) for s in seconds)), torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randn(32, 64)), 32
+
+
+def worker(kind: str, out: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import ronde
+    from ronde.plan import Plan
+    from ronde.plan.predict import predict
+    from ronde.study import forecast
+    from ronde.study.links import calibrate
+
+    os.environ.setdefault("RONDE_RUNS", "none")
+
+    def loss_of(output: Any, target: Any) -> Any:
+        return (output - target).square().mean()
+
+    def train(spec: str) -> list[float]:
+        model, data, batch = build(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        run = ronde.distribute(model, optimizer, data, loss=loss_of, batch_size=batch, plan=spec)
+        seconds = []
+        while len(seconds) < WARM + STEPS:
+            dist.barrier()
+            start = time.perf_counter()
+            for b in run.batches():
+                run.step(b)
+                dist.barrier()
+                seconds.append(time.perf_counter() - start)
+                dist.barrier()
+                start = time.perf_counter()
+        return seconds[WARM:]
+
+    train("replicate")  # warms kernels, allocator and connections
+    me = ronde.run.entry.connect()
+    model, data, batch = build(kind)
+    work = ronde.parallel.Work(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-5),
+        lambda b: (loss_of(model(b[0]), b[1]), None),
+        lambda n: data[:n],
+    )
+    calls = ronde.run.losses.LossCall(loss_of, None)
+    dist.barrier()
+    costs = forecast.gauge(work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None)
+    dist.barrier()
+    cluster = calibrate(me, accept_noise=True)
+    predicted = {}
+    for spec in PLANS[me.size]:
+        parsed = Plan.parse(spec)
+        share = -(-batch // (me.size // (parsed.pipeline * parsed.tensor)))
+        count = -(-share // parsed.micro_batch) if parsed.micro_batch else 1
+        import dataclasses
+
+        plan = dataclasses.replace(parsed, workers=me.size, batch_size=batch, accumulation=count)
+        predicted[spec] = predict(plan, costs, cluster)
+    if me.is_main:
+        out.with_suffix(".predicted").write_text(json.dumps({k: v.step_seconds for k, v in predicted.items()}))
+    rows = []
+    for spec in PLANS[me.size]:
+        seconds = train(spec)
+        rows.append(
+            {
+                "case": kind,
+                "plan": spec,
+                "predicted": predicted[spec].step_seconds,
+                "terms": predicted[spec].terms,
+                "first": seconds[0],
+                "measured": statistics.median(seconds[1:]),
+            }
+        )
+    if me.is_main:
+        out.write_text(json.dumps({"rows": rows, "noise": costs.noise}))
+
+
+@contextlib.contextmanager
+def namespaces(rate: str) -> Iterator[list[str]]:
+    """Two network namespaces joined by a link of that rate; removed at the end."""
+    names = [f"ronde{os.getpid()}{end}" for end in "ab"]
+    try:
+        for name in names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        ends = [f"rd{os.getpid() % 10000}{end}" for end in "ab"]
+        subprocess.run(["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]], check=True)
+        for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+            subprocess.run(["ip", "link", "set", end, "netns", name], check=True)
+            inside = ["ip", "netns", "exec", name]
+            subprocess.run([*inside, "ip", "addr", "add", f"10.77.0.{i + 1}/24", "dev", end], check=True)
+            subprocess.run([*inside, "ip", "link", "set", end, "up"], check=True)
+            subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+            shape = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+            subprocess.run([*inside, *shape], check=True)
+            os.environ[f"_END{i}"] = end
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def start(kind: str, workers: int, network: str | None, out: Path) -> None:
+    """One process group on one case."""
+    own = [__file__, "--worker", kind, "--out", str(out)]
+    if network is None:
+        command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers)]
+        subprocess.run([*command, *own], check=True, timeout=900)
+        return
+    with namespaces(network) as names, socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+        processes = []
+        for rank in range(workers):
+            place = rank * 2 // workers
+            variables = {
+                "RANK": rank,
+                "WORLD_SIZE": workers,
+                "LOCAL_RANK": rank % (workers // 2),
+                "LOCAL_WORLD_SIZE": workers // 2,
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": os.environ[f"_END{place}"],
+                "OMP_NUM_THREADS": 1,
+                "RONDE_RUNS": "none",
+            }
+            environment = {**os.environ, **{k: str(v) for k, v in variables.items()}}
+            processes.append(subprocess.Popen(["ip", "netns", "exec", names[place], sys.executable, *own], env=environment))
+        try:
+            for process in processes:
+                if process.wait(900):
+                    raise SystemExit(f"a worker ended with {process.returncode}")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def report(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Errors, order and regret over all cases."""
+    before = [abs(r["predicted"] / r["measured"] - 1) for r in rows]
+    after = [abs(r["first"] / r["measured"] - 1) for r in rows]
+    right = total = 0
+    regrets = []
+    for _, group in itertools.groupby(rows, lambda r: (r["case"], r["network"])):
+        group = list(group)
+        for a, b in itertools.combinations(group, 2):
+            if abs(a["measured"] / b["measured"] - 1) > 0.05:
+                total += 1
+                right += (a["predicted"] < b["predicted"]) == (a["measured"] < b["measured"])
+        best = min(r["measured"] for r in group)
+        regrets.append(min(group, key=lambda r: r["predicted"])["measured"] / best - 1)
+    return {
+        "n": len(rows),
+        "mean_error": statistics.mean(before),
+        "mean_error_after_one_step": statistics.mean(after),
+        "pairs": total,
+        "pairs_in_order": right / max(1, total),
+        "worst_regret": max(regrets),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--network", action="append", default=[], help="rate of a shaped link, as 1gbit; several times for several")
+    parser.add_argument("--no-loopback", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.out)
+        return
+    rows: list[dict[str, Any]] = []
+    for network in [*([] if given.no_loopback else [None]), *given.network]:
+        for kind in given.cases.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "rows.json"
+                start(kind, CASES[kind], network, out)
+                found = json.loads(out.read_text())
+            for row in found["rows"]:
+                rows.append({**row, "network": network or "loopback", "noise": found["noise"]})
+                r = rows[-1]
+                print(
+                    f"{r['network']:9} {kind:12} {r['plan']:56} predicted {r['predicted'] * 1e3:8.1f} ms   "
+                    f"measured {r['measured'] * 1e3:8.1f} ms   {r['predicted'] / r['measured'] - 1:+6.1%}",
+                    flush=True,
+                )
+    summary = report(rows)
+    print(json.dumps(summary, indent=2))
+    if given.json:
+        given.json.write_text(json.dumps({"summary": summary, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
