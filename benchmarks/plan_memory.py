@@ -2,7 +2,7 @@
 
 One device, six models, two batch sizes each. *Chain* is what plans are predicted from: the sum over the units, each weighed under
 fake tensors; *tracker* is torch's own MemTracker on the whole step. What is measured is the peak of resident memory of a child
-process that builds the model and takes three steps, above what it held before the model was built, with an allocator that gives
+process that builds the model and takes two steps, above what it held before the model was built, with an allocator that gives
 back what is freed.
 
     python benchmarks/plan_memory.py                     # all, prints a table and writes benchmarks/results/plan_memory.json
@@ -169,7 +169,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[
 }
 
 
-def one_device(name: str, samples: int, steps: int = 3) -> Callable[[], None]:
+def one_device(name: str, samples: int, steps: int = 2) -> Callable[[], None]:
     """The child's part: kernels warmed on a small one, then the real one."""
     build, batches, loss, optimizer_class, _ = MODELS[name]
 
@@ -220,8 +220,7 @@ def main() -> None:
         for name in names:
             for samples in MODELS[name][4]:
                 predicted = predict(name, samples)
-                # The least of some: what a process takes beside its work only adds.
-                measured = min(measured_peak(f"{HERE}:{target}", name, samples).peak_bytes for _ in range(2))
+                measured = measured_peak(f"{HERE}:{target}", name, samples, timeout=900).peak_bytes
                 row: dict[str, Any] = {"family": family, "model": name, "batch": samples, "measured_bytes": measured, **predicted}
                 row["chain_error"] = predicted["chain"] / measured - 1
                 row["tracker_error"] = predicted["tracker"] / measured - 1
@@ -231,14 +230,27 @@ def main() -> None:
                     f" {predicted['tracker'] / 2**20:>10.1f} {row['tracker_error']:>+7.1%}",
                     flush=True,
                 )
-    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine(), "rows": rows}
+                _write(rows, arguments.output)
     for kind in ("chain", "tracker"):
         errors = [abs(r[f"{kind}_error"]) for r in rows]
-        result[f"{kind}_mean_error"], result[f"{kind}_largest_error"] = statistics.mean(errors), max(errors)
         print(f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs")
-    if not arguments.only:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {arguments.output}")
+    print(f"written to {arguments.output}")
+
+
+def _write(rows: list[dict[str, Any]], file: Path) -> None:
+    """After each row; rows of models and families that were not asked for stay."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["family"], row["model"], row["batch"]
+
+    held = {key(r): r for r in (json.loads(file.read_text())["rows"] if file.exists() else [])}
+    held |= {key(r): r for r in rows}
+    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    for kind in ("chain", "tracker"):
+        errors = [abs(r[f"{kind}_error"]) for r in held.values() if f"{kind}_error" in r]
+        result[f"{kind}_mean_error"], result[f"{kind}_largest_error"] = statistics.mean(errors), max(errors)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**result, "rows": list(held.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -275,6 +275,7 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
         clip_norm=case.get("clip"),
         plan=case["plan"],
         split_at=case.get("split_at"),
+        precision=case.get("precision", "fp32"),
     )
     losses: list[torch.Tensor] = []
     for _ in run.epochs(10_000):

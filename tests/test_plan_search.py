@@ -17,6 +17,7 @@ from ronde import ArgumentError
 from ronde.plan import Cluster, Costs, Fit, Layout, Line, Plan, Unit, cut, cut_at, cut_equal, unsupported
 from ronde.plan.chain import chain
 from ronde.plan.corrections import corrected, corrections_file, factors, record
+from ronde.plan.devices import cluster_of, device_named, speed_of
 from ronde.plan.explain import explain, find_flip, stretched, text
 from ronde.plan.links import Group, collective, groups, scaled
 from ronde.plan.partition import ALPHA, Held
@@ -606,6 +607,21 @@ def test_plans_that_cannot_be_predicted_are_refused():
     ):
         with pytest.raises(ArgumentError, match=match):
             predict(plan, costs, Cluster())
+
+
+def test_a_device_that_is_not_at_hand_is_estimated_and_said_to_be():
+    assert device_named("NVIDIA A100-SXM4-40GB").name == "A100-40GB" and device_named("NVIDIA H100 80GB HBM3").name == "H100-80GB"
+    with pytest.raises(ArgumentError, match="is not known"):
+        device_named("abacus")
+    costs = Costs((unit("a", 1.0, 2.0, 10, flops=1e12),), 8, measured_samples=(2,))
+    cluster = cluster_of("H100", 2, costs=costs)
+    # A second each of two samples, against 2e12 operations at 60 % of 989e12 and 20 µs.
+    assert cluster.speed == pytest.approx(2.0 / (2e12 / (0.6 * 989e12) + 20e-6)) and cluster.speed_is_estimate
+    notes = " ".join(predict(Plan(16, 64), costs, cluster).notes)
+    assert "an estimate" in notes and "data sheet" in notes
+    with pytest.raises(ArgumentError, match="operations are not known"):
+        speed_of(device_named("H100"), Costs((unit("a"),), 8))
+    assert cluster.links["all_reduce"]["node"].beta == pytest.approx(0.8 * 450e9 / (2 * 7 / 8))
 
 
 # -- the search ----------------------------------------------------------------------------------------------------------------

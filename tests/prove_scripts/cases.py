@@ -34,7 +34,7 @@ FAULTS = [
     # what distribute is given
     Fault("init_urandom", "unseeded-init", "initial weights", "first.weight", 0),
     Fault("init_by_workers", "init-depends-on-workers", "initial weights", "first.weight", 0),
-    Fault("model_by_workers", "init-depends-on-workers", "initial weights", "first.weight", 0),
+    Fault("model_by_workers", "model-depends-on-workers", "initial weights", "first.weight", 0),
     Fault("lr_by_workers", "learning-rate-depends-on-workers", "contract", "the optimizer's lr", 0),
     Fault("batch_by_workers", "batch-size-depends-on-workers", "contract", "batch_size", 0),
     # forward

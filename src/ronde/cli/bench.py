@@ -84,10 +84,7 @@ def register(app: typer.Typer) -> None:
             if outcome.status:
                 last = b"".join(said).decode(errors="replace").strip().splitlines()
                 text = outcome.error or (last[-1] if last else "a worker failed")
-                if outcome.rank == 0 and last and text.startswith("ended with"):
-                    text = last[-1]
-                hint = " --accept-noise writes it all the same." if "too busy" in text else ""
-                raise RondeError(f"{text.removeprefix('SystemExit: ')}{hint}")
+                raise RondeError(f"{text} Or write it all the same: --accept-noise." if "too busy" in text else text)
             found = Cluster.load(file)
             found.save(output)
         if as_json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,16 +76,23 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--json {file}: there is no folder {file.absolute().parent}.")
         wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
         console = _console()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stopped)
         try:
             with _progress(console) as say:
                 verdict = ask(command, workers, wanted, steps, timeout_seconds=timeout, progress=say)
-        except KeyboardInterrupt:
-            console.print("stopped by SIGINT; every process has ended", highlight=False)
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as stop:
+            number = stop.args[0] if stop.args else signal.SIGINT
+            print(f"stopped by {signal.Signals(number).name}; every process has ended", file=sys.stderr)
+            raise typer.Exit(128 + number) from None
         if file is not None:
             file.write_text(json.dumps(verdict.to_dict(), indent=2, default=str) + "\n")
         _print(console, verdict)
         raise typer.Exit(verdict.exit_status)
+
+
+def _stopped(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _console() -> Any:

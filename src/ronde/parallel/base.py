@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
@@ -95,6 +96,16 @@ class Strategy:
     def clip(self, max_norm: float) -> None:
         """Scale all gradients, of all workers together, so that their norm is at most ``max_norm``."""
         nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """In half precision: where one worker's gradients are not finite, no worker updates. Called where workers hold different parts."""
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = next(iter(found), self.parameters[0].device if self.parameters else torch.device("cpu"))
+        flag = torch.zeros(1, device=device)
+        for value in found.values():
+            flag += value.to(device).reshape(1)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        found.update({d: flag.to(d).clamp(max=1.0) for d in (found or [device])})
 
     def updated(self) -> None:
         """After the optimizer's step."""

@@ -102,7 +102,6 @@ class Pipeline(Strategy):
         self._samples = 1
         self._reached: set[int] = set()
         self._pending: list[tuple[Any, Any]] = []
-        self._scaled = False
         self._flags = [p.requires_grad for p in self.model.parameters()]
 
     # -- the cut -----------------------------------------------------------------------------------------------------
@@ -336,7 +335,8 @@ class Pipeline(Strategy):
             p.grad = None
         self._loss.zero_()
         self._reached = set()
-        self._scaled = scale is not None
+        if scale is not None:
+            scale(torch.zeros((), device=self.me.device))  # a scaler begins with its first use, and not every stage has the loss
         self._samples = parts[0].global_samples
         programs = [self._program(m) for m in micros]
         for made in programs:
@@ -370,7 +370,7 @@ class Pipeline(Strategy):
             coming["B", stage, micro] = self._receive(made, made.gradients[stage], worker_of(stage + 1, workers, schedule))
         elif kind == "SEND_F":
             flight = flights[key]
-            self._send([flight.sent[v] for v in made.sends[stage]], worker_of(stage + 1, workers, schedule))
+            self._send(_as_followed(made, stage, flight.sent), worker_of(stage + 1, workers, schedule))
         elif kind == "SEND_B":
             flight = flights[key]
             self._send([_gradient(flight.received[v]) for v in made.gradients[stage - 1]], worker_of(stage - 1, workers, schedule))
@@ -563,7 +563,7 @@ class Pipeline(Strategy):
                 handed = run.sent
                 after = worker_of(stage + 1, workers, schedule)
                 if after != self.place.pipeline:
-                    self._send([run.sent[v] for v in made.sends[stage]], after)
+                    self._send(_as_followed(made, stage, run.sent), after)
         return result if self.holds_result else None
 
     def start_epoch(self) -> None:
@@ -600,6 +600,18 @@ def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
     dist.all_reduce(flat, group=group)
     for g, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         g.copy_(part.view_as(g))
+
+
+def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """What a stage hands on, in order. The next one has made room for what was seen when the pass was followed."""
+    for v in made.sends[stage]:
+        value, found = made.values[v], sent[v]
+        if tuple(found.shape) != value.shape or found.dtype != value.dtype:
+            raise RondeError(
+                f"stage {stage} made a tensor of shape {list(found.shape)}, {found.dtype}, where {list(value.shape)}, {value.dtype} was seen "
+                "when the forward pass was followed: a pipeline needs shapes that depend on the batch's own shapes alone."
+            )
+    return [sent[v] for v in made.sends[stage]]
 
 
 class _Once(list[torch.Tensor]):

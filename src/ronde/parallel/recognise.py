@@ -316,7 +316,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _set(stack: ExitStack, target: nn.Module, name: str, value: Any) -> None:
     """Give a module an attribute of its own until ``stack`` is closed; a function becomes its method, also that of copies of it."""
     old = vars(target).get(name, _ABSENT)
-    vars(target)[name] = types.MethodType(value, target) if callable(value) else value
+    vars(target)[name] = types.MethodType(value, target) if isinstance(value, types.FunctionType) else value
 
     def back() -> None:
         if old is _ABSENT:
@@ -335,6 +335,11 @@ def _divided(value: Any, counts: Iterable[int], tensor: int) -> Any:
     if isinstance(value, tuple):
         return tuple((n, v // tensor if v in counts else v) for n, v in value)
     return value // tensor
+
+
+def _recomputes(module: nn.Module) -> bool:
+    """Whether :mod:`ronde.parallel.recompute` runs it twice."""
+    return getattr(vars(module).get("forward"), "__module__", "") == "ronde.parallel.recompute"
 
 
 def install(stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: set[tuple[str, str]]) -> None:
@@ -367,7 +372,7 @@ def install(stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: 
     if block.narrow:
         container = model.get_submodule(block.path)
         given = vars(container).get("forward")
-        if getattr(given, "__module__", "") == "ronde.parallel.recompute":  # each of its passes is to be narrowed, not what goes into it
+        if _recomputes(container):  # each of its passes is to be narrowed, not what goes into it
             _set(stack, container, "_forward_once", _narrowed(vars(container).get("_forward_once"), region))
         else:
             _set(stack, container, "forward", _narrowed(given, region))
@@ -434,6 +439,10 @@ def quiet(model: nn.Module) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     buffers = [(b, b.clone()) for b in model.buffers()]
     model.eval()
+    plain = ExitStack()
+    for m in model.modules():
+        if _recomputes(m):  # not here: what is looked at would be computed again
+            _set(plain, m, "forward", vars(m).get("_forward_once") or type(m).forward)
     for p, _ in flags:
         if p.is_floating_point():
             p.requires_grad_(True)
@@ -444,6 +453,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        plain.close()
         for p, flag in flags:
             p.requires_grad_(flag)
         for m, training in modes:
@@ -515,17 +525,22 @@ _NOT_BY_FEATURE = re.compile(
 _ATTENTION = re.compile(r"ScaledDot|(?<!Log)Softmax")
 
 
+def _shape(node: Any, index: int = 0) -> tuple[int, ...]:
+    """Of what a node's forward made. (What it has saved is left alone: to look at that may compute a block again.)"""
+    made = node._input_metadata
+    return tuple(made[index].shape) if index < len(made) else ()
+
+
 def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
     """Query and key heads, as the shapes in the middle of the attention say; 0 if they do not."""
     for node in nodes:
-        if "ScaledDot" in node.name() and hasattr(node, "_saved_query"):
-            return int(node._saved_query.shape[-3]), int(node._saved_key.shape[-3])
+        if "ScaledDot" in node.name() and len(_shape(node)) > 2:
+            key, index = node.next_functions[1]
+            return _shape(node)[-3], (_shape(key, index) if key is not None else _shape(node))[-3]
     for node in nodes:
-        if "oftmax" in node.name() and hasattr(node, "_saved_result"):
-            shape = node._saved_result.shape
-            if len(shape) >= 3:  # (samples, heads, …) or (samples × heads, …)
-                heads = int(shape[-3]) if len(shape) > 3 else int(shape[0]) // samples
-                return heads, heads
+        if _ATTENTION.search(node.name()) and len(shape := _shape(node)) > 2:  # (samples, heads, …) or (samples × heads, …)
+            heads = shape[-3] if len(shape) > 3 else shape[0] // samples
+            return heads, heads
     return 0, 0
 
 

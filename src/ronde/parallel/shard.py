@@ -13,12 +13,14 @@ while they compute; everything else is gathered for the whole step. Four things 
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,6 +57,8 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
     "LBFGS": "it keeps a flat list of whole parameters of its own",
 }
+
+_NOT_FUSED = ("SGD", "Adagrad")  # torch 2.13 has no fused step of theirs for shards; the plain one computes the same
 
 
 # -- dividing a model ----------------------------------------------------------------------------------------------------------
@@ -121,6 +125,10 @@ def _part_like(value: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 def adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> None:
     """Put parameters in the place of old ones, group by group, in the same order; state moves along."""
+    if type(optimizer).__name__ in _NOT_FUSED and any(group.get("fused") for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            group["fused"] = False
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(p, p) for p in group["params"]]
     for old, now in new.items():
@@ -325,16 +333,20 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     buffers = [(b, b.clone()) for b in model.buffers()]
     model.eval()
     always = set(blocks)
+    device = next(model.parameters()).device
+    drawn = random.getstate(), np.random.get_state()
     try:
         for samples in (1, 2, 4):
             uses.calls.clear()
-            with torch.random.fork_rng(enabled=True), torch.no_grad(), uses:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), uses:
                 work.compute(work.sample(samples))
             always &= set(uses.calls)
     except Exception:
         if always == set(blocks):
             return dict(blocks)  # a script that owns its loop may have another way through the model; a data set may be smaller
     finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
         for handle in handles:
             handle.remove()
         for m, training in modes:

@@ -1,29 +1,38 @@
 """Run one stage of a forward pass: the script's own Python runs, and what belongs to other stages is left out.
 
 Every stage runs the same lines. An event (a module's call, or a torch function between such calls) of an earlier stage is not
-carried out: what it would have made is a *ghost* with the right shape, or the tensor itself where that was sent here. After the
-last event of the stage the pass is left. No graph is captured: loops, branches on shapes or on the batch, tuples, dictionaries
-and caches of the model's own work as they do on one device.
+carried out: what it would have made is a *ghost* with the right shape, or the tensor itself where that was sent here. The pass is
+left where the next stage begins. No graph is captured: loops, branches on shapes or on the batch, tuples, dictionaries and caches
+of the model's own work as they do on one device.
+
+What is computed from the batch and constants alone is computed by every stage, as often as the script says, and is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ronde.plan.trace import Event, Interceptor, Trace, Value, build, not_an_event, tensors_in
+from ronde.plan.trace import Event, Given, Interceptor, Trace, Value, build, flatten, tensors_in
 from ronde.world import RondeError
 
-__all__ = ["Program", "StageRun", "program"]
+__all__ = ["Diverged", "Program", "StageRun", "program"]
+
+_tokens = itertools.count(1)
+
+
+class Diverged(RondeError):
+    """The forward pass took another path than when it was followed."""
 
 
 class _Left(BaseException):
-    """The stage's last event has happened. Not an Exception: the model's own ``except`` shall not catch it."""
+    """The next stage's first event comes. Not an Exception: the model's own ``except`` shall not catch it."""
 
 
 @dataclass(eq=False)
@@ -38,6 +47,8 @@ class Program:
         gradients: per stage, those of ``sends`` that take gradients.
         cloned: values that a later stage changes in place.
         reached: identities of the parameters that the loss's gradient arrives at.
+        replaced: a value that came from another by a change in place -> that one, and the stage.
+        kept: ``(module, attribute)`` where the forward pass keeps something from one pass to the next.
     """
 
     events: list[tuple[int, Event]]
@@ -47,46 +58,58 @@ class Program:
     gradients: list[tuple[int, ...]]
     cloned: frozenset[int]
     reached: frozenset[int] = frozenset()
+    replaced: dict[int, tuple[int, int]] = field(default_factory=dict)
+    kept: tuple[tuple[nn.Module, str], ...] = ()
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those that a stage uses, each once."""
         return list({id(p): p for s, e in self.events if s == stage for p in e.parameters}.values())
 
     def modules(self, stage: int) -> list[nn.Module]:
-        """Modules that run as a whole in a stage, each once."""
-        return list({id(e.module): e.module for s, e in self.events if s == stage and e.module is not None}.values())
+        """Modules that run as a whole in a stage, or whose buffers it changes, each once."""
+        mine = [e for s, e in self.events if s == stage]
+        found = [e.module for e in mine if e.module is not None] + [e.buffer[0] for e in mine if e.buffer is not None]
+        return list({id(m): m for m in found}.values())
 
 
 def program(trace: Trace, bounds: Sequence[int]) -> Program:
     """Cut a pass before the events ``bounds`` (numbers of the trace's events, ascending)."""
-    edges = list(bounds)
-    events = trace.coarse(edges)
-    stages = len(edges) + 1
+    # Of what every stage computes, only whole modules are counted: the rest may come as it likes.
+    events = [(stage, e) for stage, e in trace.coarse(list(bounds)) if not e.shared or e.kind == "call"]
+    stages = len(bounds) + 1
     stop = [0] * stages
     for i, (stage, _) in enumerate(events):
         stop[stage] = i + 1
+    for stage in range(1, stages):
+        stop[stage] = max(stop[stage], stop[stage - 1])
     made_in: dict[int, int] = {}
     needed: dict[int, int] = {}  # value -> last stage that reads it
-    changed_in: dict[int, set[int]] = {}
+    changed_in: dict[int, int] = {}  # memory -> last stage that changes it in place
+    values = trace.values
+    replaced = {v.index: (v.before, sum(b <= v.maker for b in bounds)) for v in values if v.before >= 0 and not v.shared}
     for stage, event in events:
         if event.shared:
             continue
         for value in event.reads:
-            needed[value] = max(needed.get(value, 0), stage)
-        for place, new in event.changes:
+            needed[value] = stage
+        for _, new in event.changes:
             made_in[new] = stage
-            if place < len(event.reads):
-                changed_in.setdefault(event.reads[place], set()).add(stage)
+        for storage in event.changed_storages:
+            changed_in[storage] = stage
         for value in event.made:
             made_in.setdefault(value, stage)
+            if values[value].kind != "tensor":
+                needed[value] = stages - 1
+    for value in made_in:
+        if values[value].readers and values[value].readers[-1] >= len(trace.events):
+            needed[value] = stages - 1  # the pass returns it
     sends: list[tuple[int, ...]] = []
     for stage in range(stages - 1):
-        sends.append(tuple(sorted(v for v, s in made_in.items() if s <= stage < needed.get(v, 0) and not trace.values[v].shared)))
+        sends.append(tuple(sorted(v for v, s in made_in.items() if s <= stage < needed.get(v, 0) and not values[v].shared)))
     sends.append(())
-    takes_gradient = [tuple(v for v in row if trace.values[v].requires_grad) for row in sends]
-    cloned = frozenset(v for v, where in changed_in.items() if v in made_in and any(s > made_in[v] for s in where))
-    # A value's ghost must not keep the pass that made it alive.
-    return Program(events, trace.values, stop, sends, takes_gradient, cloned, frozenset(trace.reached))
+    takes_gradient = [tuple(v for v in row if values[v].requires_grad) for row in sends]
+    cloned = frozenset(v for v, s in made_in.items() if values[v].storage and changed_in.get(values[v].storage, -1) > s)
+    return Program(events, values, stop, sends, takes_gradient, cloned, frozenset(trace.reached), replaced, trace.kept)
 
 
 class StageRun(Interceptor):
@@ -109,134 +132,240 @@ class StageRun(Interceptor):
         self.received = received
         self.sent: dict[int, torch.Tensor] = {}
         self.result: Any = None
+        self._events = program.events
+        self._values = program.values
         self._wanted = set(program.sends[stage])
         self._at = 0
         self._stop = program.bounds[stage]
         self._last = stage == len(program.bounds) - 1
-        self._ghosts: dict[int, int] = {}
-        self._stands_for: dict[int, Any] = {}  # a tensor that was changed in place elsewhere -> what it is now
+        self._token = next(_tokens)  # marks tensors that this run made or was handed
+        self._objects: dict[int, torch.Tensor] = {}  # value -> the tensor that stands for it here
+        self._handed_out: dict[int, int] = {}
+        self._memory: set[int] = set()
         self._kept: list[Any] = []
+        for value, tensor in received.items():
+            tensor._ronde_run = self._token  # type: ignore[attr-defined]
+            at: int | None = value
+            while at is not None:  # what it was before earlier stages changed it in place is the same object
+                self._objects[at] = tensor
+                old, where = program.replaced.get(at, (-1, stage))
+                at = old if where < stage and not self._values[old].shared else None
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """``call()``, as far as this stage goes."""
+        """``call()``, as far as this stage goes.
+
+        Raises:
+            Diverged: the pass takes another path than when it was followed.
+        """
         for value in self._wanted:
             if value in self.received:
                 self.sent[value] = self.received[value]  # made by an earlier stage, read by a later one
+        if not self._last and (self._stop == 0 or (self.stage and self._stop == self.program.bounds[self.stage - 1])):
+            return None  # nothing to do here
+        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
         try:
             with self:
-                if self._at < self._stop or self._last:
-                    self.result = call()
+                self.result = call()
         except _Left:
             return None
+        finally:
+            for module, name, was in kept:
+                if isinstance(_held(module, name), FakeTensor):
+                    _put_back(module, name, was)
+        if self._at < (len(self._events) if self._last else self._stop):
+            raise Diverged(f"the forward pass ended where {self._events[self._at][1].where} was expected. {_ADVICE}")
         return self.result
 
     # -- events ----------------------------------------------------------------------------------------------------
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """See :class:`Interceptor`."""
-        stage, event = self._expected()
-        if event.kind != "call" or event.module is not module:
+        if self._at >= len(self._events):
             return self.plain_call(module, args, kwargs)
-        with self.pause():
-            return self._event(stage, event, module, args, kwargs)
-
-    def on_function(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """See :class:`Interceptor`."""
-        if not_an_event(function):
-            with self.pause():
-                return function(*args, **kwargs)
-        stage, event = self._expected()
-        name = getattr(function, "__name__", "")
-        if event.kind != "op" or (name not in (event.name, "__get__")):
-            raise RondeError(
-                f"the forward pass took another path than when it was followed: {name} where {event.name} "
-                f"(in {event.inside or 'the model'}) was expected. Does a branch depend on randomness, or on how often it ran? A pipeline "
-                "needs a forward pass whose path depends on the batch alone; cut elsewhere with split_at, or use another plan."
-            )
-        with self.pause():
-            return self._event(stage, event, function, args, kwargs)
-
-    def _expected(self) -> tuple[int, Event]:
-        if self._at >= len(self.program.events):
-            raise RondeError(
-                "the forward pass went on after where it ended when it was followed: a pipeline needs the same path each time."
-            )
-        return self.program.events[self._at]
-
-    def _event(self, stage: int, event: Event, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._at += 1
-        here = stage == self.stage or event.shared
-        if not here:
-            result = self._ghostly(event, args, kwargs)
-        else:
-            result = function(*self._resolve(args, event), **self._resolve(kwargs, event))
-            if self._wanted:
-                self._note(event, args, kwargs, result)
-        if self._at >= self._stop and not self._last:
+        stage, event = self._events[self._at]
+        if event.module is not module:
+            return self.plain_call(module, args, kwargs)
+        if self._at >= self._stop:
             raise _Left
+        self._at += 1
+        if stage == self.stage or event.shared:
+            with self.pause():
+                return self._carry_out(event, module, args, kwargs)
+        if event.leaves or event.changes:
+            return self._ghostly(event, args, kwargs)
+        return build(event.shape, iter(()))
+
+    def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`."""
+        name = what[0]
+        counted = what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values()))
+        if self._at >= len(self._events):
+            if counted:
+                raise Diverged(f"the forward pass calls {name} after where it ended. {_ADVICE}")
+            return function(*args, **kwargs)
+        stage, event = self._events[self._at]
+        if not counted and (event.name != name or not self._unmarked(event, args)):
+            return function(*args, **kwargs)  # from the batch and constants: every stage computes it
+        if self._at >= self._stop:
+            raise _Left
+        if event.name != name or event.kind != "op":
+            raise Diverged(f"the forward pass calls {name} where {event.where} was expected. {_ADVICE}")
+        self._at += 1
+        if stage == self.stage:
+            return self._carry_out(event, function, args, kwargs)
+        return self._ghostly(event, args, kwargs)
+
+    def _counts(self, given: Any) -> bool:
+        """Whether something given was made by an event, or is a parameter."""
+        token = self._token
+        for value in given:
+            kind = type(value)
+            if kind is torch.Tensor:
+                if getattr(value, "_ronde_run", 0) == token or (self._memory and _memory(value) in self._memory):
+                    return True
+            elif kind is int or kind is float or value is None or kind is bool or kind is str:
+                continue
+            elif isinstance(value, torch.Tensor):
+                if isinstance(value, FakeTensor | nn.Parameter) or getattr(value, "_ronde_run", 0) == token:
+                    return True
+                if self._memory and _memory(value) in self._memory:
+                    return True
+            elif kind is tuple or kind is list:
+                if self._counts(value):
+                    return True
+            elif any(self._counts((t,)) for t in tensors_in(value)):
+                return True
+        return False
+
+    def _unmarked(self, event: Event, args: Any) -> bool:
+        """Whether an event may take what nobody marked: a buffer that it changes, or what was made out of sight."""
+        if event.buffer is not None:
+            module, name = event.buffer
+            return any(t is module._buffers.get(name) for t in tensors_in(args))
+        return event.loose
+
+    def _carry_out(self, event: Event, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not event.shared:
+            self._no_ghosts(event, args, kwargs)
+        result = function(*args, **kwargs)
+        if event.shared:
+            return result
+        token = self._token
+        if type(result) is torch.Tensor:
+            result._ronde_run = token  # type: ignore[attr-defined]
+        else:
+            for tensor in tensors_in(result):
+                if isinstance(tensor, FakeTensor):
+                    raise Diverged(f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}")
+                if not isinstance(tensor, nn.Parameter):
+                    tensor._ronde_run = token  # type: ignore[attr-defined]
+        if event.changes:
+            inputs = _inputs(args, kwargs)
+            for place, value in event.changes:
+                self._mark(inputs[place])
+                if value in self._wanted:
+                    self._send(event, value, inputs[place])
+        if not self._wanted.isdisjoint(event.made):
+            if event.shape is None and len(event.made) == 1 and isinstance(result, torch.Tensor):
+                self._send(event, event.made[0], result)
+            else:
+                leaves: list[Any] = []
+                flatten(result, leaves)
+                made = iter(event.made)
+                for leaf, mark in zip(leaves, event.leaves, strict=True):
+                    if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor):
+                        value = next(made)
+                        if value in self._wanted:
+                            self._send(event, value, leaf)
         return result
 
-    def _note(self, event: Event, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep what the next stage needs."""
-        if not self._wanted.isdisjoint(event.made):
-            for value, tensor in zip(event.made, _leaves(event, result), strict=True):
-                if value in self._wanted and value not in self.sent:
-                    self.sent[value] = tensor
-        if event.changes:
-            inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
-            for place, value in event.changes:
-                if value in self._wanted:
-                    self.sent[value] = self._stands_for.get(id(inputs[place]), inputs[place])
+    def _send(self, event: Event, number: int, made: Any) -> None:
+        value = self._values[number]
+        if value.kind == "number":
+            made = torch.tensor(made, dtype=value.dtype)
+        elif value.kind == "array":
+            made = torch.from_numpy(made.copy())
+        if tuple(made.shape) != value.shape or made.dtype != value.dtype:
+            raise Diverged(
+                f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
+                f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
+            )
+        self.sent[number] = made
+
+    def _no_ghosts(self, event: Event, args: Any, kwargs: Any) -> None:
+        """Nothing that is read may be missing."""
+        for given in (args, kwargs.values()) if kwargs else (args,):
+            for value in given:
+                if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
+                    continue
+                for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+                    if isinstance(tensor, FakeTensor) and (event.kind == "op" or self._handed_out.get(id(tensor), -1) in event.reads):
+                        raise Diverged(f"{event.where} takes a tensor that an earlier stage made and that was not sent. {_ADVICE}")
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        """Changed in place by an event: it, and what shares its memory, is no constant any more."""
+        if getattr(tensor, "_ronde_run", 0) != self._token and not isinstance(tensor, FakeTensor):
+            tensor._ronde_run = self._token  # type: ignore[attr-defined]
+            self._memory.add(_memory(tensor))
+            self._kept.append(tensor)
 
     def _ghostly(self, event: Event, args: Any, kwargs: Any) -> Any:
         """What an event of another stage would have returned."""
         if event.changes:
-            inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
+            inputs = _inputs(args, kwargs)
             for place, value in event.changes:
-                self._stands_for[id(inputs[place])] = self._stand_in(self.program.values[value])
-                self._kept.append(inputs[place])
-        return build(event.shape, iter([self._stand_in(leaf) if isinstance(leaf, Value) else leaf for leaf in event.leaves]))
+                tensor = inputs[place]
+                if isinstance(tensor, FakeTensor) or tensor is self._objects.get(value):
+                    continue
+                self._mark(tensor)
+                held = self.received.get(value)
+                if held is not None:  # a constant that earlier stages filled in
+                    with torch.set_grad_enabled(held.requires_grad):
+                        tensor.copy_(held)
+        if event.shape is None and len(event.leaves) == 1 and isinstance(event.leaves[0], Value):
+            return self._stand_in(event.leaves[0])
+        leaves = []
+        for leaf in event.leaves:
+            if isinstance(leaf, Value):
+                leaves.append(self._stand_in(leaf))
+            elif isinstance(leaf, Given):
+                leaves.append(_inputs(args, kwargs)[leaf.place] if leaf.tensor else (*args, *kwargs.values())[leaf.place])
+            else:
+                leaves.append(leaf)
+        return build(event.shape, iter(leaves))
 
-    def _stand_in(self, value: Value) -> torch.Tensor:
-        held = self.received.get(value.index)
+    def _stand_in(self, value: Value) -> Any:
+        held = self._objects.get(value.index)
+        if value.kind != "tensor":
+            held = value.ghost if held is None else held
+            return held.item() if value.kind == "number" else held.numpy()
         if held is not None:
             return held
-        self._ghosts[id(value.ghost)] = value.index
-        return value.ghost
-
-    def _resolve(self, given: Any, event: Event) -> Any:
-        """Arguments with tensors in place of ghosts."""
-        if isinstance(given, torch.Tensor):
-            if self._stands_for:
-                given = self._stands_for.get(id(given), given)
-            if isinstance(given, FakeTensor):
-                value = self._ghosts.get(id(given))
-                if value is None or value not in self.received:
-                    raise RondeError(
-                        f"{event.name} (in {event.inside or 'the model'}) needs a tensor that an earlier stage made and that was not "
-                        "expected here: the model cannot be cut there. Choose where with split_at, or use another plan."
-                    )
-                return self.received[value]
-            return given
-        if given is None or isinstance(given, int | float | str):
-            return given
-        if type(given) is tuple:
-            return tuple(self._resolve(v, event) for v in given)
-        if type(given) is list:
-            return [self._resolve(v, event) for v in given]
-        if type(given) is dict:
-            return {k: self._resolve(v, event) for k, v in given.items()}
-        if any(isinstance(t, FakeTensor) or id(t) in self._stands_for for t in tensors_in(given)):
-            from torch.utils._pytree import tree_map_only
-
-            return tree_map_only(torch.Tensor, lambda t: self._resolve(t, event), given)
-        return given
+        ghost = value.ghost
+        self._handed_out[id(ghost)] = value.index
+        return ghost
 
 
-def _leaves(event: Event, result: Any) -> Iterable[torch.Tensor]:
-    """The tensors among an event's results, in the order of ``event.made``."""
-    from ronde.plan.trace import flatten
+_ADVICE = (
+    "A pipeline needs a forward pass whose path depends on the shapes of the batch alone, not on randomness, on activations, or on how often "
+    "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of one stage, or use another plan."
+)
 
-    leaves: list[Any] = []
-    flatten(result, leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter)]
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    return module._buffers[name] if name in module._buffers else module.__dict__.get(name)
+
+
+def _put_back(module: nn.Module, name: str, was: Any) -> None:
+    if name in module._buffers:
+        module._buffers[name] = was
+    else:
+        module.__dict__[name] = was

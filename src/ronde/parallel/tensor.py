@@ -356,6 +356,24 @@ class _Together:
     names: list[str]
     parameters: list[nn.Parameter]
 
+    def _teach(self, scale: Scale | None) -> None:
+        """Let the gradient scaler take divided and whole gradients at once, and find what is not finite on any worker."""
+        scaler = getattr(scale, "__self__", None)
+        if scaler is None or "_unscale_grads_" in vars(scaler):
+            return
+
+        def unscale(optimizer: Optimizer, inverse: torch.Tensor, found: torch.Tensor, _allow_fp16: bool) -> dict[Any, torch.Tensor]:
+            found = found.to(self.me.device)
+            by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                by_type.setdefault(p.grad.dtype, []).append(_local(p.grad))
+            for same in by_type.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(self.me.device))
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            return {self.me.device: found}
+
+        scaler._unscale_grads_ = unscale
+
     def _complete(self) -> None:
         """Add up the gradients of which each worker has a part; where kernels may round differently, make the others one."""
         partials, same = [], []
@@ -400,6 +418,7 @@ class Tensor(_Together, Replicate):
         """See :meth:`Strategy.micro`."""
         if not self._begun:
             self._begun = True
+            self._teach(scale)
             self._payload.zero_()
             for p in self.parameters:
                 p.grad = None
@@ -431,7 +450,7 @@ class Tensor(_Together, Replicate):
         if self._replicas.size() > 1:
             self._exchange()
         self._complete()
-        self._lenient.enter_context(implicit_replication())  # an optimizer or a scaler may take all gradients at once
+        self._lenient.enter_context(implicit_replication())  # an optimizer may take all parameters at once
         loss = self._payload[_LOSS].clone()
         weight = self._payload[_WEIGHT]
         if self._weighted if self._weighted is not None else bool(weight != 0):
@@ -505,6 +524,11 @@ class TensorShard(_Together, Shard):
         self._take_note()
         self.sync_buffers()
 
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
+        """See :meth:`Strategy.micro`."""
+        self._teach(scale)
+        super().micro(compute, part, scale)
+
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
         me = self.me
@@ -543,10 +567,6 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
             f"plan={plan.spec!r}: shard='optimizer' does not go with tensor={plan.tensor}: use shard='gradients', which divides the optimizer's state as well."
         )
     sharded = plan.shard != "none" and plan.replicas > 1
-    if sharded and plan.precision == "fp16":
-        raise ArgumentError(
-            f"plan={plan.spec!r} with precision='fp16': torch's GradScaler cannot take gradients of two meshes at once. Use precision='bf16'."
-        )
     if any(isinstance(p, DTensor) for p in work.model.parameters()):
         raise ArgumentError("model is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it.")
     data, together = _meshes(plan, me)
@@ -554,10 +574,11 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
     divided = divide(plan, work, me, together)
     if divided.said and me.is_main:
         warnings.warn(divided.said, stacklevel=2)
-    if sharded or any("foreach" in g or "fused" in g for g in work.optimizer.param_groups):
-        for group in work.optimizer.param_groups:
-            if sharded and (group.get("foreach") or group.get("fused")):
-                group.update(foreach=False, fused=None)  # they take parameters of one mesh only
+    for group in work.optimizer.param_groups:
+        if group.get("fused") or (sharded and group.get("foreach")):
+            group.update(
+                foreach=False, fused=None
+            )  # fused kernels take no plain tensors beside divided ones, others only those of one mesh
     if plan.sync_batchnorm:
         synchronise(work.model, data.get_group() if data.ndim == 1 else dist.new_group())
     if sharded:

@@ -6,18 +6,24 @@ same Python again, and leaves out the events of other stages (:mod:`ronde.parall
 
 Activations are fake tensors while a model is followed: shapes without memory or arithmetic. What is computed from the batch and
 from constants alone (masks, positions) is computed for real: a forward pass may look at it, and every stage computes it again.
+A forward pass that looks at its activations is followed for real instead.
 """
 
 from __future__ import annotations
 
+import logging
+import random as python_random
+import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence
@@ -29,6 +35,7 @@ from ronde.world import ArgumentError
 __all__ = [
     "Call",
     "Event",
+    "Given",
     "Interceptor",
     "Point",
     "Trace",
@@ -37,6 +44,8 @@ __all__ = [
     "build",
     "flatten",
     "follow",
+    "is_random",
+    "name_of",
     "not_an_event",
     "tensors_in",
 ]
@@ -51,30 +60,66 @@ _CONTAINERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "gumbel", "cauchy", "geometric")
-_NAMES_NOT_EVENTS = frozenset(
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_RANDOM = re.compile(
+    "rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel|cauchy|geometric|rrelu|binomial|_standard_gamma|"
+    "_sample_dirichlet|fractional_max_pool"
+)
+_NAMES_NOT_EVENTS = _words(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex is_signed "
-    "get_device is_same_size __len__ __repr__ __format__ __hash__ data_ptr is_shared is_pinned untyped_storage storage register_hook "
-    "requires_grad_ retain_grad is_nonzero_static has_names is_inference is_set_to is_conj is_neg result_type promote_types "
+    "get_device is_same_size __len__ __hash__ is_shared is_pinned untyped_storage storage "
+    "requires_grad_ has_names is_inference is_set_to is_conj is_neg result_type promote_types "
     "is_tensor is_storage is_grad_enabled get_default_dtype set_default_dtype can_cast finfo iinfo is_autocast_enabled "
-    "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes".split()
+    "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
 )
 _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
+# Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
+_NUMBERS = _words("item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy")
+_MOST_NUMBERS = 4096
+# Functions whose result's shape depends on what is in a tensor.
+_DATA_SHAPED = _words("nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations")
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+_kinds: dict[Any, tuple[str, bool, bool]] = {}
+
+
+def name_of(function: Any) -> str:
+    """Of a torch function; of a tensor's property, the property's."""
+    name = getattr(function, "__name__", None) or str(function)
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(function.__self__, "__name__", name))
+    return str(name)
 
 
 def not_an_event(function: Any) -> bool:
     """Whether a torch function only looks at a tensor's shape, type or place."""
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return getattr(getattr(function, "__self__", None), "__name__", "") not in _TENSOR_PROPERTIES
-    return name in _NAMES_NOT_EVENTS or name in ("__set__", "__delete__")
+    return kind_of(function)[1]
 
 
-def _name(function: Any) -> str:
-    name = getattr(function, "__name__", str(function))
-    if name == "__get__":
-        return str(getattr(function.__self__, "__name__", name))
-    return str(name)
+def is_random(name: str) -> bool:
+    """Whether a function of that name draws random numbers."""
+    return _RANDOM.search(name) is not None
+
+
+def kind_of(function: Any) -> tuple[str, bool, bool]:
+    """Name, whether it is no event, whether it draws random numbers."""
+    found = _kinds.get(function)
+    if found is None:
+        name = name_of(function)
+        how = getattr(function, "__name__", "")
+        if how in ("__get__", "__set__", "__delete__"):
+            passive = name not in _TENSOR_PROPERTIES
+        else:
+            passive = name in _NAMES_NOT_EVENTS
+        found = (name, passive, not passive and is_random(name))
+        if len(_kinds) < 10_000:
+            _kinds[function] = found
+    return found
 
 
 class _Opaque(Exception):
@@ -101,8 +146,8 @@ def flatten(value: Any, leaves: list[Any]) -> Any:
             raise _Opaque
         leaves.append(value)
         return None
-    parts, spec = pytree.tree_flatten(value)
-    return (spec, [flatten(v, leaves) for v in parts])
+    parts, spec = pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
+    return ((type(value), spec), [flatten(v, leaves) for v in parts])
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -122,8 +167,8 @@ def build(shape: Any, leaves: Iterator[Any]) -> Any:
     if kind is dict:
         return dict(zip(shape[1], [build(s, leaves) for s in shape[2]], strict=True))
     parts = [build(s, leaves) for s in shape[1]]
-    if isinstance(kind, pytree.TreeSpec):
-        return pytree.tree_unflatten(parts, kind)
+    if type(kind) is tuple:
+        return pytree.SUPPORTED_NODES[kind[0]].unflatten_fn(parts, kind[1])
     if kind is PackedSequence or hasattr(kind, "_fields"):
         return kind(*parts)
     return kind(parts)
@@ -131,17 +176,35 @@ def build(shape: Any, leaves: Iterator[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in an argument or a result, as far as can be seen."""
+    found: list[torch.Tensor] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        return [value]
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | slice):
-        return []
-    if isinstance(value, tuple | list | set):
-        return [t for v in value for t in tensors_in(v)]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in tensors_in(v)]
-    if type(value) in pytree.SUPPORTED_NODES:
-        return [t for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) for t in [v]]
-    return []
+        found.append(value)
+    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+        pass
+    elif isinstance(value, tuple | list | set):
+        for v in value:
+            _gather(v, found)
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            _gather(v, found)
+    elif isinstance(value, slice):
+        for v in (value.start, value.stop, value.step):
+            _gather(v, found)
+    elif type(value) in pytree.SUPPORTED_NODES:
+        for v in pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
+            _gather(v, found)
+
+
+class Given(NamedTuple):
+    """In an event's result: the tensor (or object) that it was given at this place."""
+
+    place: int
+    tensor: bool = True
 
 
 @dataclass(eq=False)
@@ -153,8 +216,13 @@ class Value:
         maker: number of the event, -1 for what was there before.
         shared: computed from the batch and constants alone: every stage has it.
         shape, dtype, requires_grad: of the tensor.
-        ghost: a fake tensor that stands for it where it is not.
-        readers: numbers of the events that read it.
+        readers: numbers of the events that read it; the number after the last where the pass returns it.
+        kind: ``"tensor"``; ``"number"`` or ``"array"`` for what a forward pass took out of one, sent as a tensor.
+        changed_later: some event changes it in place.
+        data_shaped: its shape may depend on what is in the batch or in an activation.
+        storage: the memory that it shares with its views.
+        why_not: why it cannot be sent; empty where it can.
+        before: the value that it was before it was changed in place.
     """
 
     index: int
@@ -163,9 +231,21 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    ghost: torch.Tensor
+    stands: torch.Tensor | None = None
     readers: list[int] = field(default_factory=list)
     changed_later: bool = False
+    kind: str = "tensor"
+    data_shaped: bool = False
+    storage: int = 0
+    why_not: str = ""
+    before: int = -1
+
+    @property
+    def ghost(self) -> torch.Tensor:
+        """A fake tensor that stands for it where it is not."""
+        if self.stands is None:
+            raise ArgumentError(f"a tensor of shape {self.shape} cannot be left out: {self.why_not or 'every stage computes it'}.")
+        return self.stands
 
     @property
     def bytes(self) -> int:
@@ -184,10 +264,16 @@ class Event:
         module: the module called.
         reads: values it takes.
         made: the tensors among its results, in order: numbers of values.
-        shape, leaves: how its result is put together; a leaf that is a :class:`Value`'s number stands for the tensor.
+        shape, leaves: how its result is put together; a leaf that is a :class:`Value` stands for the tensor, a :class:`Given` for
+            an argument.
         changes: ``(place among its tensor arguments, new value)`` of those that it changes in place.
         parameters: parameters that it uses, by identity.
         shared: every stage runs it.
+        replaces: for each of ``changes``, the value before.
+        opaque: its result cannot be taken apart.
+        loose: it reads what was made out of sight.
+        buffer: ``(module, name)`` of a buffer that it changes in place without reading an activation.
+        frames: checkpointed functions that it is called in.
         forward_seconds, backward_seconds: where it was timed.
     """
 
@@ -203,21 +289,31 @@ class Event:
     parameters: tuple[nn.Parameter, ...]
     shared: bool
     opaque: bool = False
+    replaces: tuple[int, ...] = ()
+    loose: bool = False
+    buffer: tuple[nn.Module, str] | None = None
+    frames: tuple[int, ...] = ()
+    changed_storages: tuple[int, ...] = ()
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     saved_bytes: int = 0
 
+    @property
+    def where(self) -> str:
+        """For error texts."""
+        return f"{self.name} (in {self.inside})" if self.inside else self.name
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Call:
-    """A module's call that was looked into: events ``[start, stop)`` happened inside."""
+    """A module's call: events ``[start, stop)`` happened inside."""
 
     path: str
     nth: int
     module: nn.Module
     start: int
     stop: int
-    event: Event | None  # the whole call as one event; None where its result cannot be taken apart
+    event: Event | None  # the whole call as one event; None where it cannot be one
 
 
 @dataclass(frozen=True)
@@ -247,22 +343,27 @@ class Point:
 class Interceptor(TorchFunctionMode):
     """Sees every module call and every torch function of this thread while it is entered; what to do with them is for heirs to say."""
 
+    used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
+
     def __enter__(self) -> Any:
         self._thread = threading.get_ident()
         self._off = False
         self._call = nn.Module.__call__
         self._apply = torch.autograd.Function.__dict__["apply"]
-        interceptor, plain_call = self, self._call
+        interceptor, plain_call, here = self, self._call, self._thread
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if interceptor._off or threading.get_ident() != interceptor._thread:
+            # A checkpointed function keeps this one, and calls it again in the backward pass: by then it is off.
+            if interceptor._off or threading.get_ident() != here:
+                if interceptor.used and threading.get_ident() == here:
+                    interceptor.used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
                 return plain_call(module, *args, **kwargs)
             return interceptor.on_call(module, args, kwargs)
 
         plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if interceptor._off or threading.get_ident() != interceptor._thread:
+            if interceptor._off or threading.get_ident() != here:
                 return plain_apply(cls, *args, **kwargs)
 
             def run(*a: Any, **k: Any) -> Any:
@@ -270,26 +371,30 @@ class Interceptor(TorchFunctionMode):
 
             run.__name__ = cls.__name__
             with interceptor.pause():
-                return interceptor.on_function(run, args, kwargs)
+                return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
 
         nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._off = True
         nn.Module.__call__ = self._call  # type: ignore[method-assign]
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._off:
             return func(*args, **kwargs)
+        what = _kinds.get(func) or kind_of(func)
+        if what[1]:
+            return func(*args, **kwargs)
         self._off = True  # a function written in Python may call modules or others: it is one event
         try:
             if func is torch.Tensor.__iter__:
-                return iter(self.on_function(torch.Tensor.unbind, args, {}))
-            return self.on_function(func, args, kwargs)
+                return iter(self.on_function(torch.Tensor.unbind, args, {}, ("unbind", False, False)))
+            return self.on_function(func, args, kwargs, what)
         finally:
             self._off = False
 
@@ -297,10 +402,15 @@ class Interceptor(TorchFunctionMode):
     def pause(self) -> Iterator[None]:
         """Nothing is seen inside."""
         was, self._off = self._off, True
+        depth = torch._C._len_torch_function_stack()
+        mine = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
+        if mine:
+            torch._C._pop_torch_function_stack()
         try:
-            with torch._C.DisableTorchFunction():
-                yield
+            yield
         finally:
+            if mine:
+                torch._C._push_on_torch_function_stack(self)
             self._off = was
 
     def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -311,169 +421,439 @@ class Interceptor(TorchFunctionMode):
         """A module is called."""
         raise NotImplementedError
 
-    def on_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """A torch function is called, outside of modules that are one event."""
         raise NotImplementedError
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except Exception:  # sparse, nested, wrapped
+        return 0
+
+
+def _changes_in_place(name: str, kwargs: Any) -> bool:
+    if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
+
+
+def _data_shaped(name: str, args: Any) -> bool:
+    if name in _DATA_SHAPED or (name == "where" and len(args) == 1):
+        return True
+    if name == "__getitem__":
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) for k in keys)
+    return name in ("repeat_interleave", "tensor_split") and any(isinstance(a, torch.Tensor) for a in args[1:])
+
+
+def _look(value: Any, depth: int = 3) -> Any:
+    """What can be compared with a later look, to tell whether an object was changed."""
+    if isinstance(value, (torch.Tensor, nn.Module, *_IMMUTABLE)) or depth == 0:
+        return id(value)
+    if isinstance(value, list | tuple | set):
+        return (id(value) if not isinstance(value, tuple) else 0, [_look(v, depth - 1) for v in value])
+    if isinstance(value, dict):
+        return (id(value), [(k, _look(v, depth - 1)) for k, v in value.items()])
+    held = getattr(value, "__dict__", None)
+    return (id(value), [(k, _look(v, depth - 1)) for k, v in held.items()]) if isinstance(held, dict) else id(value)
+
+
+class _Frames:
+    """The checkpointed functions that are running (``use_reentrant=False``): their forward pass is run again later."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.count = 0
+        self._hook: Any = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
+
+    def __enter__(self) -> _Frames:
+        if self._hook is not None:
+            frames, base = self, self._hook
+
+            def enter(hook: Any) -> Any:
+                frames.count += 1
+                frames.open.append(frames.count)
+                return super(base, hook).__enter__()  # type: ignore[misc]
+
+            def leave(hook: Any, *error: Any) -> Any:
+                if frames.open:
+                    frames.open.pop()
+                return super(base, hook).__exit__(*error)  # type: ignore[misc]
+
+            self._hook.__enter__, self._hook.__exit__ = enter, leave
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._hook is not None:
+            for name in ("__enter__", "__exit__"):
+                if name in self._hook.__dict__:
+                    delattr(self._hook, name)
 
 
 class _Follower(Interceptor):
     """Writes down what it sees."""
 
-    def __init__(self, model: nn.Module, fake: FakeTensorMode | None, ghosts: FakeTensorMode) -> None:
+    def __init__(self, model: nn.Module, fake: FakeTensorMode | None, ghosts: FakeTensorMode, frames: _Frames) -> None:
         super().__init__()
         self.fake = fake
         self.ghosts = ghosts
+        self.frames = frames
         self.paths = {id(m): name for name, m in model.named_modules()}
-        self.state = {id(b) for b in model.buffers()}
+        self.buffers: dict[int, tuple[nn.Module, str]] = {
+            id(b): (m, name) for m in model.modules() for name, b in m._buffers.items() if b is not None
+        }
+        self.below: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            self.below[id(module)] = list(module.modules())
         self.events: list[Event] = []
         self.values: list[Value] = []
         self.calls: list[Call] = []
         self.known: dict[int, int] = {}  # a tensor's identity -> its value
         self.versions: dict[int, int] = {}
+        self.changers: dict[int, int] = {}  # memory -> the event that changed it last
+        self.twins: dict[int, torch.Tensor] = {}  # a real tensor that was changed where it is fake -> what it is now
+        self.tainted: set[int] = set()
+        self.undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.own_storages: set[int] = set()
         self.alive: list[Any] = []
         self.counts: dict[int, int] = {}
         self.inside = [""]
-        self.external: dict[int, nn.Parameter] = {}
+        self.used: list[dict[int, nn.Parameter]] = []  # parameters of modules called where nothing is seen
+        self.nodes: dict[Any, tuple[nn.Parameter, ...]] = {}
 
     # -- values ----------------------------------------------------------------------------------------------------
 
-    def _ghost(self, tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor.detach() if isinstance(tensor, FakeTensor) else self.ghosts.from_tensor(tensor.detach(), static_shapes=True)
-        if tensor.requires_grad and (base.is_floating_point() or base.is_complex()):
-            base.requires_grad_(True)
-        return base
-
-    def _new(self, tensor: torch.Tensor, maker: int, shared: bool) -> int:
-        value = Value(len(self.values), maker, shared, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, self._ghost(tensor))
+    def _new(self, tensor: torch.Tensor, maker: int, shared: bool, why_not: str = "", before: int = -1) -> int:
+        value = Value(
+            len(self.values), maker, shared, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, None, why_not=why_not, before=before
+        )
+        if not shared:
+            value.storage = _storage(tensor)
+            value.stands, sendable = self._ghost(tensor)
+            value.why_not = why_not or sendable
         self.values.append(value)
         self.known[id(tensor)] = value.index
-        self.versions[id(tensor)] = tensor._version
+        self.versions[id(tensor)] = _version(tensor)
         self.alive.append(tensor)
         return value.index
 
+    def _ghost(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            return None, f"is a tensor of layout {tensor.layout}"
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None, "is computed under torch.func"
+        try:
+            if isinstance(tensor, FakeTensor):
+                base = tensor.detach()
+            else:
+                with self.ghosts:
+                    base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        except Exception as error:
+            return None, f"cannot be stood in for ({error})"
+        if tensor.requires_grad and (base.is_floating_point() or base.is_complex()):
+            base.requires_grad_(True)
+        return base, ""
+
     def _value_of(self, tensor: torch.Tensor) -> int:
         index = self.known.get(id(tensor))
-        return self._new(tensor, -1, True) if index is None else index
+        if index is None:
+            unseen = id(tensor) not in self.buffers and (isinstance(tensor, FakeTensor) or tensor.grad_fn is not None)
+            return self._new(tensor, -1, not unseen, "was made where it cannot be seen" if unseen else "")
+        if self.versions[id(tensor)] != _version(tensor):
+            # It shares its memory with a tensor that was changed in place.
+            changer = self.changers.get(_storage(tensor), -1)
+            was = self.values[index]
+            shared = was.shared and (changer < 0 or self.events[changer].shared)
+            return self._new(tensor, changer, shared, "" if shared else "is changed in place through another tensor", index)
+        return index
+
+    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that says what this one is now."""
+        twin = self.twins.get(id(tensor))
+        if twin is not None:
+            return twin
+        if self.tainted and not isinstance(tensor, FakeTensor) and _storage(tensor) in self.tainted:
+            return self._twin(tensor)
+        return tensor
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.fake is not None
+        twin = self.fake.from_tensor(tensor, static_shapes=True)
+        if id(tensor) in self.known and id(twin) not in self.known:
+            self.known[id(twin)] = self.known[id(tensor)]
+            self.versions[id(twin)] = _version(twin) if _storage(tensor) not in self.tainted else -1
+            self.changers.setdefault(_storage(twin), self.changers.get(_storage(tensor), -1))
+        self.alive += [twin, tensor]
+        return twin
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def _record(self, kind: str, name: str, module: nn.Module | None, function: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_in((args, kwargs))
-        own = module is not None and id(module) in self.paths
-        parameters = list(module.parameters()) if module is not None and own else []
-        parameters += [t for t in tensors if isinstance(t, nn.Parameter)]
-        inputs = [t for t in tensors if not isinstance(t, nn.Parameter)]
-        reads = [self._value_of(t) for t in inputs]
-        before = [t._version for t in inputs]
-        pretend = bool(parameters) or own or any(isinstance(t, FakeTensor) or id(t) in self.state for t in tensors)
+    def _record(self, kind: str, name: str, random: bool, module: nn.Module | None, function: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_in((args, kwargs))
+        parameters = list(module.parameters()) if module is not None else []
+        parameters += [t for t in given if isinstance(t, nn.Parameter)]
+        inputs = [t for t in given if not isinstance(t, nn.Parameter)]
+        now = [self._current(t) for t in inputs]
+        reads = [self._value_of(t) for t in now]
+        pretend = self.fake is not None and (module is not None or bool(parameters) or any(isinstance(t, FakeTensor) for t in now))
+        in_place = kind == "call" or _changes_in_place(name, kwargs)
+        if pretend and not all(isinstance(t, FakeTensor) for t in now) and in_place:
+            now = [t if isinstance(t, FakeTensor) else self._twin(t) for t in now]
+        elif in_place and not pretend:
+            self._can_be_undone(given)
+        if any(a is not b for a, b in zip(inputs, now, strict=True)):
+            twins = {id(a): b for a, b in zip(inputs, now, strict=True)}
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: twins.get(id(t), t), (args, kwargs))
+        before = [(_version(t), t.shape) for t in now]
+        self.used.append({})
         if pretend and self.fake is not None:
             with self.fake:
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
-        random = kind == "op" and any(word in name for word in _RANDOM)
-        shared = not parameters and not own and not random and all(self.values[r].shared for r in reads)
+        used = tuple(self.used.pop().values())
+        parameters += used
+        shared = not parameters and module is None and not random and all(self.values[r].shared for r in reads)
+        changed = [i for i, (t, (version, _)) in enumerate(zip(now, before, strict=True)) if _version(t) != version]
+        buffer = None
+        if shared and changed:
+            found = [self.buffers[id(now[i])] for i in changed if id(now[i]) in self.buffers]
+            if found:
+                shared, buffer = False, found[0]
         number = len(self.events)
+        opaque = any(now[i].shape != before[i][1] for i in changed) or getattr(function, "__name__", "") == "__set__"
         changes: list[tuple[int, int]] = []
-        for place, (tensor, version) in enumerate(zip(inputs, before, strict=True)):
-            if tensor._version != version:
-                shared = shared and id(tensor) not in self.state
-                self.values[reads[place]].changed_later = True
-                changes.append((place, self._new(tensor, number, shared)))
+        replaces: list[int] = []
+        renewed: dict[int, int] = {}
+        storages = []
+        for i in changed:
+            tensor = now[i]
+            if id(tensor) not in renewed:
+                storages.append(_storage(tensor))
+                self.changers[storages[-1]] = number
+                renewed[id(tensor)] = self._new(tensor, number, shared, before=reads[i])
+                if tensor is not inputs[i]:
+                    self.twins[id(inputs[i])] = tensor
+                    self.tainted.add(_storage(inputs[i]))
+                    self.alive.append(inputs[i])
+            self.values[reads[i]].changed_later = True
+            changes.append((i, renewed[id(tensor)]))
+            replaces.append(reads[i])
         for read in dict.fromkeys(reads):
             self.values[read].readers.append(number)
+        shaped = _data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
         leaves: list[Any] = []
-        opaque = False
         try:
             shape = flatten(result, leaves)
         except _Opaque:
-            shape, opaque = None, True
+            shape, opaque, leaves = None, True, []
+        if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
+            opaque = True
+        numbers = not shared and kind == "op" and name in _NUMBERS
+        if numbers and len(leaves) > _MOST_NUMBERS:
+            opaque, numbers = True, False
         marked: list[Any] = []
         made: list[int] = []
+        places = {id(t): i for i, t in enumerate(now)}
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+            if not isinstance(leaf, torch.Tensor):
+                marked.append(self._number(leaf, number, marked, made) if numbers else leaf)
+                continue
+            if isinstance(leaf, nn.Parameter):
                 marked.append(leaf)
                 continue
-            index = self.known.get(id(leaf))
-            if index is None or self.versions[id(leaf)] != leaf._version:
-                index = self._new(leaf, number, shared)
+            place = places.get(id(leaf))
+            if place is not None:
+                made.append(self._value_of(leaf))
+                marked.append(Given(place))
+                continue
+            index = self._value_of(leaf) if id(leaf) in self.known else self._new(leaf, number, shared)
+            value = self.values[index]
+            if leaf.dim() and shaped:
+                value.data_shaped = True
+            if not shared:
+                opaque = opaque or value.shared
+            self.own_storages.add(_storage(leaf))
             made.append(index)
-            marked.append(self.values[index])
+            marked.append(value)
+        unique = {id(p): p for p in parameters}
         self.events.append(
             Event(
                 kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
-                tuple({id(p): p for p in parameters}.values()), shared, opaque,
+                tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
+                tuple(self.frames.open), tuple(storages),
             )
         )  # fmt: skip
+        if used and kind == "op":
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    self.nodes[leaf.grad_fn] = used  # a function with a backward pass of its own
         return result
 
-    def on_function(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if not_an_event(function):
-            with self.pause():
-                return function(*args, **kwargs)
-        with self.pause():
-            return self._record("op", _name(function), None, function, args, kwargs)
+    def _number(self, leaf: Any, maker: int, marked: list[Any], made: list[int]) -> Any:
+        """What was taken out of an activation: a value that later stages are sent."""
+        if isinstance(leaf, bool | int | float | complex):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
+            kind, like = "number", torch.tensor(leaf, dtype=wide)
+        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+            kind, like = "array", torch.from_numpy(leaf.copy())
+        else:
+            return leaf
+        value = Value(len(self.values), maker, False, tuple(like.shape), like.dtype, False, like, kind=kind)
+        self.values.append(value)
+        made.append(value.index)
+        return value
+
+    def _can_be_undone(self, given: list[torch.Tensor]) -> None:
+        """Keep what a real tensor was before it is changed in place, where it was there before the pass."""
+        for tensor in given:
+            key = _storage(tensor)
+            if key and key not in self.own_storages and key not in self.undo and not isinstance(tensor, FakeTensor):
+                with torch.no_grad():
+                    self.undo[key] = (tensor.detach(), tensor.detach().clone())
+
+    def restore(self) -> None:
+        """Undo what was changed in place for real."""
+        with torch.no_grad():
+            for tensor, value in self.undo.values():
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`."""
+        return self._record("op", what[0], what[2], None, function, args, kwargs)
+
+    def _hooked(self, module: nn.Module) -> bool:
+        """Whether hooks of it, or of modules inside, are to run everywhere: they may keep what they see."""
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
+
+    def _leaf(self, module: nn.Module) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            return True
+        if not type(module).__module__.startswith("torch.nn.") or isinstance(module, _CONTAINERS) or self._hooked(module):
+            return False
+        held = [p for m in self.below[id(module)] for p in m._parameters.values() if p is not None]
+        return all(isinstance(p, nn.Parameter) for p in held)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        path = self.paths.get(id(module), f"({type(module).__name__})")
-        if _is_leaf(module) or id(module) not in self.paths:
-            nth = self._count(module)
-            start = len(self.events)
+        """See :class:`Interceptor`."""
+        path = self.paths.get(id(module))
+        if path is None:  # not the model's: only what it calls is looked at
+            return self.plain_call(module, args, kwargs)
+        nth = self.counts.get(id(module), 0)
+        self.counts[id(module)] = nth + 1
+        start = len(self.events)
+        if self._leaf(module):
             with self.pause():
-                result = self._record("call", path, module, module, args, kwargs)
+                result = self._record("call", path, False, module, module, args, kwargs)
             event = self.events[-1]
             self.calls.append(Call(path, nth, module, start, start + 1, None if event.opaque else event))
             return result
-        nth = self._count(module)
-        start = len(self.events)
+        with self.pause():
+            before = self._before(module, args, kwargs)
         self.inside.append(path)
         try:
             result = self.plain_call(module, args, kwargs)
         finally:
             self.inside.pop()
         with self.pause():
-            whole = self._whole(path, module, start, args, kwargs, result)
+            whole = None if before is None else self._whole(path, module, start, before, args, kwargs, result)
         self.calls.append(Call(path, nth, module, start, len(self.events), whole))
         return result
 
-    def _count(self, module: nn.Module) -> int:
-        nth = self.counts.get(id(module), 0)
-        self.counts[id(module)] = nth + 1
-        return nth
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._hooked(module):
+            return None
+        inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
+        return inputs, [self._value_of(self._current(t)) for t in inputs], self._state(module, args, kwargs)
 
-    def _whole(self, path: str, module: nn.Module, start: int, args: Any, kwargs: Any, result: Any) -> Event | None:
-        """A call that was looked into, as one event."""
+    def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Python's side of a module: what it keeps in itself, and the containers that it was given."""
+        kept = [(k, _look(v, 2)) for m in self.below[id(module)] for k, v in m.__dict__.items() if k not in _MODULE_ATTRIBUTES]
+        own = [id(b) for m in self.below[id(module)] for b in (*m._buffers.values(), *m._parameters.values())]
+        return kept, own, _look(list(args), 4)[1], _look(list(kwargs.values()), 4)[1]
+
+    def _whole(self, path: str, module: nn.Module, start: int, before: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
+        """A call that was looked into, as one event; None where leaving it out would leave out more than its result."""
+        inputs, entry, state = before
+        if self._hooked(module):
+            return None
         leaves: list[Any] = []
         try:
             shape = flatten(result, leaves)
         except _Opaque:
             return None
         inner = self.events[start:]
-        if any(e.opaque for e in inner):
+        if any(e.opaque or e.loose for e in inner) or self._state(module, args, kwargs) != state:
             return None
-        outside = {r for e in inner for r in e.reads if self.values[r].maker < start}
-        inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
-        changes = []
-        for place, tensor in enumerate(inputs):
-            now = self.known.get(id(tensor))
-            if now is not None and self.values[now].maker >= start:
-                changes.append((place, now))
-        marked = [
-            self.values[self._value_of(leaf)] if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter) else leaf
-            for leaf in leaves
-        ]
         parameters = {id(p): p for p in module.parameters()} | {id(p): p for e in inner for p in e.parameters}
-        made = tuple(v.index for v in marked if isinstance(v, Value))
+        used = any(e.parameters for e in inner)
+        shared = all(e.shared for e in inner) and not used
+        outside = {r for e in inner for r in e.reads if self.values[r].maker < start}
+        if any(not self.values[r].shared for r in outside.difference(entry)):
+            return None
+        now = [self._current(t) for t in inputs]
+        after = [self._value_of(t) for t in now]
+        changed = [i for i, (a, b) in enumerate(zip(entry, after, strict=True)) if a != b]
+        if any(self.values[after[i]].why_not for i in changed):
+            return None
+        places = {id(t): i for i, t in enumerate(now)}
+        objects = {id(v): i for i, v in enumerate((*args, *kwargs.values()))}
+        took = any(self.values[v].kind != "tensor" for e in inner for v in e.made)
+        marked: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter):
+                marked.append(leaf)
+            elif isinstance(leaf, torch.Tensor):
+                current = self._current(leaf)
+                if id(current) in places:
+                    marked.append(Given(places[id(current)]))
+                    continue
+                value = self.values[self._value_of(current)]
+                if (value.shared and not shared) or value.maker < start:
+                    return None
+                marked.append(value)
+            elif isinstance(leaf, _IMMUTABLE) and not (took and isinstance(leaf, bool | int | float | complex)):
+                marked.append(leaf)
+            elif id(leaf) in objects and not isinstance(leaf, _IMMUTABLE):
+                marked.append(Given(objects[id(leaf)], False))
+            else:
+                return None
+        made = [
+            m.index if isinstance(m, Value) else after[m.place]
+            for m in marked
+            if isinstance(m, Value) or (isinstance(m, Given) and m.tensor)
+        ]
+        changes = tuple((i, after[i]) for i in changed)
+        storages = tuple({s for e in inner for s in e.changed_storages})
         return Event(
-            "call", path, self.inside[-1], module, tuple(sorted(outside)), made, shape, tuple(marked), tuple(changes),
-            tuple(parameters.values()), all(e.shared for e in inner) and not parameters,
+            "call", path, self.inside[-1], module, tuple(sorted(outside)), tuple(made), shape, tuple(marked), changes,
+            tuple(parameters.values()) if not shared else (), shared, False, tuple(entry[i] for i in changed), False, None, (), storages,
         )  # fmt: skip
 
-
-def _is_leaf(module: nn.Module) -> bool:
-    if next(module.children(), None) is None or isinstance(module, torch.jit.ScriptModule):
-        return True
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+    def finish(self, result: Any) -> None:
+        """What the pass returns is read after its last event; calls whose insides are read from outside are not one event."""
+        end = len(self.events)
+        for tensor in tensors_in(result):
+            if not isinstance(tensor, nn.Parameter):
+                self.values[self._value_of(self._current(tensor))].readers.append(end)
+        made_by: list[list[Value]] = [[] for _ in range(end)]
+        for value in self.values:
+            if value.maker >= 0 and value.readers:
+                made_by[value.maker].append(value)
+        for call in self.calls:
+            if call.event is None or call.event.module is None or call.stop - call.start == 0 or self._leaf(call.module):
+                continue
+            visible = {*call.event.made, *(new for _, new in call.event.changes)}
+            inner = (v for made in made_by[call.start : call.stop] for v in made)
+            if any(v.readers[-1] >= call.stop and v.index not in visible for v in inner):
+                call.event = None
 
 
 @dataclass(eq=False)
@@ -485,6 +865,9 @@ class Trace:
         values: tensors.
         calls: module calls, inner ones before the outer ones that hold them.
         faked: whether activations were fake; otherwise the pass really ran.
+        result: what the pass returned, without its graph.
+        reached: identities of the parameters that the loss's gradient arrives at.
+        kept: ``(module, attribute)`` where the forward pass keeps something from one pass to the next.
     """
 
     events: list[Event]
@@ -493,59 +876,183 @@ class Trace:
     faked: bool
     result: Any = None
     reached: set[int] = field(default_factory=set)
+    kept: tuple[tuple[nn.Module, str], ...] = ()
 
     def points(self) -> list[Point]:
         """Every place where a stage may begin, in order, the first event's own excluded."""
         starts: dict[int, Call] = {}
         for call in self.calls:  # outer calls come later: they win
-            if call.path and call.start < call.stop and not call.path.startswith("("):
+            if call.path and call.start < call.stop:
                 starts[call.start] = call
+        first = next((i for i, e in enumerate(self.events) if not e.shared), len(self.events))
+        forbidden = self._forbidden()
         found = []
         for at in sorted(starts):
-            if at == 0:
+            if at <= first:
                 continue
             call = starts[at]
-            found.append(Point(call.path, call.nth, at, tuple(self.crossing(at)), self._why_not(at)))
+            crossing = self.crossing(at)
+            found.append(Point(call.path, call.nth, at, tuple(crossing), self._why_not(at, crossing, forbidden)))
         return found
 
     def crossing(self, at: int) -> list[int]:
         """Values made before event ``at`` that it or a later one reads, and that not every stage computes by itself."""
-        return [v.index for v in self.values if v.maker < at and not v.shared and any(r >= at for r in v.readers)]
+        return [v.index for v in self.values if not v.shared and v.maker < at and self._last(v) >= at]
 
-    def _why_not(self, at: int) -> str:
-        for i, event in enumerate(self.events[:at]):
+    def _last(self, value: Value) -> int:
+        """The last event that reads it. What was taken out of a tensor, anything may read."""
+        return len(self.events) if value.kind != "tensor" else max(value.readers, default=-1)
+
+    def _forbidden(self) -> list[tuple[int, int, str]]:
+        """``(from, to, why)``: no stage begins before the events from ``from`` to ``to``."""
+        found = []
+        for i, event in enumerate(self.events):
             if event.opaque:
-                return f"{event.name} returned an object whose tensors cannot be sent (event {i})"
+                found.append((i + 1, len(self.events), f"what {event.where} returned cannot be taken apart, or sent"))
+            if event.kind == "op" and event.name in ("grad", "backward") and not event.shared:
+                found.append((0, i, f"{event.where} differentiates what comes before it: the two stay in one stage"))
+        return found
+
+    def _why_not(self, at: int, crossing: list[int], forbidden: list[tuple[int, int, str]]) -> str:
+        for low, high, why in forbidden:
+            if low <= at <= high:
+                return why
+        before, here = self.events[at - 1], self.events[at]
+        if before.frames and here.frames and before.frames[0] == here.frames[0]:
+            return f"it lies inside a checkpointed function (in {here.inside or 'the model'})"
+        memory: dict[int, int] = {}
+        for index in crossing:
+            value = self.values[index]
+            maker = self.events[value.maker].where if value.maker >= 0 else "the model"
+            reader = next((self.events[r].where for r in value.readers if at <= r < len(self.events)), "the result")
+            if value.why_not:
+                return f"a tensor that {reader} reads {value.why_not} ({maker})"
+            if value.data_shaped:
+                return f"the shape of what {maker} makes, and {reader} reads, depends on what is in the batch"
+            if value.storage:
+                memory[value.storage] = memory.get(value.storage, 0) + 1
+        if any(n > 1 for n in memory.values()):
+            for event in self.events[at:]:
+                if any(memory.get(s, 0) > 1 for s in event.changed_storages):
+                    return f"{event.where} changes a tensor in place that shares its memory with another one that is sent"
         return ""
 
     def coarse(self, bounds: list[int]) -> list[tuple[int, Event]]:
         """The same pass with as few events as cuts at ``bounds`` allow: ``(its stage, event)`` in order."""
         edges = [*bounds, len(self.events)]
-
-        def stage_of(event: int) -> int:
-            return next(s for s, edge in enumerate(edges) if event < edge)
-
+        stages: list[int] = []
+        stage = 0
+        for i in range(len(self.events)):
+            while i >= edges[stage]:
+                stage += 1
+            stages.append(stage)
         begin: dict[int, Call] = {}
         for call in self.calls:  # the outermost that lies in one stage wins
             if call.event is None or call.start == call.stop or not call.path:
                 continue
-            if stage_of(call.start) == stage_of(call.stop - 1):
+            if stages[call.start] == stages[call.stop - 1]:
                 begin[call.start] = call
         out: list[tuple[int, Event]] = []
         at = 0
         while at < len(self.events):
             held = begin.get(at)
             if held is not None and held.event is not None:
-                out.append((stage_of(at), held.event))
+                out.append((stages[at], held.event))
                 at = held.stop
             else:
-                out.append((stage_of(at), self.events[at]))
+                out.append((stages[at], self.events[at]))
                 at += 1
         return out
 
 
+class _Before:
+    """What a model, and the generators of the host, were before a pass: put back afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.random = torch.get_rng_state(), python_random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self.numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+        self.modules = [(m, dict(m.__dict__)) for m in model.modules()]
+        self.inside = {id(h): (h, h.copy()) for _, own in self.modules for h in own.values() if isinstance(h, list | dict | set)}
+        known = {id(b): b for b in model.buffers()}
+        for _, own in self.modules:
+            known |= {id(t): t for t in own.values() if isinstance(t, torch.Tensor)}
+        self.tensors = [
+            (t, t.detach().clone(), _version(t)) for t in known.values() if t.device.type != "meta" and not isinstance(t, FakeTensor)
+        ]
+
+    def restore(self) -> list[tuple[nn.Module, str]]:
+        """Put everything back. Where something was kept in a module, for the next pass."""
+        torch.set_rng_state(self.random[0])
+        python_random.setstate(self.random[1])
+        if self.numpy is not None:
+            self.numpy[0].set_state(self.numpy[1])
+        kept = []
+        for module, own in self.modules:
+            now = module.__dict__
+            buffers: Any = own.get("_buffers")
+            if id(buffers) in self.inside:
+                was: Any = self.inside[id(buffers)][1]
+                kept += [(module, name) for name, b in buffers.items() if was.get(name) is not b]
+            changed = [name for name in now if name not in own or now[name] is not own[name]]
+            kept += [(module, name) for name in changed]
+            if changed or len(now) != len(own):
+                now.clear()
+                now.update(own)
+        held: Any
+        copy: Any
+        for held, copy in self.inside.values():
+            if isinstance(held, list):
+                if len(held) != len(copy) or any(a is not b for a, b in zip(held, copy, strict=True)):
+                    held[:] = copy
+            elif len(held) != len(copy) or (
+                any(held.get(k, held) is not v for k, v in copy.items()) if isinstance(held, dict) else held != copy
+            ):
+                held.clear()
+                held.update(copy)
+        with torch.no_grad():
+            for tensor, value, version in self.tensors:
+                if _version(tensor) != version:
+                    tensor.copy_(value)
+        return kept
+
+
+@contextmanager
+def _faked_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[None]:
+    """Buffers are fake too while activations are: what a pass does to them is seen, and does not last."""
+    was: list[tuple[Any, str, torch.Tensor]] = []
+    twins: dict[int, torch.Tensor] = {}
+    for module in model.modules() if fake is not None else ():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta" and not isinstance(buffer, FakeTensor):
+                if id(buffer) not in twins:
+                    assert fake is not None
+                    twins[id(buffer)] = fake.from_tensor(buffer.detach(), static_shapes=True)
+                was.append((module._buffers, name, buffer))
+    try:
+        for buffers, name, buffer in was:
+            buffers[name] = twins[id(buffer)]
+        yield
+    finally:
+        for buffers, name, buffer in was:
+            buffers[name] = buffer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What cannot be done with fake tensors is done for real: nobody needs to read about it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
 def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:
-    """Follow ``call()``, a forward pass of ``model`` and its loss. Weights, buffers and randomness are left as they were.
+    """Follow ``call()``, a forward pass of ``model`` and its loss. The model, its batch and randomness are left as they were.
 
     Args:
         model: whose modules are recognised.
@@ -556,30 +1063,36 @@ def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> 
         Exception: what the pass itself raises, where it also does so for real.
     """
     ghosts = FakeTensorMode(allow_non_fake_inputs=True)
-    random = torch.get_rng_state()
-    kept = [(b, b.detach().clone(), b._version) for b in model.buffers() if b.device.type != "meta"]
     # A device's own generator is forked by the caller where there is one; following runs on the host's generator only.
-    try:
-        for fake in (None,) if real else (ghosts, None):
-            follower = _Follower(model, fake, ghosts)
-            try:
-                with follower:
-                    result = call()
-            except Exception:
-                if fake is None:
-                    raise
-                continue
-            return Trace(follower.events, follower.values, follower.calls, fake is not None, result, _reached(result))
-    finally:
-        torch.set_rng_state(random)
-        with torch.no_grad():
-            for buffer, value, version in kept:
-                if buffer._version != version:
-                    buffer.copy_(value)
+    for fake in (None,) if real else (ghosts, None):
+        try:
+            return _follow(model, call, fake, ghosts)
+        except Exception:
+            if fake is None:
+                raise
     raise AssertionError("unreachable")
 
 
-def _reached(result: Any) -> set[int]:
+def _follow(model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | None, ghosts: FakeTensorMode) -> Trace:
+    with _faked_buffers(model, fake), _quiet():
+        before = _Before(model)
+        follower: _Follower | None = None
+        try:
+            with _Frames() as frames:
+                follower = _Follower(model, fake, ghosts, frames)
+                with follower:
+                    result = call()
+                follower.finish(result)
+        finally:
+            if follower is not None:
+                follower.restore()
+            kept = before.restore()
+    reached = _reached(result, follower.nodes)
+    bare = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), result)
+    return Trace(follower.events, follower.values, follower.calls, fake is not None, bare, reached, tuple(kept))
+
+
+def _reached(result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]) -> set[int]:
     """Identities of the parameters that a gradient from ``result`` arrives at."""
     found: set[int] = set()
     seen: set[Any] = set()
@@ -591,6 +1104,7 @@ def _reached(result: Any) -> set[int]:
         seen.add(node)
         if hasattr(node, "variable"):
             found.add(id(node.variable))
+        found.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
         stack += [after for after, _ in node.next_functions if after is not None]
     return found
 
@@ -599,10 +1113,19 @@ def bounds_of(trace: Trace, points: list[Point]) -> list[int]:
     """Where the same points are in another pass.
 
     Raises:
-        ArgumentError: a module is not called there.
+        ArgumentError: a module is not called there, or no stage may begin there in this pass.
     """
     places = {(c.path, c.nth): c.start for c in trace.calls}
+    forbidden = trace._forbidden()
+    bounds: list[int] = []
     for point in points:
-        if (point.path, point.nth) not in places:
+        at = places.get((point.path, point.nth))
+        if at is None:
             raise ArgumentError(f"a stage begins at {point.name}, which this forward pass does not call.")
-    return [places[point.path, point.nth] for point in points]
+        if bounds and at < bounds[-1]:
+            raise ArgumentError(f"a stage begins at {point.name}, which this forward pass calls before the stage before it begins.")
+        why = trace._why_not(at, trace.crossing(at), forbidden) if 0 < at < len(trace.events) else ""
+        if why:
+            raise ArgumentError(f"no stage can begin at {point.name} in this forward pass: {why}.")
+        bounds.append(at)
+    return bounds

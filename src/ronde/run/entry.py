@@ -9,6 +9,8 @@ import platform
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +30,7 @@ from ronde.run.compare import Comparison, Forecast
 from ronde.run.evaluation import to_device
 from ronde.run.losses import LossCall
 from ronde.run.persist import held_whole, restore, restore_pieces
-from ronde.run.run import Run
+from ronde.run.run import DTYPES, Run
 from ronde.watch import SCHEMA_VERSION, Record, Resumed, RunDir, Started, Watcher, choose_display, claim, script_stem
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.agree import agree, broadcast_json, gather_json
@@ -445,7 +447,13 @@ def distribute(
         share = Share(0, 0, n, ((0, n),), n)
         return next(to_device(micros[0], me.device) for _, micros in feed.read(lambda: iter([share])))
 
-    work = Work(model, optimizer, lambda batch: calls(model, batch), sample, tensor_plan)
+    autocast = partial(torch.autocast, me.device.type, DTYPES[precision]) if precision in DTYPES else nullcontext
+
+    def compute(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with autocast():
+            return calls(model, batch)
+
+    work = Work(model, optimizer, compute, sample, tensor_plan)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
         work.fill = _filler(model, init, seed, me)

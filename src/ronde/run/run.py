@@ -29,9 +29,9 @@ from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, W
 from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
 from ronde.world.agree import gather_json
 
-__all__ = ["MicroBatches", "Run", "State"]
+__all__ = ["DTYPES", "MicroBatches", "Run", "State"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SAVE_AT_LEAST_SECONDS = 60.0
 _NAN_EVERY = 50  # steps; to look at a loss on an accelerator is to wait for it
 
@@ -111,7 +111,7 @@ class Run:
         self._scaler = torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = self._scaler.scale if self._scaler else None  # type: ignore[assignment]
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
-            partial(torch.autocast, me.device.type, _DTYPES[plan.precision]) if plan.precision in _DTYPES else nullcontext
+            partial(torch.autocast, me.device.type, DTYPES[plan.precision]) if plan.precision in DTYPES else nullcontext
         )
         self._reads_are_free = me.device.type == "cpu"
         self._share: Share | None = None  # the batch handed out and not yet stepped on
@@ -347,6 +347,8 @@ class Run:
             self._refuse_loss(float(loss), share)
         if scaler is not None:
             scaler.unscale_(optimizer)
+            if plan.workers > 1 and plan.family != "replicate":
+                self._strategy.agree_on_overflow(scaler, optimizer)
         if hooks.observer is not None:
             hooks.observer.gradients(self, loss)
         if plan.clip_norm is not None:

@@ -218,7 +218,7 @@ def _groups(me: World, hosts: list[str]) -> dict[str, tuple[list[int], Any]]:
     found: dict[str, tuple[list[int], Any]] = {}
     for host, ranks in nodes.items():  # every rank makes every group
         group = dist.new_group(ranks)
-        if host == hosts[me.rank] and len(ranks) > 1:
+        if host == hosts[me.rank] and all(len(each) > 1 for each in nodes.values()):
             found["node"] = (ranks, group)
     return {**found, "cluster": (everyone, None)}
 
@@ -426,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         found = calibrate(me, quick=given.quick, accept_noise=given.accept_noise, tell=tell)
     except NoisyMachine as error:
-        sys.exit(str(error) if me.is_main else 1)
+        sys.exit(str(error))
     if me.is_main:
         found.save(given.output)
     if dist.is_initialized():

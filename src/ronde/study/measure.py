@@ -298,22 +298,30 @@ class _Subject:
 
     def affordable(self, sizes: list[int], batches: Callable[[int], Any], seconds: float, chosen: bool) -> list[int]:
         """Those sizes at which enough rounds fit into ``seconds``; smaller ones where none does. Kernels are warm afterwards."""
-        self._plain(batches(sizes[0]))
-        took = {sizes[0]: sum(self._plain(batches(sizes[0])))}
-        if chosen:
+
+        def seconds_of(samples: int) -> float:
+            work, waiting = self._plain(batches(samples))
+            return work + waiting
+
+        seconds_of(sizes[0])
+        if chosen or len(sizes) == 1:
             return sizes
-        per_sample = took[sizes[0]] / sizes[0]
-        spent = 2 * _LEAST_ROUNDS * took[sizes[0]]
-        kept = [sizes[0]]
-        for b in sizes[1:]:
-            expected = 2 * _LEAST_ROUNDS * per_sample * b
-            if spent + expected > 2 * seconds and len(kept) >= 2:
-                break
-            kept.append(b)
-            spent += expected
-        if len(kept) < len(sizes):
-            self.notes.append(f"a step is long: measured at micro-batches of {', '.join(map(str, kept))} samples, beyond them extrapolated")
-        return kept
+        first, second = (min(seconds_of(b) for _ in range(2)) for b in sizes[:2])
+        slope = max(0.0, second - first) / (sizes[1] - sizes[0])
+
+        def expected(samples: int) -> float:
+            return 2 * _LEAST_ROUNDS * (first + slope * (samples - sizes[0]))
+
+        # The least, and as near to the whole batch as there is time for: what lies between is safer than what lies beyond.
+        halves = {sizes[-1] >> k for k in range(sizes[-1].bit_length())}
+        top = max((b for b in halves if b > sizes[0] and expected(b) <= 2 * seconds), default=sizes[1])
+        kept = {sizes[0], top}
+        between = [b for b in sizes[1:-1] if b < top]
+        if between and expected(top) + expected(between[-1]) <= 2 * seconds:
+            kept.add(between[-1])
+        if top < sizes[-1]:
+            self.notes.append(f"a step is long: measured at micro-batches of up to {top} samples, extrapolated beyond")
+        return sorted(kept)
 
     def time(self, micro: dict[int, Any], seconds: float, gate: Gate, say: Callable[[str], None]) -> _Rounds:
         """Rounds of all sizes in turn, until enough were undisturbed, or patience ends."""

@@ -257,8 +257,7 @@ class Study:
             found.cause = cause("dropout-in-evaluation", f"at {where}")
 
     def _plan(self, plan: str, one: Trace, rounded: Trace, before: list[PlanVerdict]) -> PlanVerdict:
-        owns_loop = not any("argument" in key for key in one.steps()[0]["shapes"])
-        if owns_loop and Plan.parse(plan).pipeline > 1:
+        if not one.steps()[0]["given"] and Plan.parse(plan).pipeline > 1:
             return PlanVerdict(plan, "refused", error="the script owns its loop (run.backward), a pipeline needs run.step(batch)")
         self.say(f"{self.pool.workers} workers, {plan}")
         launch = self._start(plan.replace("=", "-").replace(",", "_"), plan, list(range(self.pool.workers)))
@@ -272,20 +271,25 @@ class Study:
         if d is None:
             return _verdict(plan, "equal", result, launch.seconds)
         earlier = [p for p in before if p.difference is not None and p.cause is not None]
-        same = next((p.cause for p in earlier if p.difference and (p.difference.phase, p.difference.step) == (d.phase, d.step)), None)
+        key = (d.phase, d.step, d.name)
+        same = next((p.cause for p in earlier if p.difference and (p.difference.phase, p.difference.step, p.difference.name) == key), None)
         if same is None:
             self.say(f"{plan}: {d.phase} of step {d.step} differ; looking for the cause")
             split = Plan.parse(plan)
+            replicated = split.pipeline == 1 and split.tensor == 1 and split.shard == "none"
             case = Case(
-                one,
-                many,
-                d,
-                lambda what: self._again(plan, what),
-                replicated=split.pipeline == 1 and split.tensor == 1 and split.shard == "none",
-                replicate_equal=any(p.plan == "replicate" and p.status == "equal" for p in before),
+                one, many, d, lambda what: self._again(plan, what), replicated, replicated or self._replicate_is_equal(one, rounded, before)
             )
             same = diagnose(case)
         return _verdict(plan, "differs", result, launch.seconds, same)
+
+    def _replicate_is_equal(self, one: Trace, rounded: Trace, before: list[PlanVerdict]) -> bool:
+        """Whether the script is sound where only the data is split."""
+        for verdict in before:
+            if verdict.plan == "replicate":
+                return verdict.status == "equal"
+        trace = self._again("replicate", "replicate")
+        return trace is not None and compare(one, trace, rounded).difference is None
 
     def _failed(self, plan: str, failure: Failure, seconds: float, one: Trace, many: Trace) -> PlanVerdict:
         if failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size)):
@@ -309,11 +313,17 @@ class Study:
         """An experiment: the same with one thing changed; each at most once."""
         key = (plan, what)
         if key not in self._runs:
-            self.say({"split": "one process that splits the batch", "whole": "without micro-batches"}.get(what, f"with {what}"))
+            self.say(
+                {
+                    "split": "one process that splits the batch",
+                    "whole": "without micro-batches",
+                    "replicate": "replicate, to compare with",
+                }.get(what, f"with {what}")
+            )
             if what == "split":
                 launch = self._start(what, "replicate", [0], reference=True, split=True)
             else:
-                changed = {"whole": True} if what == "whole" else {"sync_batchnorm": True}
+                changed = {} if what == "replicate" else {"whole": True} if what == "whole" else {"sync_batchnorm": True}
                 launch = self._start(what, plan, list(range(self.pool.workers)), **changed)
             launch.limit_seconds = self._limit
             self.pool.wait(launch)

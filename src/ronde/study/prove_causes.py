@@ -279,7 +279,8 @@ def disagreement(text: str) -> tuple[Difference, str] | None:
 
 
 def _of_init(case: Case) -> Cause:
-    return cause("init-depends-on-workers", _reads(case, "setup"))
+    shapes = isinstance(case.difference.one, list | str)
+    return cause("model-depends-on-workers" if shapes else "init-depends-on-workers", _reads(case, "setup"))
 
 
 def _of_order(case: Case) -> Cause:

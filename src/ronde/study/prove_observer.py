@@ -1,21 +1,14 @@
 """What ``ronde prove`` writes down of one run: plan independent, name -> whole tensor in float64, a file per step and rank.
 
-It lives in a process of its own and changes what the script computes in three ways only: everything is float64, dropout
-drops nothing, and the training ends after some steps.
+It lives in a process of its own. The training that it sees is the script's, but in float64, on epochs that are cut short, and it ends
+after some steps. See also :mod:`ronde.study.prove_patches`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import math
-import os
-import random
-import sys
-import sysconfig
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed import LoaderSettings, Taken
@@ -32,53 +24,12 @@ from ronde.plan import Plan, Share
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
+from ronde.study.prove_values import cast, digest, generators, moved, per_sample, probe, tensors_of, written
 
-__all__ = ["Settings", "Watch", "install"]
+__all__ = ["Settings", "Watch"]
 
-_WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
 _EVALUATE_SAMPLES = 4096
 _EMPTY_ROUNDS = 3  # times that a script may ask for batches when none are left, before its process ends
-_HERE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (_HERE, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(torch.__file__).parent), "<frozen")
-_RANDOM = frozenset(
-    [
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "randperm",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "poisson",
-        "rrelu",
-        "gumbel_softmax",
-    ]
-)
-_HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_RANKS = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-    ]
-)
 
 
 @dataclasses.dataclass
@@ -106,120 +57,6 @@ class Settings:
     whole: bool = False
     sync_batchnorm: bool | None = None
     probe: bool = False
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith(_LIBRARIES)
-
-
-def _place(direct: bool) -> str | None:
-    """File and line of the user's code that is being executed; with ``direct``, only if it made this very call."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if _is_users(file):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        if direct and not file.startswith("<frozen") and Path(file).name not in ("os.py", "_collections_abc.py", "prove_observer.py"):
-            return None
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _cast(value: Any) -> Any:
-    """Every floating tensor of a batch in float64, whatever it is made of."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.dtype in _HALVES else value.to(torch.complex128) if value.dtype == torch.complex64 else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(v) for v in value)
-    if isinstance(value, dict):
-        changed = {k: _cast(v) for k, v in value.items()}
-        for k, v in changed.items():
-            value[k] = v
-        return value
-    if isinstance(value, nn.utils.rnn.PackedSequence):
-        return value.double() if value.data.dtype in _HALVES else value
-    return value
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from _tensors(v, f"{path}[{k}]")
-    elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            yield from _tensors(v, f"{path}[{i}]")
-
-
-_signs: dict[int, torch.Tensor] = {}
-
-
-def _weights_of(n: int) -> torch.Tensor:
-    """``n`` fixed random weights, without using up randomness."""
-    if n not in _signs:
-        if len(_signs) > 64:
-            _signs.clear()
-        drawn = np.random.Generator(np.random.PCG64(n)).uniform(0.5, 1.5, n) * np.random.Generator(np.random.PCG64(n + 1)).choice(
-            [-1.0, 1.0], n
-        )
-        _signs[n] = torch.from_numpy(drawn)
-    return _signs[n]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    full = getattr(tensor, "full_tensor", None)
-    if full is not None:
-        tensor = full()
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
-    return tensor
-
-
-def _written(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as it is compared: whole, or as weighted sums of blocks where it is large."""
-    flat = _whole(tensor).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    wide = flat.to(torch.float64)
-    if wide.numel() > _WHOLE:
-        block = -(-wide.numel() // _WHOLE)
-        wide = torch.nn.functional.pad(wide, (0, block * _WHOLE - wide.numel())).view(_WHOLE, block) @ _weights_of(block)
-    return np.array(wide.cpu().numpy(), dtype=np.float64)
-
-
-def _per_sample(tensor: torch.Tensor, samples: int) -> np.ndarray[Any, Any]:
-    """One number for each sample: a fixed random sum of what it has."""
-    flat = tensor.detach().reshape(samples, -1)
-    flat = torch.view_as_real(flat).reshape(samples, -1) if flat.is_complex() else flat
-    return np.array((flat.to(torch.float64) @ _weights_of(flat.shape[1])).cpu().numpy())
-
-
-def _digest(value: Any) -> str:
-    found = hashlib.blake2b(digest_size=8)
-
-    def add(v: Any) -> None:
-        if isinstance(v, torch.Tensor):
-            found.update(f"{v.dtype}{tuple(v.shape)}".encode())
-            found.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b"")
-        elif isinstance(v, np.ndarray):
-            found.update(f"{v.dtype}{v.shape}".encode() + v.tobytes())
-        elif isinstance(v, Mapping):
-            for k in v:
-                add(k)
-                add(v[k])
-        elif isinstance(v, list | tuple):
-            for part in v:
-                add(part)
-        elif v is None or isinstance(v, str | bytes | int | float | bool | np.generic):
-            found.update(repr(v).encode())
-        else:
-            found.update(type(v).__name__.encode())
-
-    add(value)
-    return found.hexdigest()
 
 
 class _Noted(Dataset[Any]):
@@ -262,7 +99,7 @@ def _wide_loader(settings: LoaderSettings) -> LoaderSettings:
     collate = settings.collate
 
     def wide(samples: list[Any]) -> Any:
-        return _cast(collate(samples))
+        return cast(collate(samples))
 
     workers = settings.num_workers if settings.init is not None else 0
     return dataclasses.replace(settings, collate=wide, num_workers=workers)
@@ -278,7 +115,7 @@ class _Loss(LossCall):
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         """See :meth:`LossCall.arguments`."""
         with torch._C.DisableTorchFunction():  # a plan may follow the forward pass: it is not to see this
-            batch = _cast(batch)
+            batch = cast(batch)
         values = super().arguments(model, batch)
         with torch._C.DisableTorchFunction():
             self._watch.given_to_loss(values)
@@ -290,21 +127,6 @@ class _Loss(LossCall):
         with torch._C.DisableTorchFunction():
             self._watch.local_loss(*found)
         return found
-
-
-def _generators() -> tuple[Any, ...]:
-    return (torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False))
-
-
-def _moved(before: tuple[Any, ...]) -> list[str]:
-    """Which of the three generators were drawn from."""
-    now = _generators()
-    found = [] if torch.equal(before[0], now[0]) else ["torch"]
-    if before[1] != now[1]:
-        found.append("random")
-    if repr(before[2]) != repr(now[2]):
-        found.append("numpy.random")
-    return found
 
 
 class Watch(hooks.Observer):
@@ -353,7 +175,7 @@ class Watch(hooks.Observer):
     def finish(self) -> None:
         """The script has ended."""
         if self._probed is not None and self.settings.probe:
-            self.event("probe", loss=_probe(*self._probed))
+            self.event("probe", loss=probe(*self._probed))
         self.event("notes", clips_itself=self.clips_itself)
         self.event("end")
         self._events.close()
@@ -366,7 +188,7 @@ class Watch(hooks.Observer):
         with torch.no_grad():
             model.double()
         for state in optimizer.state.values():
-            state.update({k: _cast(v) for k, v in state.items()})
+            state.update({k: cast(v) for k, v in state.items()})
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:
                 self.note("dropout", None)
@@ -460,8 +282,8 @@ class Watch(hooks.Observer):
             shared=[names for names in storages.values() if len(names) > 1],
             micro_batch=given.micro_batch,
         )
-        start = {f"init|{n}": _written(p) for n, p in named.items() if not lazy(p) and p.device.type != "meta"}
-        start.update({f"initbuffer|{n}": _written(b) for n, b in model.named_buffers() if not lazy(b) and b.device.type != "meta"})
+        start = {f"init|{n}": written(p) for n, p in named.items() if not lazy(p) and p.device.type != "meta"}
+        start.update({f"initbuffer|{n}": written(b) for n, b in model.named_buffers() if not lazy(b) and b.device.type != "meta"})
         save_file(start, self.folder / "init.safetensors")
 
     def workers(self, found: int) -> int:
@@ -501,11 +323,11 @@ class Watch(hooks.Observer):
         return found or self._asked_micro
 
     def _note_sample(self, i: int, value: Any) -> None:
-        self._read[int(i)] = _digest(value)
+        self._read[int(i)] = digest(value)
 
     def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
         """See :meth:`hooks.Observer.batch`."""
-        micros = _cast(list(micros))
+        micros = cast(list(micros))
         if run is not self.run:
             return micros
         order = run._taken.order
@@ -523,6 +345,7 @@ class Watch(hooks.Observer):
             "digests": [[i, d] for i, d in ids.items() if d is not None] if not isinstance(run._taken.dataset, _NotedStream) else [],
             "local": [],
             "shapes": {},
+            "given": False,  # to the loss by run.step: a script that owns its loop calls its loss itself
             "drawn": [],
         }
         if isinstance(run._taken.dataset, _NotedStream):
@@ -536,12 +359,12 @@ class Watch(hooks.Observer):
         if self.settings.perturb:
             self._perturb(run.model)
         self.phase = "step"
-        self._marks = _generators()
+        self._marks = generators()
         return micros
 
     def _compare_start(self, run: Run) -> None:
         """What the script did to the weights since the last update."""
-        now = {n: _written(p) for n, p in self._owned(run)}
+        now = {n: written(p) for n, p in self._owned(run)}
         if self._last:
             for name, value in now.items():
                 if name in self._last and not np.array_equal(self._last[name], value, equal_nan=True):
@@ -570,6 +393,7 @@ class Watch(hooks.Observer):
         """What the loss is called with."""
         if not self._looks() or (self.run is not None and not self.run._strategy.holds_result):
             return
+        self._step["given"] = True
         for i, value in enumerate(values):
             self._note_output(f"(argument {i + 1} of the loss)", value)
         if self.settings.probe and self._probed is None and self.run is not None and self._micro < len(self._sizes):
@@ -601,7 +425,7 @@ class Watch(hooks.Observer):
         call = self._calls[i, name] = self._calls.get((i, name), 0) + 1
         if call > 4:
             return
-        for path, tensor in _tensors(output):
+        for path, tensor in tensors_of(output):
             if (
                 tensor.dim()
                 and tensor.shape[0] == samples
@@ -614,14 +438,14 @@ class Watch(hooks.Observer):
                 held = self._step["shapes"].setdefault(key, shape)
                 if held != shape:
                     self._step["shapes"][key] = "differ"
-                self._tensors[f"{key}|{i}"] = _per_sample(tensor, samples)
+                self._tensors[f"{key}|{i}"] = per_sample(tensor, samples)
 
     def gradients(self, run: Run, loss: torch.Tensor) -> None:
         """See :meth:`hooks.Observer.gradients`."""
         if run is not self.run:
             return
         assert self._marks is not None
-        self._step["drawn"] = _moved(self._marks)
+        self._step["drawn"] = moved(self._marks)
         self._step["loss"] = float(loss)
         self._step["lr"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
         self._note_gradients(run, "gradient")
@@ -636,7 +460,7 @@ class Watch(hooks.Observer):
     def _note_gradients(self, run: Run, phase: str) -> None:
         for name, p in self._owned(run):
             if p.grad is not None:
-                self._tensors[f"{phase}|{name}"] = _written(p.grad)
+                self._tensors[f"{phase}|{name}"] = written(p.grad)
 
     def clipped(self, run: Run) -> None:
         """See :meth:`hooks.Observer.clipped`."""
@@ -644,7 +468,7 @@ class Watch(hooks.Observer):
             return
         if run.plan.clip_norm is not None:
             self._note_gradients(run, "clipped")
-        self._marks = _generators()
+        self._marks = generators()
         self.phase = "update"
 
     def updated(self, run: Run, share: Share) -> None:
@@ -652,14 +476,14 @@ class Watch(hooks.Observer):
         if run is not self.run:
             return
         assert self._marks is not None
-        self._step["drawn_by_optimizer"] = _moved(self._marks)
+        self._step["drawn_by_optimizer"] = moved(self._marks)
         self._step["lr_after"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
         self._last = {}
         for name, p in self._owned(run):
-            self._last[name] = self._tensors[f"weight|{name}"] = _written(p)
+            self._last[name] = self._tensors[f"weight|{name}"] = written(p)
         for name, b in run.model.named_buffers():
             if b.device.type != "meta" and run._strategy.owns(name):
-                self._tensors[f"buffer|{name}"] = _written(b)
+                self._tensors[f"buffer|{name}"] = written(b)
         save_file(self._tensors, self.folder / f"step-{self._step['step']}.safetensors")
         self._tensors = {}
         self.event("step", **self._step)
@@ -680,217 +504,12 @@ class Watch(hooks.Observer):
     def evaluation(self, run: Run) -> None:
         """See :meth:`hooks.Observer.evaluation`."""
         self.phase = "evaluate"
-        self._marks = _generators()
+        self._marks = generators()
         self.event("evaluating", step=run.state.step)
 
     def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
         """See :meth:`hooks.Observer.evaluated`."""
         if run is self.run:
             assert self._marks is not None
-            self.event("evaluated", step=run.state.step, result=result, samples=samples, drawn=_moved(self._marks))
+            self.event("evaluated", step=run.state.step, result=result, samples=samples, drawn=moved(self._marks))
         self.phase = "between"
-
-
-def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[Any, ...]:
-    def cut(v: Any) -> Any:
-        if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0:
-            rows = v.shape[0] // samples
-            return v[low * rows : high * rows]
-        return v
-
-    return tuple(cut(v) for v in values)
-
-
-def _probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
-    """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``pair`` or ``unknown``."""
-    if samples < 3 or not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0 for v in values[:1]):
-        return "unknown"
-    third, two = max(1, samples // 3), max(2, 2 * samples // 3)
-    cuts = {"a": (0, third), "b": (third, two), "c": (two, samples), "ab": (0, two), "bc": (third, samples), "abc": (0, samples)}
-    try:
-        with torch.no_grad():
-            found: dict[str, Any] = {k: loss(*_slice(values, samples, *c)) for k, c in cuts.items()}
-        if any(isinstance(v, tuple | list) for v in found.values()):
-            return "pair"
-        f = {k: float(v) for k, v in found.items()}
-    except Exception:
-        return "unknown"
-    n = {k: high - low for k, (low, high) in cuts.items()}
-
-    def near(x: float, y: float) -> bool:
-        return math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-12)
-
-    if not all(map(math.isfinite, f.values())):
-        return "unknown"
-    if near(f["abc"] * n["abc"], f["ab"] * n["ab"] + f["c"] * n["c"]) and near(f["ab"] * n["ab"], f["a"] * n["a"] + f["b"] * n["b"]):
-        return "mean"
-    if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
-        return "sum"
-    try:
-        b = (f["ab"] - f["a"]) / (f["b"] - f["ab"])  # weights relative to a's
-        c = b * (f["bc"] - f["b"]) / (f["c"] - f["bc"])
-        whole = (f["a"] + b * f["b"] + c * f["c"]) / (1 + b + c)
-    except ZeroDivisionError:
-        return "unknown"
-    return "weighted" if b > 0 and c > 0 and math.isclose(whole, f["abc"], rel_tol=1e-10) else "over-batch"
-
-
-class _Wide(TorchFunctionMode):
-    """Half and single precision become double wherever the script asks for them; what draws random numbers is noted."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in _RANDOM and self._watch.phase in ("step", "evaluate", "update"):
-            self._watch.note("random", f"{name}@{_place(False)}")
-        if any(isinstance(a, torch.dtype) and a in _HALVES for a in args):
-            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _HALVES else a for a in args)
-        dtype = kwargs.get("dtype")
-        if dtype is not None and dtype in _HALVES:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
-
-
-def _patch_casts() -> None:
-    """``x.float()`` and ``x.to(torch.float32)`` in whatever way they are reached: a pipeline repeats what it has followed."""
-
-    def double(self: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
-        return self.double(**kwargs)
-
-    for name in ("float", "half", "bfloat16"):
-        setattr(torch.Tensor, name, double)
-    to = torch.Tensor.to
-
-    def wide(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value in _HALVES else value
-
-    def to_wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return to(self, *map(wide, args), **{k: wide(v) for k, v in kwargs.items()})  # type: ignore[no-any-return]
-
-    torch.Tensor.to = to_wide  # type: ignore[assignment,method-assign]
-
-
-def _patch_dropout(watch: Watch) -> None:
-    functional = torch.nn.functional
-
-    def keeps(original: Callable[..., Any]) -> Callable[..., Any]:
-        is_random = original.__name__ == "dropout"
-
-        def dropout(input: torch.Tensor, p: float = 0.5, training: bool = is_random, inplace: bool = False) -> torch.Tensor:
-            if training and p:
-                watch.note("dropout", _place(False))
-            return input if inplace else input.clone()
-
-        return dropout
-
-    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        # F.dropout's own default is training=True, those of some others are not.
-        original = getattr(functional, name)
-        replaced = keeps(original)
-        if name not in ("alpha_dropout", "feature_alpha_dropout"):
-            replaced.__defaults__ = (0.5, True, False)  # type: ignore[attr-defined]
-        setattr(functional, name, replaced)
-    attention = functional.scaled_dot_product_attention
-
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > 4 and args[4]:
-            watch.note("dropout", _place(False))
-            args = (*args[:4], 0.0, *args[5:])
-        if kwargs.get("dropout_p"):
-            watch.note("dropout", _place(False))
-            kwargs = {**kwargs, "dropout_p": 0.0}
-        return attention(*args, **kwargs)
-
-    functional.scaled_dot_product_attention = scaled_dot_product_attention
-
-
-def _patch_ranks(watch: Watch) -> None:
-    """Note where the user's code asks who it is."""
-    import torch.distributed as dist
-
-    import ronde
-
-    def noted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            where = _place(True)
-            if where:
-                watch.note("rank", f"{what}@{where}")
-            return original(*args, **kwargs)
-
-        return call
-
-    for name in ("get_rank", "get_world_size"):
-        setattr(dist, name, noted(f"torch.distributed.{name}()", getattr(dist, name)))
-    ronde.world = noted("ronde.world()", ronde.world)  # type: ignore[assignment]
-    for name in ("rank", "world_size", "is_main"):
-        setattr(Run, name, property(noted(f"run.{name}", getattr(Run, name).fget)))
-    environ = type(os.environ)
-    read = environ.__getitem__
-
-    def __getitem__(self: Any, key: str) -> str:
-        if key in _RANKS:
-            where = _place(True)
-            if where:
-                watch.note("rank", f"os.environ[{key!r}]@{where}")
-        return read(self, key)
-
-    environ.__getitem__ = __getitem__  # type: ignore[method-assign]
-    clip = torch.nn.utils.clip_grad_norm_
-    clip_value = torch.nn.utils.clip_grad_value_
-
-    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _place(True):
-                watch.clips_itself = True
-            return original(*args, **kwargs)
-
-        return call
-
-    schedule = torch.optim.lr_scheduler.LRScheduler.step
-
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        where = _place(True)
-        if where:
-            watch.note("scheduler", where)
-        return schedule(self, *args, **kwargs)
-
-    torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
-    torch.nn.utils.clip_grad_norm_ = clipping(clip)
-    torch.nn.utils.clip_grad_value_ = clipping(clip_value)
-
-
-def install(settings: Settings, rank: int) -> Watch:
-    """Watch the script that this process is going to run."""
-    watch = Watch(settings, rank)
-    hooks.observer = watch
-    # A script that seeds nothing has other numbers on every worker, but in every study the same.
-    torch.manual_seed(rank)
-    random.seed(rank)
-    np.random.seed(rank)
-    torch.set_default_dtype(torch.float64)
-    _patch_casts()
-    _patch_dropout(watch)
-    _patch_ranks(watch)
-
-    def off(self: Any, *_: Any) -> Any:
-        watch.note("autocast", None)
-        return self
-
-    def out(self: Any, *_: Any) -> bool:
-        return False
-
-    torch.autocast.__enter__ = off  # type: ignore[method-assign]
-    torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
-
-    def called(module: nn.Module, _: Any, output: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            watch.module_called(module, output)
-
-    torch.nn.modules.module.register_module_forward_hook(called)
-    _Wide(watch).__enter__()  # type: ignore[no-untyped-call]
-    watch.event("begin", time=time.time())
-    return watch

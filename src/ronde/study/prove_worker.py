@@ -52,7 +52,7 @@ def _shown(error: BaseException) -> str:
     """The traceback from the script's first frame on."""
     frames = traceback.TracebackException.from_exception(error)
     frames.stack = traceback.StackSummary.from_list(
-        [f for f in frames.stack if f.filename != __file__ and "prove_observer" not in f.filename]
+        [f for f in frames.stack if f.filename != __file__ and "/study/prove_" not in f.filename]
     )
     return "".join(frames.format())
 
@@ -67,7 +67,8 @@ def _others_are_done(folder: Path, rank: int, size: int) -> None:
 
 def _run(job: dict[str, Any]) -> None:
     """In the child: one run of the script, watched."""
-    from ronde.study.prove_observer import Settings, install
+    from ronde.study.prove_observer import Settings
+    from ronde.study.prove_patches import install
 
     _die_with_parent()
     rank, size = int(job["rank"]), int(job["size"])
@@ -109,7 +110,7 @@ def main() -> None:
     import torch
 
     import ronde.run
-    import ronde.study.prove_observer  # noqa: F401
+    import ronde.study.prove_patches  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
     answers.write(json.dumps({"ready": True}) + "\n")

@@ -1,0 +1,238 @@
+"""What ``ronde prove`` changes in a process before the script runs: everything is double, dropout drops nothing, and it is noted where
+the script draws random numbers, asks for its rank, clips, or steps a scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ronde.run import hooks
+from ronde.run.run import Run
+from ronde.study.prove_observer import Settings, Watch
+from ronde.study.prove_values import HALVES
+
+__all__ = ["install"]
+
+_HERE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = (_HERE, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], str(Path(torch.__file__).parent), "<frozen")
+_RANDOM = frozenset(
+    [
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "bernoulli",
+        "bernoulli_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "poisson",
+        "rrelu",
+        "gumbel_softmax",
+    ]
+)
+_RANKS = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+    ]
+)
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_LIBRARIES)
+
+
+def _place(direct: bool) -> str | None:
+    """File and line of the user's code that is being executed; with ``direct``, only if it made this very call."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if direct and not file.startswith("<frozen") and Path(file).name not in ("os.py", "_collections_abc.py", "prove_patches.py"):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _Wide(TorchFunctionMode):
+    """Half and single precision become double wherever the script asks for them; what draws random numbers is noted."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _RANDOM and self._watch.phase in ("step", "evaluate", "update"):
+            self._watch.note("random", f"{name}@{_place(False)}")
+        if any(isinstance(a, torch.dtype) and a in HALVES for a in args):
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in HALVES else a for a in args)
+        dtype = kwargs.get("dtype")
+        if dtype is not None and dtype in HALVES:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def _patch_casts() -> None:
+    """``x.float()`` and ``x.to(torch.float32)`` in whatever way they are reached: a pipeline repeats what it has followed."""
+
+    def double(self: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
+        return self.double(**kwargs)
+
+    for name in ("float", "half", "bfloat16"):
+        setattr(torch.Tensor, name, double)
+    to = torch.Tensor.to
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value in HALVES else value
+
+    def to_wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(self, *map(wide, args), **{k: wide(v) for k, v in kwargs.items()})  # type: ignore[no-any-return]
+
+    torch.Tensor.to = to_wide  # type: ignore[assignment,method-assign]
+
+
+def _patch_dropout(watch: Watch) -> None:
+    functional = torch.nn.functional
+
+    def keeps(trains: bool) -> Callable[..., torch.Tensor]:
+        def dropout(input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> torch.Tensor:
+            if training and p:
+                watch.note("dropout", _place(False))
+            return input if inplace else input.clone()
+
+        return dropout
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, keeps("alpha" not in name))  # these two are off unless told otherwise
+    attention = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4 and args[4]:
+            watch.note("dropout", _place(False))
+            args = (*args[:4], 0.0, *args[5:])
+        if kwargs.get("dropout_p"):
+            watch.note("dropout", _place(False))
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return attention(*args, **kwargs)
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def _patch_ranks(watch: Watch) -> None:
+    """Note where the user's code asks who it is."""
+    import torch.distributed as dist
+
+    import ronde
+
+    def noted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where = _place(True)
+            if where:
+                watch.note("rank", f"{what}@{where}")
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("get_rank", "get_world_size"):
+        setattr(dist, name, noted(f"torch.distributed.{name}()", getattr(dist, name)))
+    ronde.world = noted("ronde.world()", ronde.world)  # type: ignore[assignment]
+    for name in ("rank", "world_size", "is_main"):
+        setattr(Run, name, property(noted(f"run.{name}", getattr(Run, name).fget)))
+    environ = type(os.environ)
+    read = environ.__getitem__
+
+    def __getitem__(self: Any, key: str) -> str:
+        if key in _RANKS:
+            where = _place(True)
+            if where:
+                watch.note("rank", f"os.environ[{key!r}]@{where}")
+        return read(self, key)
+
+    environ.__getitem__ = __getitem__  # type: ignore[method-assign]
+    clip = torch.nn.utils.clip_grad_norm_
+    clip_value = torch.nn.utils.clip_grad_value_
+
+    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _place(True):
+                watch.clips_itself = True
+            return original(*args, **kwargs)
+
+        return call
+
+    schedule = torch.optim.lr_scheduler.LRScheduler.step
+
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where = _place(True)
+        if where:
+            watch.note("scheduler", where)
+        return schedule(self, *args, **kwargs)
+
+    torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
+    torch.nn.utils.clip_grad_norm_ = clipping(clip)
+    torch.nn.utils.clip_grad_value_ = clipping(clip_value)
+
+
+def install(settings: Settings, rank: int) -> Watch:
+    """Watch the script that this process is going to run."""
+    watch = Watch(settings, rank)
+    hooks.observer = watch
+    # A script that seeds nothing has other numbers on every worker, but in every study the same.
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.set_default_dtype(torch.float64)
+    _patch_casts()
+    _patch_dropout(watch)
+    _patch_ranks(watch)
+
+    def off(self: Any, *_: Any) -> Any:
+        watch.note("autocast", None)
+        return self
+
+    def out(self: Any, *_: Any) -> bool:
+        return False
+
+    torch.autocast.__enter__ = off  # type: ignore[method-assign]
+    torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
+
+    def called(module: nn.Module, _: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            watch.module_called(module, output)
+
+    torch.nn.modules.module.register_module_forward_hook(called)
+    _Wide(watch).__enter__()  # type: ignore[no-untyped-call]
+    watch.event("begin", time=time.time())
+    return watch

@@ -1,0 +1,177 @@
+"""Values as ``ronde prove`` writes them down: in float64, tensors as numbers that can be compared, samples as digests."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["HALVES", "cast", "digest", "generators", "moved", "per_sample", "probe", "tensors_of", "written"]
+
+_WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
+HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def cast(value: Any) -> Any:
+    """Every floating tensor of a batch in float64, whatever it is made of."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype in HALVES else value.to(torch.complex128) if value.dtype == torch.complex64 else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(v) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast(v) for v in value)
+    if isinstance(value, dict):
+        changed = {k: cast(v) for k, v in value.items()}
+        for k, v in changed.items():
+            value[k] = v
+        return value
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return value.double() if value.data.dtype in HALVES else value
+    return value
+
+
+def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a value, and the way to it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from tensors_of(v, f"{path}[{k}]")
+    elif isinstance(value, list | tuple):
+        for i, v in enumerate(value):
+            yield from tensors_of(v, f"{path}[{i}]")
+
+
+_signs: dict[int, torch.Tensor] = {}
+
+
+def _weights_of(n: int) -> torch.Tensor:
+    """``n`` fixed random weights, without using up randomness."""
+    if n not in _signs:
+        if len(_signs) > 64:
+            _signs.clear()
+        drawn = np.random.Generator(np.random.PCG64(n)).uniform(0.5, 1.5, n) * np.random.Generator(np.random.PCG64(n + 1)).choice(
+            [-1.0, 1.0], n
+        )
+        _signs[n] = torch.from_numpy(drawn)
+    return _signs[n]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    full = getattr(tensor, "full_tensor", None)
+    if full is not None:
+        tensor = full()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    return tensor
+
+
+def written(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as it is compared: whole, or as weighted sums of blocks where it is large."""
+    flat = _whole(tensor).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    wide = flat.to(torch.float64)
+    if wide.numel() > _WHOLE:
+        block = -(-wide.numel() // _WHOLE)
+        wide = torch.nn.functional.pad(wide, (0, block * _WHOLE - wide.numel())).view(_WHOLE, block) @ _weights_of(block)
+    return np.array(wide.cpu().numpy(), dtype=np.float64)
+
+
+def per_sample(tensor: torch.Tensor, samples: int) -> np.ndarray[Any, Any]:
+    """One number for each sample: a fixed random sum of what it has."""
+    flat = tensor.detach().reshape(samples, -1)
+    flat = torch.view_as_real(flat).reshape(samples, -1) if flat.is_complex() else flat
+    return np.array((flat.to(torch.float64) @ _weights_of(flat.shape[1])).cpu().numpy())
+
+
+def digest(value: Any) -> str:
+    """A sample's content in a few letters; what is neither tensors nor numbers counts by its type."""
+    found = hashlib.blake2b(digest_size=8)
+
+    def add(v: Any) -> None:
+        if isinstance(v, torch.Tensor):
+            found.update(f"{v.dtype}{tuple(v.shape)}".encode())
+            found.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b"")
+        elif isinstance(v, np.ndarray):
+            found.update(f"{v.dtype}{v.shape}".encode() + v.tobytes())
+        elif isinstance(v, Mapping):
+            for k in v:
+                add(k)
+                add(v[k])
+        elif isinstance(v, list | tuple):
+            for part in v:
+                add(part)
+        elif v is None or isinstance(v, str | bytes | int | float | bool | np.generic):
+            found.update(repr(v).encode())
+        else:
+            found.update(type(v).__name__.encode())
+
+    add(value)
+    return found.hexdigest()
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of torch's, Python's and numpy's generators."""
+    return (torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False))
+
+
+def moved(before: tuple[Any, ...]) -> list[str]:
+    """Which of the three generators were drawn from."""
+    now = generators()
+    found = [] if torch.equal(before[0], now[0]) else ["torch"]
+    if before[1] != now[1]:
+        found.append("random")
+    if repr(before[2]) != repr(now[2]):
+        found.append("numpy.random")
+    return found
+
+
+def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[Any, ...]:
+    def cut(v: Any) -> Any:
+        if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0:
+            rows = v.shape[0] // samples
+            return v[low * rows : high * rows]
+        return v
+
+    return tuple(cut(v) for v in values)
+
+
+def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
+    """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``pair`` or ``unknown``."""
+    if samples < 3 or not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0 for v in values[:1]):
+        return "unknown"
+    third, two = max(1, samples // 3), max(2, 2 * samples // 3)
+    cuts = {"a": (0, third), "b": (third, two), "c": (two, samples), "ab": (0, two), "bc": (third, samples), "abc": (0, samples)}
+    try:
+        with torch.no_grad():
+            found: dict[str, Any] = {k: loss(*_slice(values, samples, *c)) for k, c in cuts.items()}
+        if any(isinstance(v, tuple | list) for v in found.values()):
+            return "pair"
+        f = {k: float(v) for k, v in found.items()}
+    except Exception:
+        return "unknown"
+    n = {k: high - low for k, (low, high) in cuts.items()}
+
+    def near(x: float, y: float) -> bool:
+        return math.isclose(x, y, rel_tol=1e-9, abs_tol=1e-12)
+
+    if not all(map(math.isfinite, f.values())):
+        return "unknown"
+    if near(f["abc"] * n["abc"], f["ab"] * n["ab"] + f["c"] * n["c"]) and near(f["ab"] * n["ab"], f["a"] * n["a"] + f["b"] * n["b"]):
+        return "mean"
+    if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
+        return "sum"
+    try:
+        b = (f["ab"] - f["a"]) / (f["b"] - f["ab"])  # weights relative to a's
+        c = b * (f["bc"] - f["b"]) / (f["c"] - f["bc"])
+        whole = (f["a"] + b * f["b"] + c * f["c"]) / (1 + b + c)
+    except ZeroDivisionError:
+        return "unknown"
+    return "weighted" if b > 0 and c > 0 and math.isclose(whole, f["abc"], rel_tol=1e-10) else "over-batch"

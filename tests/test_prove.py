@@ -1,0 +1,223 @@
+"""``ronde prove``: planted faults are found and named, sound models are not blamed. The full grid: benchmarks/prove_truth.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from processes import child, ronde, ronde_run
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "prove_scripts"))
+
+from cases import FAULTS, HEALTHY, LATER, healthy_command, judge  # noqa: E402
+
+from ronde.study.prove import Study, chosen_plans, prove  # noqa: E402
+from ronde.study.prove_causes import CAUSES, disagreement  # noqa: E402
+from ronde.study.prove_pool import Pool  # noqa: E402
+from ronde.study.prove_trace import Comparison, _Judge  # noqa: E402
+from ronde.study.prove_values import probe  # noqa: E402
+from ronde.world import ArgumentError  # noqa: E402
+
+# One of each kind: order, data, contract, forward, loss, gradients, a plan's own, update, schedule, between steps, evaluation.
+SAMPLE = [
+    "unseeded_sampler",
+    "data_length_by_rank",
+    "batchnorm",
+    "rank_forward",
+    "noise",
+    "own_sum",
+    "loss_ignored",
+    "accumulate_twice",
+    "hook_clip",
+    "tied_by_data",
+    "replaced_head",
+    "scheduler_by_rank",
+    "weights_by_share",
+    "metric_f1",
+]
+SOUND = ["residual", "gpt", "accumulated", "own"]
+CASES = {f.fault: f for f in [*FAULTS, *LATER]}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    verdict = Study(pool, case.command, 6, 120).verdict(list(dict.fromkeys(["replicate", case.plan])))
+    found, named, said = judge(case, verdict)
+    assert found and named, said
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
+    verdict = Study(pool, healthy_command(name), 6, 120).verdict(["replicate"])
+    assert verdict.status == "equal" and verdict.exit_status == 0, verdict
+    [plan] = verdict.plans
+    assert plan.steps == 6 and plan.evaluations >= 2 and plan.largest < 1e-7
+    if name == "residual":
+        assert plan.aside == ("b.bias",)  # a bias before a normalisation
+    if name == "gpt":
+        assert any("Dropout was switched off" in note for note in verdict.notes)
+
+
+def test_the_grid_is_as_large_as_is_said() -> None:
+    assert len({f.fault for f in FAULTS}) >= 40 and len(LATER) >= 20 and len(HEALTHY) >= 12
+    assert {f.cause for f in [*FAULTS, *LATER]} <= set(CAUSES) and len({f.cause for f in FAULTS}) >= 20
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+TRAIN = """
+import torch, ronde
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+import sys
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8, sync_batchnorm="sync" in sys.argv)
+run.fit(3, validate=data)
+"""
+
+
+def test_equal_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = ronde_run(["prove", "--json", "v.json", "--steps", "4", "train.py", "sync"], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("equal: 2 workers against one process, 4 steps, float64") and "\x1b[" not in done.stdout
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert verdict["status"] == "equal" and verdict["exit_status"] == 0 and verdict["plans"][0]["plan"] == "replicate"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = ronde_run(["prove", "--json", "v.json", "--steps", "2", "train.py"], tmp_path, 120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith("differs") and "step 1: 1" in done.stdout and "[batchnorm]" in done.stdout
+    assert "sync_batchnorm=True" in done.stdout
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert verdict["cause"]["id"] == "batchnorm" and verdict["difference"]["phase"] == "outputs"
+    assert "with sync_batchnorm=True it is equal" in verdict["cause"]["evidence"]
+
+
+def test_a_script_that_distributes_nothing_cannot_be_proved(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])
+    assert verdict.exit_status == 2 and "without calling ronde.distribute" in verdict.error
+
+
+def test_a_script_that_fails_is_shown_with_its_traceback(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ndef f():\n    raise KeyError('no such column')\nf()\n")
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])
+    assert verdict.exit_status == 2 and "no such column" in verdict.error and "line 3, in f" in verdict.error
+    assert "prove_worker" not in verdict.error
+
+
+def test_a_run_that_takes_too_long_is_ended(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 2.0).verdict(["replicate"])
+    assert verdict.exit_status == 2 and "had not ended after 2 s: rank 0 was before ronde.distribute" in verdict.error
+
+
+def test_a_plan_that_refuses_the_model_is_not_a_difference(pool: Pool) -> None:
+    study = Study(pool, healthy_command("own"), 2, 120)
+    both = study.verdict(["replicate", "pipeline=2"], explicit=False)
+    assert both.status == "equal" and [p.status for p in both.plans] == ["equal", "refused"]
+    assert "run.step(batch)" in both.plans[1].error
+
+
+def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals = signal.SIGINT) -> None:
+    (tmp_path / "train.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(100)\n")
+    with child(ronde("prove", "train.py"), tmp_path) as started:
+        while not (tmp_path / "begun").exists():
+            assert started.process.poll() is None
+        os.kill(started.pid, number)
+        done = started.done(30)
+    assert done.returncode == 128 + number and f"stopped by {number.name}" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["prove", "--workers", "1", "t.py"], "at least 2"),
+        (["prove", "--plans", "sharded", "t.py"], "is not known"),
+        (["prove", "--steps", "0", "t.py"], "steps=0"),
+        (["prove", "--json", "no/v.json", "t.py"], "there is no folder"),
+        (["prove", "missing.py"], "script not found"),
+    ],
+)
+def test_what_cannot_be_used_is_said(tmp_path: Path, arguments: list[str], said: str, capsys, monkeypatch) -> None:
+    from ronde.cli import main
+
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ronde", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+# -- its parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_plans() -> None:
+    assert chosen_plans("all", 2)[0] == "replicate" and "pipeline=2,shard=optimizer" in chosen_plans("all", 4)
+    assert chosen_plans(["zero3", "fsdp"], 2) == ["shard=parameters"]
+    with pytest.raises(ArgumentError, match="no plan"):
+        prove(["train.py"], plans=[])
+
+
+def test_rounding_is_told_from_error() -> None:
+    one = np.linspace(1.0, 2.0, 50)
+
+    def error(many, floor, largest=1.0):
+        return _Judge(Comparison(), 1e-9, False).differs(one, many, floor, largest, "x")
+
+    assert error(one * (1 + 1e-12), None) is None
+    assert error(one * (1 + 1e-8), None) is not None
+    assert error(one * (1 + 1e-8), one * (1 + 1e-10)) is None  # rounding alone moves it by a hundredth
+    assert error(one * (1 + 1e-5), one * (1 + 1e-3)) is not None  # no amount of noise excuses that
+    assert error(one[:3], None) is not None
+    assert error(np.where(one > 1.5, np.nan, one), None) is not None
+    tiny = one * 1e-9
+    assert _Judge(Comparison(), 1e-9, False).differs(tiny, tiny * (1 + 1e-6), None, 1e6, "x") is None
+
+
+_out, _target = torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("mean", F.cross_entropy),
+        ("sum", lambda o, y: F.cross_entropy(o, y, reduction="sum")),
+        ("weighted", lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([1.0, 2, 3, 4], dtype=torch.float64))),
+        ("over-batch", lambda o, y: F.mse_loss(o, F.one_hot(y, 4).double()).sqrt()),
+        ("over-batch", lambda o, y: torch.logsumexp(o.sum(1), 0)),
+        ("pair", lambda o, y: (F.cross_entropy(o, y, reduction="sum"), len(y))),
+        ("unknown", lambda o, y: o.no_such_thing()),
+    ],
+)
+def test_what_kind_of_function_a_loss_is(kind: str, loss) -> None:
+    assert probe(loss, (_out, _target), 9) == kind
+
+
+def test_a_disagreement_of_ranks_is_read() -> None:
+    text = "The ranks disagree on seed in ronde.distribute: rank 0: 0; rank 1: 1. Every worker must run the same script."
+    difference, cause = disagreement(text)
+    assert (difference.name, difference.many, cause) == ("seed", "rank 0: 0; rank 1: 1", "arguments-depend-on-workers")
+    assert disagreement("something else") is None
