@@ -536,6 +536,9 @@ def worker(listing: str, out: str) -> None:
         facts.append({"blocks": len(divided.blocks), "here": parts / whole, "said": said, "evaluated": evaluated})
         if run.is_main:
             save_file({k: v.detach().contiguous().clone() for k, v in result.items()}, Path(out) / f"{i}.safetensors")
+        if run.rank == run.world_size - 1 and case.model != "dropped":  # here, where the libraries are imported
+            expected = plain_loop(case)
+            save_file({k: v.detach().contiguous().clone() for k, v in expected.items()}, Path(out) / f"{i}-plain.safetensors")
     said = refusals() if ronde.world().size == 2 else {}
     if ronde.world().is_main:
         (Path(out) / "facts.json").write_text(json.dumps({"cases": facts, "refusals": said}))
@@ -544,7 +547,7 @@ def worker(listing: str, out: str) -> None:
 # -- tests ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _train(cases: list[Case], workers: int, folder: Path) -> tuple[list[dict[str, torch.Tensor]], dict[str, Any]]:
+def _train(cases: list[Case], workers: int, folder: Path) -> tuple[Path, dict[str, Any]]:
     from processes import ronde_run
 
     listing, out = folder / "cases.json", folder / "out"
@@ -557,7 +560,7 @@ def _train(cases: list[Case], workers: int, folder: Path) -> tuple[list[dict[str
         env={"PYTHONPATH": str(HERE), "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [load_file(out / f"{i}.safetensors") for i in range(len(cases))], json.loads((out / "facts.json").read_text())
+    return out, json.loads((out / "facts.json").read_text())
 
 
 def _difference(case: Case, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -574,12 +577,12 @@ def _difference(case: Case, found: dict[str, torch.Tensor], expected: dict[str, 
 
 def _compare(cases: list[Case], workers: int, folder: Path) -> dict[str, Any]:
     """Train all cases, compare each with a plain loop; what the workers said beside."""
-    found, facts = _train(cases, workers, folder)
+    out, facts = _train(cases, workers, folder)
     wrong = []
-    for case, result, fact in zip(cases, found, facts["cases"], strict=True):
+    for i, (case, fact) in enumerate(zip(cases, facts["cases"], strict=True)):
         where, apart = "not compared: it is random", 0.0
         if case.model != "dropped":
-            apart, where = _difference(case, result, plain_loop(case))
+            apart, where = _difference(case, load_file(out / f"{i}.safetensors"), load_file(out / f"{i}-plain.safetensors"))
         print(f"{workers} workers {case.name}: {apart:.1e} ({where}), {fact['blocks']} blocks, {fact['here']:.2f} of the parameters here")
         if not apart <= 1e-10:
             wrong.append(f"{case.name}: {where} differs by {apart:.1e}")

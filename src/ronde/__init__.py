@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
         if name == "distribute":
-            importlib.import_module("ronde.run.hooks").planner = _choose
+            setattr(importlib.import_module("ronde.run.hooks"), "planner", _choose)  # noqa: B010
         return value
     raise AttributeError(f"module 'ronde' has no attribute {name!r}")
 

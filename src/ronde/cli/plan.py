@@ -110,7 +110,7 @@ def register(app: typer.Typer) -> None:
             from ronde.study.forecast import answer
 
             explanation = answer(costs, target, target.devices, like, optimize)
-        _print(console, explanation)
+        _print(console, explanation, costs, target)
         _write(explanation, costs, target, file, picture, save, console)
 
 
@@ -202,11 +202,11 @@ def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> 
         return load(out)
 
 
-def _print(console: Any, explanation: Any) -> None:
+def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
     from ronde.plan.explain import render
 
     console.print(render(explanation))
-    timeline = _timeline(explanation)
+    timeline = _timeline(explanation, costs, target)
     if timeline is not None:
         from ronde.plan.picture import terminal
 
@@ -220,9 +220,14 @@ def _best_pipeline(explanation: Any) -> Any:
     return next((p for p in [explanation.found.best, *explanation.found.families.values()] if p.plan.pipeline > 1), None)
 
 
-def _timeline(explanation: Any) -> Any:
+def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
+    """One step of the best pipeline, as it was simulated; None where no plan has one."""
     best = _best_pipeline(explanation)
-    return getattr(best, "timeline", None) if best is not None else None
+    if best is None:
+        return None
+    from ronde.plan.predict import Predictor
+
+    return Predictor(costs, target).timeline(best.plan)
 
 
 def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None, console: Any) -> None:
@@ -232,10 +237,12 @@ def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture
         temporary.write_text(json.dumps(values, indent=2, default=str) + "\n")
         temporary.rename(file)
     if save is not None:
-        explanation.found.best.plan.save(save)
+        from ronde.study.forecast import carried_out
+
+        carried_out(explanation.found.best).save(save)
         console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
     if picture is not None:
-        timeline = _timeline(explanation)
+        timeline = _timeline(explanation, costs, target)
         if timeline is None:
             raise ArgumentError("--svg: no plan here has a pipeline, so there is no schedule to draw.")
         from ronde.plan.picture import svg

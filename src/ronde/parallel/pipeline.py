@@ -193,8 +193,8 @@ class Pipeline(Strategy):
         for group in self.work.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in self._kept]
         state = self.work.optimizer.state
-        for p in [p for p in state if id(p) not in self._kept]:
-            del state[p]
+        for lost in [p for p in state if id(p) not in self._kept]:
+            del state[lost]
         self._was: dict[int, nn.Parameter] = {}  # identity of a sharded parameter -> the one that the model was followed with
         plan = self.plan
         self._parts: OptimizerParts | None = None

@@ -575,10 +575,10 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
     if divided.said and me.is_main:
         warnings.warn(divided.said, stacklevel=2)
     for group in work.optimizer.param_groups:
+        # Fused kernels take no plain tensors beside divided ones, the others only those of one mesh.
         if group.get("fused") or (sharded and group.get("foreach")):
-            group.update(
-                foreach=False, fused=None
-            )  # fused kernels take no plain tensors beside divided ones, others only those of one mesh
+            group.update(foreach=False, fused=None)
+            work.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # what fused ones promise a gradient scaler
     if plan.sync_batchnorm:
         synchronise(work.model, data.get_group() if data.ndim == 1 else dist.new_group())
     if sharded:

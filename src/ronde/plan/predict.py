@@ -9,7 +9,7 @@ Nothing is fitted to step times. How each strategy is composed:
   FSDP): gathered in both passes, but for those in no block, which are kept. Gradients are reduce-scattered in the backward pass of
   each micro-batch. Over neighbours alone (``shard_within``), the parts are then all-reduced over the copies.
 - *Pipeline*: an event simulation of the schedule's lists, then each worker's exchange with its replicas, not hidden. Under shard its
-  parameters are gathered once a step.
+  modules are gathered whenever they are called.
 - *Tensor*: the share of each unit that can be divided is (an estimate: a divided matrix product is less efficient than a whole one),
   and activations are all-reduced, not hidden.
 - *Recompute*: the forward pass, or the cheap part of it, once more. *Offload*: gradients down and parameters up, not hidden.
@@ -21,6 +21,7 @@ for a moment. Verdicts: below 80 % of the device's memory *fits*, up to 95 % *ri
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -230,6 +231,12 @@ class Predictor:
         self._one_device: dict[int, float] = {}
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
+        self.simulated: Timeline | None = None
+
+    def timeline(self, plan: Plan) -> Timeline | None:
+        """One step of a pipeline as it is simulated, for a picture; None where it has too many actions to be drawn."""
+        self(plan, split_waits=False)
+        return self.simulated if self.simulated is not None and self.simulated.events else None
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
         """What ``plan`` would take.
@@ -577,7 +584,7 @@ class _Step:
             unsent = timeline
         else:
             timeline = run_step(plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=cluster.action_seconds)
-            unsent = timeline
+            unsent = self.owner.simulated = timeline
             if split_waits:
                 free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
                 unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=cluster.action_seconds)
@@ -588,9 +595,12 @@ class _Step:
         for w in range(workers):
             g, p = float(trainable[w]), float(parameters[w])
             if self.fsdp:
-                gather[w] = self.gather(p)
-                exchange[w] = self.scatter(g) + self.copies(g / self.parts)
-                sent[w] += (p + g) * _ring(self.parts) / 2.0 + g / self.parts * _ring(self.at["copies"].ranks)
+                # Each module of a stage is gathered when it is called, and reduced when its backward pass is done, micro-batch by micro-batch.
+                times_gathered = self.micro_batches * (2 if plan.shard == "parameters" else 1)
+                gather[w] = times_gathered * self.gather(p)
+                exchange[w] = self.micro_batches * (self.scatter(g) + self.copies(g / self.parts))
+                once = g * _ring(self.parts) / 2.0 + g / self.parts * _ring(self.at["copies"].ranks)
+                sent[w] += times_gathered * p * _ring(self.parts) / 2.0 + self.micro_batches * once
             elif plan.replicas > 1:
                 exchange[w] = math.ceil(g / _BUCKET) * self.all_reduce.alpha + self.all_reduce.seconds_per_byte * g
                 sent[w] += g * _ring(plan.replicas)
@@ -629,8 +639,10 @@ class _Step:
         parameters = stages.parameters * self.held.parameters
         gradients = stages.trainable * self.held.gradients
         if self.fsdp:
-            parameters = parameters + stages.parameters  # gathered for the whole step
-            gradients = gradients + stages.trainable
+            edges = list(itertools.pairwise(bounds))
+            largest = np.array([float(self.peak.parameters[a:b].max()) for a, b in edges])
+            parameters = parameters + (2.0 * largest if plan.shard == "parameters" else stages.parameters)
+            gradients = gradients + np.array([float(self.peak.trainable[a:b].max()) for a, b in edges])
         optimizer = stages.optimizer * self.held.optimizer
         if plan.offload in ("optimizer", "parameters"):
             optimizer = np.zeros(len(optimizer))

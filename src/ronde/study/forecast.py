@@ -23,6 +23,7 @@ from ronde.parallel.recognise import recognise
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
 from ronde.plan.corrections import corrected, record
 from ronde.plan.explain import Explanation, explain
+from ronde.plan.predict import Prediction
 from ronde.plan.search import search
 from ronde.run import hooks
 from ronde.run.compare import Forecast
@@ -32,7 +33,7 @@ from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
 
-__all__ = ["Gauge", "answer", "choose", "install", "load", "threads_on"]
+__all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
 
 
 def install() -> None:
@@ -122,7 +123,7 @@ def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecas
             explanation = answer(costs, cluster, me.size, plan, with_flips=False)
             best = explanation.found.best
             told = {
-                "plan": best.plan.to_dict(),
+                "plan": carried_out(best).to_dict(),
                 "raw": best.raw_step_seconds,
                 "seconds": best.step_seconds,
                 "terms": best.terms,
@@ -140,6 +141,11 @@ def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecas
     chosen = dataclasses.replace(plan, **fields)
     keep = partial(record, cluster.name, winner.family) if me.is_main else None
     return chosen, Forecast(winner.family, told["raw"], told["seconds"], told["terms"], keep, told["sentence"], winner.shard == "optimizer")
+
+
+def carried_out(best: Prediction) -> Plan:
+    """The plan with the cut that was predicted."""
+    return dataclasses.replace(best.plan, split_at=best.split_at) if best.plan.pipeline > 1 else best.plan
 
 
 def _divisible(costs: Costs, work: Work) -> Costs:
