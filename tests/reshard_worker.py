@@ -195,9 +195,7 @@ def matrix(name: str, folder: Path) -> None:
     for size in by_size:
         fork(size, lambda size=size: read(size))
     result = {
-        f"{source} -> {plan}": differ(folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors")
-        for plan in plans
-        for source in plans
+        f"{source} -> {plan}": differ(folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors") for source, plan in pairs
     }
     result |= {f"{plan} at the stop": differ(folder / f"{plan}.at-stop", folder / "single.at-stop") for plan in plans}
     first = start("replicate", norm, folder / "begin", False)

@@ -125,3 +125,22 @@ def test_the_record_holds_what_was_logged(found):
     assert logged[-1]["values"] == {"note": "hello", "tensor": 1.5}
     assert events[0]["type"] == "start" and events[0]["workers"] == 2
     assert [e["step"] for e in events if e["type"] == "step"] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_parameter_frozen_midway_stays_where_it_is(momentum, tmp_path, monkeypatch):
+    """As in a plain loop, where zero_grad() forgets its last gradient."""
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+    run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4)
+    for i, batch in enumerate(run.batches()):
+        run.step(batch)
+        if i == 1:
+            model[0].requires_grad_(False)
+            kept = model[0].weight.clone()
+    assert model[0].weight.equal(kept)
+    assert model[0].weight.grad is None

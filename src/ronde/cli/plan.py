@@ -27,6 +27,8 @@ Examples:
 
   ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
 
+  ronde plan --device H100 --devices 64 train.py         not at hand: an estimate
+
   ronde plan --cluster cluster.yaml train.py             what 'ronde bench cluster' wrote on the cluster itself
 
   ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
@@ -73,6 +75,15 @@ def register(app: typer.Typer) -> None:
             Path | None,
             typer.Option("--cluster", metavar="FILE", help="Plan for the cluster that 'ronde bench cluster' measured.", show_default=False),
         ] = None,
+        device: Annotated[
+            str | None,
+            typer.Option(
+                "--device",
+                metavar="KIND",
+                help="Plan for devices that are not at hand, as H100: an estimate from data sheets.",
+                show_default=False,
+            ),
+        ] = None,
         memory: Annotated[
             str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one device, as 32GiB.", show_default=False)
         ] = None,
@@ -102,10 +113,17 @@ def register(app: typer.Typer) -> None:
             if path is not None and not path.absolute().parent.is_dir():
                 raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
         size = parse_bytes(memory) if memory is not None else None
+        if device is not None and cluster is not None:
+            raise ArgumentError("--device and --cluster both say what is planned for: give one of them.")
         console = _console()
         with _progress(console) as say:
-            target = _target(cluster, devices, size, say)
-            costs, like = _measured(command, target, accept_noise, say)
+            if device is not None:
+                costs, target, like = _elsewhere(command, device, devices, accept_noise, say)
+            else:
+                target = _target(cluster, devices, say)
+                costs, like = _measured(command, target, accept_noise, say)
+            if size is not None:
+                target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
             from ronde.study.forecast import answer
 
@@ -143,7 +161,21 @@ class _progress:
             self._status.stop()
 
 
-def _target(file: Path | None, devices: int | None, memory: float | None, say: Any) -> Any:
+def _elsewhere(command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any) -> tuple[Any, Any, Any]:
+    """Measured here, on all cores, and scaled to a device from its data sheet."""
+    from ronde.plan import Cluster
+    from ronde.plan.devices import cluster_of, device_named
+
+    kind = device_named(device)
+    count = devices or kind.per_node
+    per_node = min(count, kind.per_node)
+    if count % per_node:
+        raise ArgumentError(f"--devices {count} does not divide into nodes of {per_node} {kind.name}.")
+    costs, like = _measured(command, Cluster(), accept_noise, say)
+    return costs, cluster_of(device, count // per_node, per_node, costs), like
+
+
+def _target(file: Path | None, devices: int | None, say: Any) -> Any:
     """The cluster that is planned for."""
     from ronde.plan import Cluster
 
@@ -160,7 +192,7 @@ def _target(file: Path | None, devices: int | None, memory: float | None, say: A
 
         count = devices or max(2, resolve_workers("auto"))
         found = default_cluster(count, tell=say)
-    return dataclasses.replace(found, memory_bytes=memory) if memory is not None else found
+    return found
 
 
 def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-__all__ = ["Compute", "Flags", "Part", "Scale", "Strategy", "Work", "backward", "scale_gradients", "trainable"]
+__all__ = ["Compute", "Flags", "Part", "Scale", "Strategy", "Work", "backward", "forget_frozen", "scale_gradients", "trainable"]
 
 Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum, weight)``."""

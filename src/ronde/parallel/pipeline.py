@@ -28,7 +28,7 @@ from torch.distributed.pipelining._backward import (
 )
 
 from ronde.parallel import cutting
-from ronde.parallel.base import Part, Scale, Strategy, Work, backward, scale_gradients, trainable
+from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, scale_gradients, trainable
 from ronde.parallel.shard import adopt, local, replica_mesh
 from ronde.parallel.staged import Program, StageRun, program
 from ronde.parallel.zero1 import OptimizerParts
@@ -577,6 +577,7 @@ class Pipeline(Strategy):
         if flags == self._flags:
             return False
         self._flags = flags
+        forget_frozen(self.model)
         self._programs = {}
         self._own()
         return True

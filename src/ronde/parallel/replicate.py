@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, backward, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, backward, forget_frozen, scale_gradients, trainable
 from ronde.parallel.batchnorm import absent, set_present
 from ronde.world import World, WorldError
 from ronde.world.agree import broadcast_json, gather_json
@@ -102,6 +102,7 @@ class Replicate(Strategy):
 
     def _build(self) -> None:
         named = trainable(self.model)
+        forget_frozen(self.model)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self._carrier = nn.Parameter(torch.zeros(_UNUSED + len(named), dtype=_carrier_dtype(self.parameters), device=self.me.device))

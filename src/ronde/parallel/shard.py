@@ -282,7 +282,8 @@ def fully_shard_model(
     for part in result.modules:
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-        part.set_reduce_scatter_unused_params(True)
+        if hasattr(part, "set_reduce_scatter_unused_params"):  # from torch 2.12 on
+            part.set_reduce_scatter_unused_params(True)
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
         adopt(optimizer, {before[name]: after[name] for name in before})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, forget_frozen, scale_gradients, trainable
 
 __all__ = ["Single"]
 
@@ -56,6 +56,7 @@ class Single(Strategy):
         """See :meth:`Strategy.start_epoch`."""
         self.parameters = [p for _, p in trainable(self.model)]
         self._flags = Flags(self.model)
+        forget_frozen(self.model)
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""

@@ -286,8 +286,11 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         if not bad:
             break
         stack.close()
-        ill = [b for b in blocks if {*split_dims(model, b)[0], *split_dims(model, b)[1], *b.inside} & set(bad)] or list(blocks)
-        put_back += [dataclasses.replace(b, why_not=f"the gradient of {(bad[-1] or 'the loss')!r} is another") for b in ill]
+        # Gradients flow backwards: the last block with a wrong one is where it began, and others of its kind will be no better.
+        wrong = [b for b in blocks if {*split_dims(model, b)[0], *split_dims(model, b)[1], *b.inside} & set(bad)]
+        ill = [b for b in blocks if _kind(model, b) == _kind(model, wrong[-1])] if wrong else list(blocks)
+        said = next((n for n in bad if wrong and n.startswith((*wrong[-1].column, wrong[-1].row))), bad[-1])
+        put_back += [dataclasses.replace(b, why_not=f"the gradient of {said!r} is another" if said else "the loss is another") for b in ill]
         blocks = tuple(b for b in blocks if b not in ill)
     if not blocks:
         raise _why_nothing(plan, dataclasses.replace(found, refused=(*found.refused, *put_back)), model)
@@ -300,6 +303,10 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
         )
     return Divided(mesh, blocks, partials, said)
+
+
+def _kind(model: nn.Module, block: Block) -> tuple[Any, ...]:
+    return block.kind, type(model.get_submodule(block.path)), *(n.removeprefix(block.path) for n in (*block.column, block.row))
 
 
 def _block(values: Mapping[str, Any]) -> Block:
