@@ -107,7 +107,7 @@ def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = ronde_run(["prove", "--json", "v.json", "--steps", "2", "train.py"], tmp_path, 120)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.startswith("differs") and "step 1: 1" in done.stdout and "[batchnorm]" in done.stdout
+    assert done.stdout.startswith("differs") and "outputs of '1' differ first, in step 1" in done.stdout and "[batchnorm]" in done.stdout
     assert "sync_batchnorm=True" in done.stdout
     verdict = json.loads((tmp_path / "v.json").read_text())
     assert verdict["cause"]["id"] == "batchnorm" and verdict["difference"]["phase"] == "outputs"

@@ -130,6 +130,10 @@ def test_the_record_holds_what_was_logged(found):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_parameter_frozen_midway_stays_where_it_is(momentum, tmp_path, monkeypatch):
     """As in a plain loop, where zero_grad() forgets its last gradient."""
+    import torch
+
+    import ronde
+
     monkeypatch.setenv("RONDE_RUNS", "none")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -183,11 +183,14 @@ def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
 def describe(difference: Difference) -> list[str]:
     """The first thing that differs, as a sentence or two."""
     d = difference
-    when = f"step {d.step}" if d.step else "before the first step"
+    when = f"in step {d.step}" if d.step else "before the first step"
     who = f" of rank {d.rank}" if d.rank is not None else ""
-    text = f"{d.phase} differ{'' if d.phase.endswith('s') else 's'} first, {when}: {d.name}{who}"
     if d.phase == "optimizer":
-        text = f"optimizer, {when}: {d.name}"
+        text = f"the optimizer, {when}: {d.name}"
+    elif d.phase.startswith(("initial", "weights", "outputs", "gradients", "clipped", "buffers")):
+        text = f"{d.phase} of {d.name!r}{who} differ first, {when}"
+    else:
+        text = f"first difference {when}, {d.phase}: {d.name}{who}"
     if d.relative is not None and d.relative != float("inf"):
         text += f", by {d.relative:.1e} relative"
     found = [text]

@@ -151,6 +151,13 @@ class Flags:
         return [p.requires_grad for p in self._parameters] != self._flags
 
 
+def forget_frozen(model: nn.Module) -> None:
+    """A parameter that was frozen has no gradient from before: the optimizer would go on with it."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.grad = None
+
+
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Parameters that take gradients, each once, by the name it has first."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
