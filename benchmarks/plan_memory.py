@@ -8,7 +8,15 @@ back what is freed.
     python benchmarks/plan_memory.py                     # all, prints a table and writes benchmarks/results/plan_memory.json
     python benchmarks/plan_memory.py --only gpt,lstm
 
-A family of plans is one entry of ``FAMILIES``: how it is predicted, and how it is measured.
+Several workers, three models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
+
+    python benchmarks/plan_memory.py --plans                           # all
+    python benchmarks/plan_memory.py --plans --only gpt --family shard  # plans with that in their name
+
+What is predicted is the sum of ``ronde.plan.predict``'s memory without its base. What is measured is the peak of each worker's
+resident memory over real steps through ``ronde.distribute``, from after the model has been divided; what the worker held when it
+was connected, had trained a small model under the same plan and had made its data set is taken off. The worker that needs most
+counts. A capacity just below what was measured must not be called *fits*; one a third above it must.
 """
 
 from __future__ import annotations
@@ -200,57 +208,291 @@ def predict_one_device(name: str, samples: int) -> dict[str, float]:
     return {"chain": chain_peak(costs, samples), "tracker": float(peak(model, optimizer, compute, batches(samples))["Total"])}
 
 
-FAMILIES: dict[str, tuple[Callable[[str, int], dict[str, float]], str]] = {"one device": (predict_one_device, "one_device")}
+# --- one device -------------------------------------------------------------------------------------------------------------------
+
+
+def one_device_rows(names: list[str], output: Path) -> None:
+    from ronde.study.memory import measured_peak
+
+    rows: list[dict[str, Any]] = []
+    print(f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)")
+    for name in names:
+        for samples in MODELS[name][4]:
+            predicted = predict_one_device(name, samples)
+            measured = measured_peak(f"{HERE}:one_device", name, samples, timeout=900).peak_bytes
+            row: dict[str, Any] = {"family": "one device", "model": name, "batch": samples, "measured_bytes": measured, **predicted}
+            row["chain_error"] = predicted["chain"] / measured - 1
+            row["tracker_error"] = predicted["tracker"] / measured - 1
+            rows.append(row)
+            print(
+                f"{'one device':<12} {name:<11} {samples:>5} {measured / 2**20:>10.1f} {predicted['chain'] / 2**20:>10.1f} {row['chain_error']:>+7.1%}"
+                f" {predicted['tracker'] / 2**20:>10.1f} {row['tracker_error']:>+7.1%}",
+                flush=True,
+            )
+            write(rows, output, ("family", "model", "batch"), ("chain", "tracker"))
+    for kind in ("chain", "tracker"):
+        errors = [abs(r[f"{kind}_error"]) for r in rows]
+        print(f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs")
+
+
+# --- several workers --------------------------------------------------------------------------------------------------------------
+
+
+def block_mlp(blocks: int, width: int) -> nn.Module:
+    layers = (nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks))
+    return nn.Sequential(nn.Linear(256, width), *layers, nn.Linear(width, 10))
+
+
+Size = tuple[nn.Module, torch.utils.data.TensorDataset]
+
+
+def sized(name: str, samples: int, small: bool) -> Size:
+    """A model, and a data set of so many samples; a small one to warm a worker up with."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        model = block_mlp(6, 64 if small else 1024)
+        return model, torch.utils.data.TensorDataset(torch.randn(samples, 256), torch.randint(10, (samples,)))
+    if name == "gpt":
+        vocabulary, length = (100, 16) if small else (8000, 128)
+        model = GPT(vocabulary, 48 if small else 384, 6, 6, length)
+        return model, torch.utils.data.TensorDataset(*_text(samples, vocabulary, length))
+    if name == "cnn":
+        side = 8 if small else 32
+        model = CNN(8 if small else 64, 6)
+        return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(10, (samples,)))
+    raise SystemExit(f"no model {name!r}")
+
+
+SIZED: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
+    # global batch, loss, optimizer
+    "mlp": (512, F.cross_entropy, torch.optim.AdamW),
+    "gpt": (16, _tokens_loss, torch.optim.AdamW),
+    "cnn": (32, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
+}
+PLANS = {
+    # family: workers, plan; a micro-batch is written as a share of the global batch
+    "replicate": (2, "replicate"),
+    "accumulation": (2, "micro_batch=1/8"),
+    "shard optimizer": (2, "shard=optimizer"),
+    "shard gradients": (2, "shard=gradients"),
+    "shard parameters": (2, "shard=parameters"),
+    "gpipe": (2, "pipeline=2,schedule=gpipe,micro_batch=1/8"),
+    "1f1b": (2, "pipeline=2,micro_batch=1/8"),
+    "interleaved": (2, "pipeline=2,virtual=2,schedule=interleaved,micro_batch=1/8"),
+    "recompute": (2, "recompute=full"),
+    "recompute shard": (2, "shard=parameters,recompute=full"),
+    "tensor": (2, "tensor=2"),
+    "pipeline shard": (4, "pipeline=2,shard=parameters,micro_batch=1/8"),
+}
+NO_TENSOR = ("cnn",)  # it has no block that tensor parallelism divides
+STEPS = 3
+
+
+def spec_of(name: str, family: str) -> tuple[int, str]:
+    workers, spec = PLANS[family]
+    parts = spec.split("1/")
+    return workers, spec if len(parts) == 1 else f"{parts[0]}{SIZED[name][0] // int(parts[1])}"
+
+
+def weighed(name: str) -> Any:
+    """The costs of a model. Its units' seconds, which decide where a pipeline is cut, are taken from their operations."""
+    import dataclasses
+
+    from ronde.parallel import Work
+    from ronde.plan import Line
+    from ronde.run.losses import LossCall
+    from ronde.study.forecast import _divisible
+    from ronde.study.memory import weigh
+
+    batch, loss, optimizer_class = SIZED[name]
+    model, data = sized(name, batch, False)
+    optimizer = optimizer_class(model.parameters())
+    compute = LossCall(loss, None)
+    costs = weigh(model, optimizer, compute, lambda n: data[:n], batch)
+    rate = 1e-10  # seconds an operation
+    units = tuple(
+        dataclasses.replace(u, forward_seconds=Line(0.0, u.flops * rate), backward_seconds=Line(0.0, 2 * u.flops * rate))
+        for u in costs.units
+    )
+    work = Work(model, optimizer, lambda b: compute(model, b), lambda n: data[:n])
+    return _divisible(dataclasses.replace(costs, units=units), work)
+
+
+def begins(model: nn.Module, name: str) -> str:
+    """The outermost module that begins with a unit, which is what a pipeline calls a place to cut."""
+    modules = dict(model.named_modules())
+    while "." in name:
+        parent = name.rpartition(".")[0]
+        if isinstance(modules[parent], nn.ModuleList | nn.ModuleDict) or next(modules[parent].children()) is not modules[name]:
+            break
+        name = parent
+    return name
+
+
+def predicted_plan(costs: Any, workers: int, spec: str, batch: int, memory_bytes: float = 0.0) -> Any:
+    """The prediction of a plan on workers that have so much memory."""
+    import dataclasses
+    import math
+
+    from ronde.plan import Cluster, Plan
+    from ronde.plan.predict import predict
+
+    plan = dataclasses.replace(Plan.parse(spec), workers=workers, batch_size=batch)
+    if plan.micro_batch:
+        plan = dataclasses.replace(plan, accumulation=math.ceil(batch / plan.replicas / plan.micro_batch))
+    return predict(plan, costs, Cluster(devices_per_node=workers, memory_bytes=memory_bytes))
+
+
+def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
+    """One worker: warmed on a small model under the same plan, then measured on the real one."""
+    import gc
+    import os
+
+    import ronde
+    from ronde.study.memory import _status
+
+    _, loss, optimizer_class = SIZED[name]
+
+    def prepared(model: nn.Module, data: Any) -> Any:
+        return ronde.distribute(model, optimizer_class(model.parameters()), data, loss=loss, batch_size=batch, plan=spec)
+
+    def train(run: Any, count: int) -> None:
+        for _ in range(count):
+            for b in run.batches():
+                run.step(b)
+
+    data = sized(name, batch, False)[1]
+    train(prepared(*sized(name, batch, True)), 2)
+    gc.collect()
+    baseline = _status("VmRSS")
+    run = prepared(sized(name, 1, False)[0], data)
+    gc.collect()
+    held = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    train(run, steps)
+    peak = _status("VmHWM")
+    Path(f"{out}.{os.environ['RANK']}").write_text(
+        json.dumps({"baseline_bytes": baseline, "held_bytes": held - baseline, "peak_bytes": peak - baseline})
+    )
+
+
+def measure_plan(name: str, workers: int, spec: str, batch: int, steps: int = STEPS, timeout: float = 900.0) -> list[dict[str, int]]:
+    """Peak of each worker of a plan, in a process group of its own."""
+    import os
+    import subprocess
+    import sys
+    import tempfile
+
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+        "OMP_NUM_THREADS": "1",
+        "RONDE_DEVICE": "cpu",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "peak"
+        command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), str(HERE)]
+        command += ["--worker", name, "--spec", spec, "--batch", str(batch), "--steps", str(steps), "--output", str(out)]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name} under {spec!r} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(workers)]
+
+
+def row_of(costs: Any, name: str, family: str) -> dict[str, Any]:
+    """One plan predicted, measured, and judged."""
+    workers, spec = spec_of(name, family)
+    batch = SIZED[name][0]
+    prediction = predicted_plan(costs, workers, spec, batch)
+    memory = {kind: size for kind, size in prediction.memory.items() if kind != "base"}
+    predicted = sum(memory.values())
+    if prediction.split_at:
+        model = sized(name, 1, True)[0]
+        spec = f"split_at={'+'.join(begins(model, n) for n in prediction.split_at)},{spec}"
+    peaks = measure_plan(name, workers, spec, batch)
+    measured = max(p["peak_bytes"] for p in peaks)
+    verdicts = [predicted_plan(costs, workers, spec, batch, measured * share).verdict for share in (0.999, 1.36)]
+    return {
+        "family": family,
+        "model": name,
+        "workers": workers,
+        "plan": spec,
+        "batch": batch,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "error": predicted / measured - 1,
+        "by_kind": memory,
+        "by_worker": peaks,
+        "verdict_just_too_small": verdicts[0],
+        "verdict_a_third_larger": verdicts[1],
+    }
+
+
+def plan_rows(names: list[str], families: list[str], output: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    print(f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} {'error':>7}   (MiB)   too small / a third larger")
+    for name in names:
+        costs = weighed(name)
+        for family in families:
+            if family == "tensor" and name in NO_TENSOR:
+                continue
+            row = row_of(costs, name, family)
+            rows.append(row)
+            kinds = " ".join(f"{k[:5]} {v / 2**20:.0f}" for k, v in row["by_kind"].items() if v)
+            each = "/".join(f"{p['held_bytes'] / 2**20:.0f}-{p['peak_bytes'] / 2**20:.0f}" for p in row["by_worker"])
+            print(
+                f"{family:<17} {name:<5} {row['workers']:>7} {row['measured_bytes'] / 2**20:>9.1f} {row['predicted_bytes'] / 2**20:>9.1f}"
+                f" {row['error']:>+7.1%}   {row['verdict_just_too_small']} / {row['verdict_a_third_larger']}   [{each}] {kinds}",
+                flush=True,
+            )
+            write(rows, output, ("family", "model"), ("",))
+    errors = [abs(r["error"]) for r in rows]
+    wrong = [r for r in rows if r["verdict_just_too_small"] == "fits"]
+    print(
+        f"mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} plans; called 'fits' and would fail: {len(wrong)}"
+    )
+
+
+def write(rows: list[dict[str, Any]], file: Path, keys: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+    """After each row; rows of models and families that were not asked for stay."""
+    held = {tuple(r[k] for k in keys): r for r in (json.loads(file.read_text())["rows"] if file.exists() else [])}
+    held |= {tuple(r[k] for k in keys): r for r in rows}
+    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    for kind in kinds:
+        start = f"{kind}_" if kind else ""
+        errors = [abs(r[f"{start}error"]) for r in held.values()]
+        result[f"{start}mean_error"], result[f"{start}largest_error"] = statistics.mean(errors), max(errors)
+    if not kinds[0]:
+        result["n"] = len(held)
+        result["called_fits_and_fails"] = sum(r["verdict_just_too_small"] == "fits" for r in held.values())
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**result, "rows": list(held.values())}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", action="store_true", help="several workers, instead of one device")
     parser.add_argument("--only", help="models, separated by commas")
-    parser.add_argument("--family", help="families, separated by commas")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "results" / "plan_memory.json")
-    arguments = parser.parse_args()
-    from ronde.study.memory import measured_peak
-
-    names = arguments.only.split(",") if arguments.only else list(MODELS)
-    families = arguments.family.split(",") if arguments.family else list(FAMILIES)
-    rows: list[dict[str, Any]] = []
-    print(f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)")
-    for family in families:
-        predict, target = FAMILIES[family]
-        for name in names:
-            for samples in MODELS[name][4]:
-                predicted = predict(name, samples)
-                measured = measured_peak(f"{HERE}:{target}", name, samples, timeout=900).peak_bytes
-                row: dict[str, Any] = {"family": family, "model": name, "batch": samples, "measured_bytes": measured, **predicted}
-                row["chain_error"] = predicted["chain"] / measured - 1
-                row["tracker_error"] = predicted["tracker"] / measured - 1
-                rows.append(row)
-                print(
-                    f"{family:<12} {name:<11} {samples:>5} {measured / 2**20:>10.1f} {predicted['chain'] / 2**20:>10.1f} {row['chain_error']:>+7.1%}"
-                    f" {predicted['tracker'] / 2**20:>10.1f} {row['tracker_error']:>+7.1%}",
-                    flush=True,
-                )
-                _write(rows, arguments.output)
-    for kind in ("chain", "tracker"):
-        errors = [abs(r[f"{kind}_error"]) for r in rows]
-        print(f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs")
-    print(f"written to {arguments.output}")
-
-
-def _write(rows: list[dict[str, Any]], file: Path) -> None:
-    """After each row; rows of models and families that were not asked for stay."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["family"], row["model"], row["batch"]
-
-    held = {key(r): r for r in (json.loads(file.read_text())["rows"] if file.exists() else [])}
-    held |= {key(r): r for r in rows}
-    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
-    for kind in ("chain", "tracker"):
-        errors = [abs(r[f"{kind}_error"]) for r in held.values() if f"{kind}_error" in r]
-        result[f"{kind}_mean_error"], result[f"{kind}_largest_error"] = statistics.mean(errors), max(errors)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({**result, "rows": list(held.values())}, indent=1) + "\n")
+    parser.add_argument("--family", help="parts of families' names, separated by commas")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.spec, given.batch, given.steps, given.output)
+        return
+    output = given.output or HERE.parent / "results" / ("plan_memory_plans.json" if given.plans else "plan_memory.json")
+    if given.plans:
+        parts = given.family.split(",") if given.family else [""]
+        families = [f for f in PLANS if any(p == f or (p not in PLANS and p in f) for p in parts)]
+        plan_rows(given.only.split(",") if given.only else list(SIZED), families, output)
+    else:
+        one_device_rows(given.only.split(",") if given.only else list(MODELS), output)
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

@@ -177,6 +177,9 @@ def test_what_cannot_be_used_is_said(tmp_path: Path, arguments: list[str], said:
 def test_plans() -> None:
     assert chosen_plans("all", 2)[0] == "replicate" and "pipeline=2,shard=optimizer" in chosen_plans("all", 4)
     assert chosen_plans(["zero3", "fsdp"], 2) == ["shard=parameters"]
+    assert chosen_plans("replicate,shard=parameters", 2) == ["replicate", "shard=parameters"]
+    assert chosen_plans("pipeline=2,shard=optimizer", 4) == ["pipeline=2,shard=optimizer"]  # one hybrid
+    assert chosen_plans("shard=optimizer,shard=gradients,replicate", 2) == ["shard=optimizer", "shard=gradients", "replicate"]
     with pytest.raises(ArgumentError, match="no plan"):
         prove(["train.py"], plans=[])
 

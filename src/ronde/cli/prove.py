@@ -29,7 +29,7 @@ Examples:
 
   ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can carry out
 
-  ronde prove --plans replicate --plans shard=parameters --steps 20 train.py
+  ronde prove --plans replicate,shard=parameters --steps 20 train.py
 
   ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
 
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--plans",
                 metavar="PLAN",
-                help="What to prove: replicate, shard=parameters, pipeline=2, …; several times for several; all. Default: replicate.",
+                help="What to prove: all, or plans: replicate,shard=parameters; once more for each further hybrid. Default: replicate.",
                 show_default=False,
             ),
         ] = None,

@@ -186,8 +186,10 @@ def chain(
     return Costs(tuple(units), samples)
 
 
-def choose(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, samples: int, call: Callable[[], torch.Tensor]) -> list[str]:
-    """Names of the modules that begin the stages after the first.
+def choose(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, samples: int, call: Callable[[], torch.Tensor] | None
+) -> list[str]:
+    """Names of the modules that begin the stages after the first. Without ``call`` (a model on meta), bytes stand for seconds.
 
     Raises:
         ArgumentError: the model has fewer places to cut than stages, or no such module.
@@ -209,7 +211,7 @@ def choose(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, sam
                 raise ArgumentError(f"split_at: no stage can begin at {name}: {bad.why_not}.")
         cut_at(costs, list(plan.split_at), plan.pipeline, virtual=plan.virtual, schedule=plan.schedule, micro_batches=plan.accumulation)
         return list(plan.split_at)
-    times = timed(model, points, call)
+    times = timed(model, points, call) if call is not None else None
     costs = chain(model, optimizer, trace, samples, times)
 
     def best(units: tuple[Unit, ...]) -> Cut:

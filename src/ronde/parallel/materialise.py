@@ -26,7 +26,7 @@ __all__ = ["FILL_THEMSELVES", "Init", "materialise", "meta_names", "weights_in"]
 Init = Callable[[nn.Module], None] | str | os.PathLike[str]
 """A function of one module; ``"reset"``; or where weights are on disk."""
 
-FILL_THEMSELVES: tuple[str, ...] = ()
+FILL_THEMSELVES: tuple[str, ...] = ("shard", "pipeline")
 """Families of plans whose strategies call ``work.fill`` when they have divided a model; for others it is filled before."""
 
 _SEED = 6  # among the keys of the run's seed

@@ -26,6 +26,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
 )
+from torch.distributed.tensor import DTensor
 
 from ronde.parallel import cutting
 from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, scale_gradients, trainable
@@ -92,9 +93,11 @@ class Pipeline(Strategy):
         self.along = self.mesh.get_group("pipeline")
         self.data = self.mesh.get_group("data")
         self._ranks = self.layout.along_pipeline(me.rank)
-        self._same_weights()
-        self._programs: dict[Any, Program] = {}
+        self._was: dict[int, nn.Parameter] = {}  # identity of a parameter -> the one that the model was followed with, where it is another
+        self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._sharded: list[nn.Module] = []
+        self._programs: dict[Any, Program] = {}
+        self._same_weights()
         self._cut()
         self._take_parts()
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
@@ -110,7 +113,7 @@ class Pipeline(Strategy):
         """Rank 0's weights and buffers on all, before each keeps its own part."""
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                if tensor.numel():
+                if tensor.numel() and not tensor.is_meta:
                     data = tensor.detach().contiguous()
                     dist.broadcast(data, 0)
                     tensor.data.copy_(data)
@@ -125,14 +128,17 @@ class Pipeline(Strategy):
         batch = self.work.sample(samples)
         training = self.model.training
         self.model.train()
+        on_meta = self.work.fill is not None
+        buffers = self._off_meta() if on_meta else []
         try:
             with torch.enable_grad():
                 trace = self._follow(self.work.compute, batch)
                 answer: dict[str, Any] = {}
                 if self.me.is_main:
+                    call = None if on_meta else (lambda: self.work.compute(batch)[0])
                     try:
-                        names = cutting.choose(plan, self.model, self.work.optimizer, trace, samples, lambda: self.work.compute(batch)[0])
-                        answer = {"names": names}
+                        with self._undivided():
+                            answer = {"names": cutting.choose(plan, self.model, self.work.optimizer, trace, samples, call)}
                     except ArgumentError as error:
                         answer = {"error": str(error)}
             answer = broadcast_json(self.me, answer)
@@ -144,6 +150,28 @@ class Pipeline(Strategy):
             self.trace = trace
         finally:
             self.model.train(training)
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer
+
+    def _off_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Stand-ins with a shape and no memory for what is on meta, to follow the model with. Returns the buffers that were there."""
+        made: dict[int, nn.Parameter] = {}
+        buffers = []
+        for owner in self.model.modules():
+            for name, p in owner._parameters.items():
+                if p is not None and p.is_meta:
+                    empty = torch.zeros((), dtype=p.dtype, device=self.me.device).expand(p.shape)
+                    stand_in = made.setdefault(id(p), nn.Parameter(empty, requires_grad=p.requires_grad))
+                    self._was[id(p)] = self._stand_ins[owner, name] = stand_in
+            for name, b in owner._buffers.items():
+                if b is not None and b.is_meta:
+                    buffers.append((owner, name, b))
+                    owner._buffers[name] = torch.zeros((), dtype=b.dtype, device=self.me.device).expand(b.shape)
+        return buffers
+
+    def _key(self, parameter: torch.Tensor) -> int:
+        """Identity of a parameter in the pass that was followed."""
+        return id(self._was.get(id(parameter), parameter))
 
     def _made(self, trace: Trace) -> Program:
         return program(trace, bounds_of(trace, self.points))
@@ -166,16 +194,16 @@ class Pipeline(Strategy):
             for p in made.parameters(stage):
                 stages_with.setdefault(id(p), set()).add(stage)
                 holders.setdefault(id(p), set()).add(worker_of(stage, self.plan.pipeline, self.plan.schedule))
-        unused = {id(p) for p in self.model.parameters() if id(p) not in holders}
-        mine = self.place.pipeline
-        self._kept = {id(p) for p in self.model.parameters() if mine in holders.get(id(p), {0})}
+        mine, everyone = self.place.pipeline, list(self.model.parameters())
+        # What no stage uses is kept by the first.
+        self._kept = {id(p) for p in everyone if mine in holders.get(self._key(p), {0})}
+        self._first = {id(p) for p in everyone if mine == min(holders.get(self._key(p), {0}))}
         self._lost_names = {n for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in self._kept}
-        self._first = {id(p) for p in self.model.parameters() if mine == min(holders.get(id(p), {0}))}
         self._stage_buffers(made)
         tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for p in self.model.parameters():
-            if len(holders.get(id(p), ())) > 1:
-                tied.setdefault(tuple(sorted(holders[id(p)])), []).append(p)
+        for p in everyone:
+            if len(holders.get(self._key(p), ())) > 1:
+                tied.setdefault(tuple(sorted(holders[self._key(p)])), []).append(p)
         self._tied = []
         for workers, parameters in sorted(tied.items()):
             # Every rank makes every group, in the same order.
@@ -184,18 +212,14 @@ class Pipeline(Strategy):
                     group = dist.new_group([self.layout.rank(Place(w, replica, tensor)) for w in workers])
                     if mine in workers and (replica, tensor) == (self.place.replica, self.place.tensor):
                         self._tied.append((group, parameters))
-        del unused
-        with torch.no_grad():
-            for p in self.model.parameters():
-                if id(p) not in self._kept:
-                    # One element stands for all: the shape stays, the memory goes.
-                    p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+        self._let_go()
         for group in self.work.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in self._kept]
         state = self.work.optimizer.state
         for lost in [p for p in state if id(p) not in self._kept]:
             del state[lost]
-        self._was: dict[int, nn.Parameter] = {}  # identity of a sharded parameter -> the one that the model was followed with
+        if self.work.fill is not None:
+            self.work.fill(lambda name: self.owns(name) or name in self._buffer_of)
         plan = self.plan
         self._parts: OptimizerParts | None = None
         if plan.replicas > 1 and plan.shard == "optimizer":
@@ -204,11 +228,30 @@ class Pipeline(Strategy):
             self._shard_stages(made, holders)
         self._own()
 
+    def _let_go(self) -> None:
+        """One element stands for all of a parameter of another worker's: the shape stays, the memory goes."""
+        with torch.no_grad():
+            for owner in self.model.modules():
+                for name, p in owner._parameters.items():
+                    if p is None or id(p) in self._kept:
+                        continue
+                    if (owner, name) in self._stand_ins:
+                        owner._parameters[name] = self._stand_ins.pop((owner, name))
+                    else:
+                        p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+
     def _own(self) -> None:
         """The parameters that this worker trains."""
         self.parameters = [p for n, p in trainable(self.model) if n not in self._lost_names]
-        self._whole = [p for p in self.parameters if id(p) not in self._was]
-        self._divided = [p for p in self.parameters if id(p) in self._was]
+        divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
+        self._whole = [p for p in self.parameters if id(p) not in divided]
+        self._divided = [p for p in self.parameters if id(p) in divided]
+        self._real = {self._key(p): p for p in self.model.parameters()}
+
+    def _weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
+        """A stage's trained parameters, as they are now."""
+        found = [self._real.get(id(p), p) for p in made.parameters(stage)]
+        return [p for p in found if p.requires_grad]
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
         """Divide this worker's modules over the replicas, each gathered when it is called (FSDP2)."""
@@ -219,16 +262,16 @@ class Pipeline(Strategy):
         mesh = replica_mesh(self.plan, self.me)
         self._shard_mesh = mesh
         before = dict(self.model.named_parameters(remove_duplicate=False))
-        self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         for stage in self.stages:
             for module in made.modules(stage):
                 held = [p for p in module.parameters() if p.dim()]
-                alone = all(users.get(id(p)) == {id(module)} and len(holders[id(p)]) == 1 for p in held)
+                alone = all(users.get(self._key(p)) == {id(module)} and len(holders[self._key(p)]) == 1 for p in held)
                 types = {p.dtype for p in held if p.requires_grad}
                 if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
                     continue
                 for owner in module.modules():
-                    self._stand_ins += [(owner, n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()]
+                    held_here = [(n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()]
+                    self._stand_ins.update({(owner, n): self._was.get(id(p), p) for n, p in held_here})
                 fully_shard(
                     module,
                     mesh=mesh,
@@ -241,29 +284,32 @@ class Pipeline(Strategy):
                 self._sharded.append(module)
         after = dict(self.model.named_parameters(remove_duplicate=False))
         changed = {name: p for name, p in before.items() if after[name] is not p}
-        self._was = {id(after[name]): p for name, p in changed.items()}
         adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
-        with torch.no_grad():
-            for p in changed.values():
-                p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+        for name, p in changed.items():
+            self._was[id(after[name])] = self._was.pop(id(p), p)
+            p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+        self._first |= {id(after[name]) for name, p in changed.items() if id(p) in self._first}
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
         """Sharded modules as they were, with parameters that have a shape and no values: to be followed, not to be run."""
-        if not self._sharded:
+        if not self._stand_ins:
             yield
             return
         hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in self._sharded]
-        now = [(owner, n, owner._parameters[n]) for owner, n, _ in self._stand_ins]
+        now = [(owner, n, owner._parameters[n]) for owner, n in self._stand_ins]
         try:
             for m, _, _ in hooks:
                 m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
-            for owner, n, p in self._stand_ins:
+            for (owner, n), p in self._stand_ins.items():
+                current = owner._parameters[n]
+                if current is not None:
+                    p.requires_grad_(current.requires_grad)
                 owner._parameters[n] = p
             yield
         finally:
-            for owner, n, current in now:
-                owner._parameters[n] = current
+            for owner, n, kept in now:
+                owner._parameters[n] = kept
             for m, before, after in hooks:
                 m._forward_pre_hooks, m._forward_hooks = before, after
 
@@ -451,11 +497,11 @@ class Pipeline(Strategy):
         if not pairs:
             return
         roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
-        weights = [p for p in flight.program.parameters(stage) if p.requires_grad]
+        weights = self._weights_of(flight.program, stage)
         _, flight.groups = stage_backward_input(_Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         # What does not meet the path to an input is in none of its groups.
         found = {edge for group in flight.groups for edge in group["params"]}
-        alone = [w for w in weights if id(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found]
+        alone = [w for w in weights if self._key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found]
         if alone:
             for w, g in zip(alone, torch.autograd.grad(roots, alone, starts, retain_graph=True, allow_unused=True), strict=True):
                 if g is not None:
@@ -466,14 +512,14 @@ class Pipeline(Strategy):
         if flight.later is not None:
             backward(tuple(flight.later[0]), tuple(flight.later[1]))
         elif flight.groups:
-            weights = [p for p in flight.program.parameters(stage) if p.requires_grad]
+            weights = self._weights_of(flight.program, stage)
             stage_backward_weight(iter(weights), flight.groups)
         flight.later = flight.groups = None
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
         for p in self.parameters:
-            if id(self._was.get(id(p), p)) not in self._reached:
+            if self._key(p) not in self._reached:
                 p.grad = None  # zeros that came from another stage: with one process it has no gradient
         for group, parameters in self._tied:
             self._sum([p for p in parameters if p.requires_grad], group)
@@ -638,6 +684,10 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
         raise ArgumentError(
             "sync_batchnorm=True does not go with a pipeline: its micro-batches are normalised one by one. Use group or layer "
             "normalisation, or plan='replicate' or 'shard'."
+        )
+    if plan.tensor > 1:
+        raise ArgumentError(
+            f"plan={plan.spec!r}: a pipeline's stages are not split by layers as well. Use pipeline with shard, or tensor with shard."
         )
     if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
         raise ArgumentError(

@@ -784,7 +784,7 @@ def _differs(found: torch.Tensor, expected: torch.Tensor) -> str:
         return f"it gives {list(found.shape)} where {list(expected.shape)} was expected"
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
     largest = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
-    if largest <= _TOLERANCE.get(expected.dtype, 1e-2) * max(scale, 1e-30):
+    if largest <= _TOLERANCE.get(expected.dtype, 1e-2) * scale:
         return ""
     return f"its part differs from the whole by {largest / max(scale, 1e-30):.1e} of the largest value"
 
@@ -827,9 +827,10 @@ class _Trial(Arms):
 
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
         call = self._calls[block.row] = self._calls.get(block.row, -1) + 1
-        expected = self._trace.inputs[block.row][call].chunk(self.tensor, -1)[self.place]
+        whole = self._trace.inputs[block.row][call]
+        expected = whole.chunk(self.tensor, -1)[self.place]
         why = _differs(x, expected)
-        if not why and not bool(expected.any()):
+        if not why and not bool(whole.any()):
             why = "all zero on the sample: it cannot be checked"
         if why:
             self.open.append(block)
@@ -937,7 +938,7 @@ def recognise(
         gradients: also note the gradients' sums, to compare with those of the split model.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
         >>> found = recognise(model, lambda: model(torch.ones(2, 4)).sum(), 2)
         >>> [(b.kind, b.column, b.row) for b in found.blocks]
         [('mlp', ('0',), '2')]

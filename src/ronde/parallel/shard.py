@@ -92,7 +92,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     """Give every worker of the mesh the values of its first one."""
     with torch.no_grad():
-        for run in buckets([local(t) for t in tensors]):
+        for run in buckets([local(t) for t in tensors if not t.is_meta]):
             flat = torch.cat([t.reshape(-1) for t in run]).to(
                 torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
             )
@@ -415,6 +415,8 @@ class Shard(Replicate):
         self.sharded = fully_shard_model(
             self._root, self._mesh, self._level, work.optimizer, {f"model.{n}": found[n] for n in names}, self._offload
         )
+        if work.fill is not None:
+            work.fill(self.owns)
         _through(work.model, self._root)
         self._several = self._mesh.ndim > 1
         self._reached_names: set[str] = set()
@@ -642,5 +644,7 @@ def shard(plan: Plan, work: Work, me: World) -> Strategy:
     if plan.sync_batchnorm:
         synchronise(work.model, dist.new_group())
     if plan.shard == "optimizer":
+        if work.fill is not None:
+            work.fill(lambda name: True)
         return Zero1(plan, work, me, mesh.get_group(mesh.ndim - 1))
     return Shard(work, me, mesh, plan.shard, plan.offload == "parameters")

@@ -27,7 +27,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, trainable
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
 from ronde.parallel.recompute import large_children, repeated_blocks
@@ -413,6 +413,7 @@ class Tensor(_Together, Replicate):
 
     def _build(self) -> None:
         """Which parameters are trained; all workers have the same of them already."""
+        forget_frozen(self.model)
         named = trainable(self.model)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]

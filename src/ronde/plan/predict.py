@@ -540,6 +540,8 @@ class _Step:
         backward = kept + made.transient_backward + growing
         moments = made.optimizer.sum() > 0 and any(m in self.costs.optimizer.lower() for m in _MOMENTS)
         scratch = trainable * self.held.gradients if moments and self.cluster.device != "cpu" and plan.offload == "none" else 0.0
+        if self.costs.optimizer_transient_bytes:  # counted, not assumed
+            scratch = self.costs.optimizer_transient_bytes * (self.held.optimizer if plan.shard == "optimizer" else self.held.gradients)
         update = float(growing[0]) + scratch
         if backward.max() >= max(float(forward.max()), update - input_bytes):
             u = int(backward.argmax())
@@ -668,7 +670,10 @@ class _Step:
         held_inputs = self.costs.input_bytes * self.share
         for s in {0, len(stages.worker) - 1}:
             transient[int(stages.worker[s])] += held_inputs
-        by_worker["transient"] = transient
+        # The optimizer steps when no activation is held any more.
+        whole = float(self.peak.trainable.sum())
+        step = self.costs.optimizer_transient_bytes * by_worker["gradients"] / whole if whole else np.zeros(workers)
+        by_worker["transient"] = np.maximum(transient, step - by_worker["activations"])
         worst = int(np.sum(list(by_worker.values()), axis=0).argmax())
         memory = {kind: float(by_worker[kind][worst]) if kind in by_worker else 0.0 for kind in KINDS}
         memory["base"] = self.owner._base

@@ -84,6 +84,7 @@ _MOST_NUMBERS = 4096
 # Functions whose result's shape depends on what is in a tensor.
 _DATA_SHAPED = _words("nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_ELSEWHERE = "is changed in place through another tensor"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 _kinds: dict[Any, tuple[str, bool, bool]] = {}
 
@@ -231,7 +232,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    stands: torch.Tensor | None = None
+    like: tuple[Any, ...] = ()
     readers: list[int] = field(default_factory=list)
     changed_later: bool = False
     kind: str = "tensor"
@@ -239,13 +240,19 @@ class Value:
     storage: int = 0
     why_not: str = ""
     before: int = -1
+    _ghost: torch.Tensor | None = None
 
     @property
     def ghost(self) -> torch.Tensor:
         """A fake tensor that stands for it where it is not."""
-        if self.stands is None:
-            raise ArgumentError(f"a tensor of shape {self.shape} cannot be left out: {self.why_not or 'every stage computes it'}.")
-        return self.stands
+        if self._ghost is None:
+            if not self.like:
+                raise ArgumentError(f"a tensor of shape {self.shape} cannot be left out: {self.why_not or 'every stage computes it'}.")
+            mode, strides, device = self.like
+            with torch._C.DisableTorchFunction(), mode:
+                self._ghost = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=device)
+                self._ghost.requires_grad_(self.requires_grad)
+        return self._ghost
 
     @property
     def bytes(self) -> int:
@@ -531,34 +538,23 @@ class _Follower(Interceptor):
 
     def _new(self, tensor: torch.Tensor, maker: int, shared: bool, why_not: str = "", before: int = -1) -> int:
         value = Value(
-            len(self.values), maker, shared, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, None, why_not=why_not, before=before
+            len(self.values), maker, shared, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, why_not=why_not, before=before
         )
         if not shared:
             value.storage = _storage(tensor)
-            value.stands, sendable = self._ghost(tensor)
-            value.why_not = why_not or sendable
+            value.why_not = why_not or self._unsendable(tensor)
+            if not value.why_not or why_not:
+                value.like = (self.ghosts, tensor.stride(), tensor.device)
         self.values.append(value)
         self.known[id(tensor)] = value.index
         self.versions[id(tensor)] = _version(tensor)
         self.alive.append(tensor)
         return value.index
 
-    def _ghost(self, tensor: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+    def _unsendable(self, tensor: torch.Tensor) -> str:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            return None, f"is a tensor of layout {tensor.layout}"
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return None, "is computed under torch.func"
-        try:
-            if isinstance(tensor, FakeTensor):
-                base = tensor.detach()
-            else:
-                with self.ghosts:
-                    base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        except Exception as error:
-            return None, f"cannot be stood in for ({error})"
-        if tensor.requires_grad and (base.is_floating_point() or base.is_complex()):
-            base.requires_grad_(True)
-        return base, ""
+            return f"is a tensor of layout {tensor.layout}"
+        return "is computed under torch.func" if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else ""
 
     def _value_of(self, tensor: torch.Tensor) -> int:
         index = self.known.get(id(tensor))
@@ -570,7 +566,7 @@ class _Follower(Interceptor):
             changer = self.changers.get(_storage(tensor), -1)
             was = self.values[index]
             shared = was.shared and (changer < 0 or self.events[changer].shared)
-            return self._new(tensor, changer, shared, "" if shared else "is changed in place through another tensor", index)
+            return self._new(tensor, changer, shared, "" if shared else _ELSEWHERE, index)
         return index
 
     def _current(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -705,7 +701,8 @@ class _Follower(Interceptor):
             kind, like = "array", torch.from_numpy(leaf.copy())
         else:
             return leaf
-        value = Value(len(self.values), maker, False, tuple(like.shape), like.dtype, False, like, kind=kind)
+        value = Value(len(self.values), maker, False, tuple(like.shape), like.dtype, False, kind=kind)
+        value._ghost = like
         self.values.append(value)
         made.append(value.index)
         return value
@@ -911,6 +908,10 @@ class Trace:
                 found.append((i + 1, len(self.events), f"what {event.where} returned cannot be taken apart, or sent"))
             if event.kind == "op" and event.name in ("grad", "backward") and not event.shared:
                 found.append((0, i, f"{event.where} differentiates what comes before it: the two stay in one stage"))
+        for value in self.values:
+            if value.why_not == _ELSEWHERE and value.before >= 0 and not self.values[value.before].shared:
+                why = f"{self.events[value.maker].where} changes a tensor in place that shares its memory with one made before"
+                found.append((self.values[value.before].maker + 1, value.maker, why))
         return found
 
     def _why_not(self, at: int, crossing: list[int], forbidden: list[tuple[int, int, str]]) -> str:
@@ -977,9 +978,7 @@ class _Before:
         known = {id(b): b for b in model.buffers()}
         for _, own in self.modules:
             known |= {id(t): t for t in own.values() if isinstance(t, torch.Tensor)}
-        self.tensors = [
-            (t, t.detach().clone(), _version(t)) for t in known.values() if t.device.type != "meta" and not isinstance(t, FakeTensor)
-        ]
+        self.tensors = [(t, t.detach().clone()) for t in known.values() if t.device.type != "meta" and not isinstance(t, FakeTensor)]
 
     def restore(self) -> list[tuple[nn.Module, str]]:
         """Put everything back. Where something was kept in a module, for the next pass."""
@@ -1011,8 +1010,8 @@ class _Before:
                 held.clear()
                 held.update(copy)
         with torch.no_grad():
-            for tensor, value, version in self.tensors:
-                if _version(tensor) != version:
+            for tensor, value in self.tensors:
+                if not torch.equal(tensor, value):  # batch normalisation does not count as a change
                     tensor.copy_(value)
         return kept
 

@@ -103,13 +103,27 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
         'tensor=2'
         >>> chosen_plans(["zero3"], 2)
         ['shard=parameters']
+        >>> chosen_plans("replicate,shard=optimizer,shard=parameters,pipeline=2", 2)
+        ['replicate', 'shard=optimizer', 'pipeline=2,shard=parameters']
     """
     if plans == "all":
         return [*ALL_PLANS, *(_HYBRIDS if workers >= 4 else ())]
     texts = [plans] if isinstance(plans, str) else list(plans)
     if not texts:
         raise ArgumentError("no plan was given: --plans all, or plans such as replicate or shard=parameters.")
-    return list(dict.fromkeys(Plan.parse(text).spec for text in texts))
+    return list(dict.fromkeys(Plan.parse(one).spec for text in texts for one in _apart(text)))
+
+
+def _apart(text: str) -> list[str]:
+    """Several plans in one text: another begins after ``replicate``, and where a word comes for the second time."""
+    found: list[list[str]] = [[]]
+    for raw in text.split(","):
+        word = raw.strip()
+        kind = Plan.parse(word).spec.partition("=")[0]
+        if found[-1] and (kind == "replicate" or any(Plan.parse(w).spec.partition("=")[0] in (kind, "replicate") for w in found[-1])):
+            found.append([])
+        found[-1].append(word)
+    return [",".join(words) for words in found]
 
 
 def prove(
