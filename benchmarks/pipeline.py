@@ -105,7 +105,7 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             made = (Schedule1F1B if schedule == "1f1b" else ScheduleGPipe)(stage, micros, loss_fn=loss_of)
             step = torch.optim.SGD(twin.parameters(), lr=1e-6)
 
-            def theirs(made=made, step=step, x=x) -> float:
+            def theirs(made=made, step=step, x=x, mine=mine, stages=stages) -> float:
                 dist.barrier()
                 start = time.perf_counter()
                 step.zero_grad()

@@ -7,6 +7,7 @@ rounding up.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -24,7 +25,7 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [6, 20, 8, 30, 5, 16, 5]
-        self.layers = nn.Sequential(*(m for a, b in zip(widths, widths[1:], strict=False) for m in (nn.Linear(a, b), nn.Tanh())))
+        self.layers = nn.Sequential(*(m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())))
 
     def forward(self, x):
         return self.layers(x)
