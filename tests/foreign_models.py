@@ -677,6 +677,29 @@ def gradient_hooks() -> Built:
     return Built(Gradients(), rows(4), square, rows(3))
 
 
+class Compiled(nn.Module):
+    """A scripted function, blocks compiled in both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.b.compile(backend="eager")
+        self.c = torch.compile(self.c, backend="eager")
+
+    def forward(self, x):
+        return self.d(twice_tanh(self.c(self.b(twice_tanh(self.a(x))))))
+
+
+@torch.jit.script
+def twice_tanh(x):
+    return x.tanh() * 2
+
+
+@own
+def compiled_and_scripted() -> Built:
+    return Built(Compiled(), rows(4), square, rows(3))
+
+
 # -- transformers ----------------------------------------------------------------------------------------------------------
 
 
@@ -968,7 +991,7 @@ def load_diffusers() -> None:
         block_out_channels=(32, 32),
         in_channels=2,
         out_channels=2,
-        extra_in_channels=16,
+        extra_in_channels=64,
         sample_size=16,
         down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
         up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
@@ -1261,7 +1284,6 @@ def load_monai() -> None:
         random=True,
     )
     add("global_net", "RegUNet", 1, 16, 16, spatial_dims=2, in_channels=1, num_channel_initial=4, depth=2, out_channels=2)
-    add("milmodel", "MILModel", 2, 3, 32, 32, num_classes=2, pretrained=False, mil_mode="att", samples=2)
     add(
         "segresnet_ds",
         "SegResNetDS",

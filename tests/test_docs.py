@@ -257,6 +257,21 @@ def test_every_option_of_ronde_run_is_documented() -> None:
             assert p.param_type_name != "option" or any(o in text for o in p.opts), f"run.md does not name {p.opts} of ronde {verb}"
 
 
+@pytest.mark.parametrize(("verb", "page"), [("plan", "plan.md"), ("prove", "prove.md"), ("cluster", "plan.md")])
+def test_every_option_of_the_studies_is_documented(verb: str, page: str) -> None:
+    import typer.main
+
+    from ronde.cli import app
+
+    commands = typer.main.get_command(app).commands
+    command = commands["bench"].commands["cluster"] if verb == "cluster" else commands[verb]
+    text = (DOCS / page).read_text()
+    options = {o for p in command.params if p.param_type_name == "option" for o in (*p.opts, *p.secondary_opts)} - {"--help", "-h"}
+    assert len(options) >= 4
+    for option in options:
+        assert f"`{option}`" in text, f"{page} does not name {option} of ronde {verb}"
+
+
 def test_every_variable_that_is_read_is_documented() -> None:
     source = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))
     text = (DOCS / "run.md").read_text()

@@ -380,6 +380,17 @@ class Interceptor(TorchFunctionMode):
             with interceptor.pause():
                 return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
 
+        plain_script = self._script = torch.jit.ScriptFunction.__call__
+
+        def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if interceptor._off or threading.get_ident() != here:
+                return plain_script(function, *args, **kwargs)
+            with interceptor.pause():
+                return interceptor.on_function(
+                    lambda *a, **k: plain_script(function, *a, **k), args, kwargs, (function.name, False, is_random(function.name))
+                )
+
+        torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
         nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -387,6 +398,7 @@ class Interceptor(TorchFunctionMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._off = True
         nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        torch.jit.ScriptFunction.__call__ = self._script  # type: ignore[method-assign]
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
@@ -422,6 +434,8 @@ class Interceptor(TorchFunctionMode):
 
     def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The call as if nobody watched, but what it calls is seen."""
+        if _compiled(module):  # what was compiled would not be seen
+            return eagerly(module)(*args, **kwargs)
         return self._call(module, *args, **kwargs)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -431,6 +445,17 @@ class Interceptor(TorchFunctionMode):
     def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """A torch function is called, outside of modules that are one event."""
         raise NotImplementedError
+
+
+def _compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def eagerly(module: nn.Module) -> Callable[..., Any]:
+    """The call of a compiled module without what was compiled."""
+    inner: Any = getattr(module, "_orig_mod", module)
+    call: Callable[..., Any] = inner._call_impl
+    return call
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -731,7 +756,7 @@ class _Follower(Interceptor):
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
 
     def _leaf(self, module: nn.Module) -> bool:
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) or (_compiled(module) and self.paths[id(module)]):
             return True
         if not type(module).__module__.startswith("torch.nn.") or isinstance(module, _CONTAINERS) or self._hooked(module):
             return False
@@ -748,7 +773,8 @@ class _Follower(Interceptor):
         start = len(self.events)
         if self._leaf(module):
             with self.pause():
-                result = self._record("call", path, False, module, module, args, kwargs)
+                function = eagerly(module) if _compiled(module) else module
+                result = self._record("call", path, False, module, function, args, kwargs)
             event = self.events[-1]
             self.calls.append(Call(path, nth, module, start, start + 1, None if event.opaque else event))
             return result
