@@ -52,6 +52,7 @@ class Chain:
         saved: activations kept from forward to backward.
         transient: most needed for a moment beside that in the forward pass.
         transient_backward: in the backward pass, with what recomputation brings back.
+        late: gradients that its backward pass leaves behind for parameters of earlier units.
         crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
         reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
         blocks: which block a unit is part of, -1 where it is in none: what is recomputed, and gathered, together.
@@ -70,6 +71,7 @@ class Chain:
     saved: Array
     transient: Array
     transient_backward: Array
+    late: Array
     crossing: Array
     crossing_grad: Array
     reduce_bytes: Array
@@ -102,13 +104,15 @@ _LINES = (
     "backward_seconds",
     "saved_bytes",
     "transient_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
     "crossing_bytes",
     "crossing_grad_bytes",
     "tensor_reduce_bytes",
     "selective_saved_bytes",
     "selective_seconds",
 )
-_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tensor")
+_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor")
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
 
 
@@ -146,21 +150,24 @@ def chain(
     forward = line("forward_seconds") * rest / speed
     backward = line("backward_seconds") * rest / speed
     saved = line("saved_bytes") * rest
-    transient = line("transient_bytes") * rest
+    # Of each pass, where that is known.
+    transients = [line(name) * rest for name in ("transient_bytes", "forward_transient_bytes", "backward_transient_bytes")]
+    known = transients[1] + transients[2] > 0
+    transient, backward_transient = (np.where(known, of_pass, transients[0]) for of_pass in transients[1:])
     crossing = line("crossing_bytes")
     reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
     reduce = np.zeros(len(forward))
     if tensor > 1 and reduce_seconds is not None:
         reduce = np.array([reduce_seconds(float(b)) if b else 0.0 for b in reduce_bytes])
     again = np.zeros(len(forward))
-    transient_backward = transient
+    transient_backward = backward_transient
     ways = 2.0  # all-reduces of activations: forward, backward, and once more if the forward pass runs again
     if recompute == "full":
         before = np.concatenate([[0.0], crossing[:-1]])
         inside = tables.blocks >= 0
         again = np.where(inside, forward, 0.0)
         kept = np.where(inside, 0.0, saved)
-        transient_backward = transient.copy()
+        transient_backward = backward_transient.copy()
         for units in _runs(tables.blocks):
             whole = float(saved[units].sum())
             first = (
@@ -176,7 +183,7 @@ def chain(
         kept = np.where(inside, np.where(measured > 0, measured * rest, SELECTIVE_SAVED * saved), saved)
         extra = np.where(measured > 0, line("selective_seconds") * rest / speed, SELECTIVE_SECONDS * forward)
         again = np.where(inside, extra, 0.0)
-        transient_backward = transient.copy()
+        transient_backward = backward_transient.copy()
         for units in _runs(tables.blocks):
             transient_backward[units] += float((saved[units] - kept[units]).sum())
         saved = kept
@@ -192,6 +199,7 @@ def chain(
         saved=saved,
         transient=transient,
         transient_backward=transient_backward,
+        late=tables.flat["tied_grad_bytes"] * rest,
         crossing=crossing,
         crossing_grad=line("crossing_grad_bytes"),
         reduce_bytes=ways * reduce_bytes,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from ronde.plan.cost import Costs
 from ronde.plan.links import Group, Link, boundary_crosses, collective, groups
 from ronde.plan.partition import Cut, Held, cut_at, cut_chain
 from ronde.plan.plan import Plan, Schedule
-from ronde.plan.schedules import allowed, bubble, in_flight, worker_of, zbv_gaps
+from ronde.plan.schedules import actions, allowed, bubble, in_flight, worker_of, zbv_gaps
 from ronde.plan.simulate import INPUT_SHARE, Timeline, Times, run_step
 from ronde.world import ArgumentError
 
@@ -51,6 +52,8 @@ FITS, RISKY = 0.80, 0.95
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
+_WALKED = 20_000  # micro-batches × stages up to which a pipeline's memory is followed action by action
+_GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
 _HOST_BYTES_PER_SECOND = 12e9
 _MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
 
@@ -373,6 +376,10 @@ class Predictor:
         return notes
 
 
+_Moment = dict[str, Array]
+"""What is held at one moment beside the states, by kind: one number a unit, or one for all."""
+
+
 class _Step:
     """One plan being predicted."""
 
@@ -506,54 +513,176 @@ class _Step:
 
     def _whole_memory(self) -> dict[str, float]:
         made, plan = self.peak, self.plan
-        parameters, trainable = float(made.parameters.sum()), float(made.trainable.sum())
-        memory = dict.fromkeys(KINDS, 0.0)
-        memory["parameters"] = parameters * self.held.parameters
-        memory["optimizer"] = float(made.optimizer.sum()) * self.held.optimizer
-        memory["buffers"] = float(made.buffers.sum())
-        memory["base"] = self.owner._base
-        kept = np.cumsum(made.saved)
-        made_so_far = np.cumsum(made.trainable[::-1])[::-1]
-        growing = np.zeros(len(made))
-        input_bytes = self.costs.input_bytes * self.share
-        if self.fsdp:
-            starts = _edges(made.blocks)
-            inside = made.blocks[starts] >= 0
-            units = np.asarray(np.add.reduceat(made.parameters, starts), dtype=float) * inside
-            grads = np.asarray(np.add.reduceat(made.trainable, starts), dtype=float) * inside
-            memory["gradients"] = trainable * self.held.gradients
-            rest = float(made.parameters.sum() - units.sum())  # in no block: gathered for the whole step
-            memory["communication"] = 2.0 * max(float(grads.max()), float(made.trainable.sum() - grads.sum()))
-            if plan.shard == "parameters":
-                memory["communication"] += rest + float(np.sort(units)[-2:].sum())
-            else:
-                memory["parameters"] += parameters
-        elif plan.replicas > 1 or self.micro_batches > 1:
-            memory["gradients"] = trainable  # DDP's buckets hold them from the first step on
-        else:
-            growing = made_so_far
+        parameters = float(made.parameters.sum())
+        always = dict.fromkeys(KINDS, 0.0)
+        always["parameters"] = parameters * self.held.parameters
+        always["optimizer"] = float(made.optimizer.sum()) * self.held.optimizer
+        always["buffers"] = float(made.buffers.sum())
+        always["base"] = self.owner._base
         if plan.offload in ("optimizer", "parameters"):
-            memory["optimizer"] = 0.0
+            always["optimizer"] = 0.0
         if plan.offload == "parameters":
-            memory["parameters"] -= parameters * self.held.parameters
-        forward = kept + made.transient
-        backward = kept + made.transient_backward + growing
-        moments = made.optimizer.sum() > 0 and any(m in self.costs.optimizer.lower() for m in _MOMENTS)
-        scratch = trainable * self.held.gradients if moments and self.cluster.device != "cpu" and plan.offload == "none" else 0.0
+            always["parameters"] -= parameters * self.held.parameters
+        moments = self._sharded_moments() if self.fsdp else self._plain_moments()
+        # The worst unit of each kind of moment, then the worst of those.
+        found: list[dict[str, float]] = []
+        for moment in moments:
+            u = int(np.sum([np.broadcast_to(v, len(made)) for v in moment.values()], axis=0).argmax())
+            found.append({kind: float(np.broadcast_to(v, len(made))[u]) for kind, v in moment.items()})
+        worst = max(found, key=lambda kinds: sum(kinds.values()))
+        return {kind: size + worst.get(kind, 0.0) for kind, size in always.items()}
+
+    def _scratch(self, trainable: float) -> float:
+        """What the optimizer needs for a moment while it steps."""
+        part = self.held.optimizer if self.plan.shard == "optimizer" else self.held.gradients
         if self.costs.optimizer_transient_bytes:  # counted, not assumed
-            scratch = self.costs.optimizer_transient_bytes * (self.held.optimizer if plan.shard == "optimizer" else self.held.gradients)
-        update = float(growing[0]) + scratch
-        if backward.max() >= max(float(forward.max()), update - input_bytes):
-            u = int(backward.argmax())
-            memory["activations"], memory["transient"] = float(kept[u]), float(made.transient_backward[u]) + input_bytes
-            memory["gradients"] += float(growing[u])
-        elif float(forward.max()) >= update - input_bytes:
-            u = int(forward.argmax())
-            memory["activations"], memory["transient"] = float(kept[u]), float(made.transient[u]) + input_bytes
+            return self.costs.optimizer_transient_bytes * part * (trainable / self.owner._trainable if self.owner._trainable else 0.0)
+        moments = self.peak.optimizer.sum() > 0 and any(m in self.costs.optimizer.lower() for m in _MOMENTS)
+        return trainable * self.held.gradients if moments and self.cluster.device != "cpu" and self.plan.offload == "none" else 0.0
+
+    def _ring_buffer(self, size: float, ranks: int) -> float:
+        """What gloo's all-reduce of so many bytes holds beside them: two segments of at most 1 MiB."""
+        return 2.0 * min(_GLOO_SEGMENT, size / (2 * ranks)) if self.cluster.device == "cpu" and ranks > 1 else 0.0
+
+    def _plain_moments(self) -> list[_Moment]:
+        """What whole parameters need beside them in the forward pass, the backward pass and the optimizer's step."""
+        made, plan, replicas = self.peak, self.plan, self.plan.replicas
+        trainable = float(made.trainable.sum())
+        inputs = self.costs.input_bytes * self.share
+        kept = np.cumsum(made.saved)
+        so_far = np.cumsum(made.trainable[::-1])[::-1]  # gradients made until a unit's backward pass is done
+        late = np.cumsum(made.late[::-1])[::-1]
+        communication = np.zeros(len(made))
+        several = self.micro_batches > 1
+        if replicas > 1 and plan.tensor == 1:
+            # DDP's buckets hold all gradients from the first step on. A new one stands beside them until it is copied; between
+            # micro-batches all stand beside them, and are copied in the last one.
+            before: float | Array = trainable
+            forward_gradients = trainable
+            if several:
+                # The second micro-batch has the first one's; if it is the last, what is behind it has been copied.
+                before = 2.0 * trainable if self.micro_batches > 2 else trainable + np.maximum(so_far, np.cumsum(made.trainable))
+                forward_gradients = 2.0 * trainable
+            gradients, new = np.zeros(len(made)) + before, made.trainable + late
+            full = trainable
+            # Two exchanges run at once, in the last micro-batch, when there are gradients.
+            at_once = 2.0 * self._ring_buffer(min(trainable, _BUCKET), replicas)
+            communication = np.where(so_far > made.trainable, at_once * (self.micro_batches <= 2), 0.0)
+        elif several:
+            gradients, new = np.full(len(made), trainable), made.trainable + late  # made, and then added
+            forward_gradients = full = trainable
         else:
-            memory["gradients"] += float(growing[0])
-            memory["transient"] = scratch
-        return memory
+            gradients, new = so_far, late
+            forward_gradients, full = 0.0, trainable
+        update = self._scratch(trainable)
+        exchanged = 0.0
+        if replicas > 1 and plan.shard == "optimizer":
+            exchanged = min(trainable / self.parts, float(_BUCKET))  # a copy of what is sent
+        if replicas > 1 and plan.tensor > 1:
+            exchanged = min(trainable, float(_BUCKET))  # gradients are copied into buckets
+        return [
+            {"gradients": np.array(forward_gradients), "activations": kept, "transient": made.transient + inputs},
+            {
+                "gradients": gradients,
+                "activations": kept,
+                "transient": made.transient_backward + new + inputs,
+                "communication": communication,
+            },
+            {"gradients": np.array(full), "transient": np.array(update + inputs)},
+            {"gradients": np.array(full), "transient": np.array(inputs), "communication": np.array(exchanged)},
+        ]
+
+    def _sharded_moments(self) -> list[_Moment]:
+        """The same of FSDP2. It gathers into one buffer and copies out of that into parameters; in the forward pass the buffer stays until
+        the next block is gathered, in the backward pass the next block is gathered ahead. Gradients are copied into one buffer, which
+        stays until the next block's are. What is in no block is gathered first and its gradients are reduced last.
+        On the CPU gloo gathers, and reduces, in a copy of its own.
+        """
+        made, again = self.peak, self.plan.shard == "parameters"
+        n, parts = len(made), self.parts
+        copy = 1.0 if self.cluster.device == "cpu" else 0.0
+        starts = _edges(made.blocks)
+        inside = made.blocks[starts] >= 0
+        run = np.repeat(np.arange(len(starts)), np.diff([*starts, n]))  # unit -> which run of units it is in
+
+        def of_runs(values: Array) -> Array:
+            return np.asarray(np.add.reduceat(values, starts), dtype=float) * inside
+
+        whole, grads = of_runs(made.parameters), of_runs(made.trainable)
+        before, after = np.zeros(len(starts)), np.zeros(len(starts))  # of the block before a run, its parameters; after it, its gradients
+        last_gathered = np.zeros(len(starts))  # the buffer of the block that was gathered last before a run, or of itself
+        rest = float(made.parameters.sum() - whole.sum())
+        held, behind_it = 0.0, 0.0
+        for r in range(len(starts)):
+            before[r] = held
+            held = float(whole[r]) if inside[r] else held
+            last_gathered[r] = held or rest
+        for r in reversed(range(len(starts))):
+            after[r] = behind_it
+            behind_it = float(grads[r]) if inside[r] else behind_it
+        until = np.cumsum(whole)  # gathered up to and with a run
+        loose = ~inside[run]
+        rest_trainable = float(made.trainable.sum() - grads.sum())
+        rest_made = np.cumsum((made.trainable * loose)[::-1])[::-1] + np.cumsum(made.late[::-1])[::-1]
+        behind = float(grads.sum()) - np.cumsum(grads)  # gradients of blocks after a run
+        own = np.where(loose, 0.0, _within(made.trainable, starts, n))  # made in this block so far
+        if self.micro_batches > 1:
+            sharded = np.full(n, float(made.trainable.sum()) / parts)  # from the micro-batch before
+        else:
+            sharded = behind[run] / parts
+        kept = np.cumsum(made.saved)
+        inputs = self.costs.input_bytes * self.share
+        first = np.concatenate([[True], run[1:] != run[:-1]])
+        last = np.concatenate([run[1:] != run[:-1], [True]])
+        never = -np.inf
+        gathered_forward = (whole[run] if again else until[run]) + rest
+        gathered_backward = whole[run] if again else until[run]
+        kept_before = kept - made.saved
+        earlier = np.concatenate([[0.0], made.crossing_grad[:-1]])  # gradient of what a block was given
+        forward: _Moment = {
+            "parameters": gathered_forward,
+            "gradients": sharded * (self.micro_batches > 1),
+            "activations": kept,
+            "transient": made.transient + inputs,
+            "communication": last_gathered[run],
+        }
+        gather: _Moment = {
+            "parameters": gathered_forward - whole[run],
+            "gradients": sharded * (self.micro_batches > 1),
+            "activations": kept_before,
+            "transient": np.array(inputs),
+            # The buffer of the one before, this one's, and gloo's copy.
+            "communication": np.where(first & ~loose, np.where(before > 0, before, rest)[run] + (1.0 + copy) * whole[run], never),
+        }
+        backward: _Moment = {
+            "parameters": gathered_backward + rest,
+            "gradients": sharded + rest_made,
+            "activations": kept,
+            "transient": made.transient_backward + inputs,
+            "communication": (again * before + after)[run] + own,
+        }
+        ahead: _Moment = {  # the block before is gathered when this one's backward pass begins
+            "parameters": gathered_backward + rest,
+            "gradients": sharded + rest_made,
+            "activations": kept,
+            "transient": made.crossing_grad + inputs,
+            "communication": np.where(last & ~loose, (again * (1.0 + copy) * before + after)[run], never),
+        }
+        reduced: _Moment = {
+            "parameters": gathered_backward - whole[run] + rest,
+            "gradients": sharded + rest_made + grads[run] / parts,
+            "activations": kept_before,
+            "transient": earlier + inputs,
+            "communication": np.where(first & ~loose, (again * before + (1.0 + copy) * grads)[run], never),
+        }
+        trainable = float(made.trainable.sum())
+        final: _Moment = {
+            "gradients": np.array(trainable / parts),
+            "transient": np.array(inputs),
+            "communication": np.array((1.0 + max(copy, 1.0)) * rest_trainable),
+        }
+        update: _Moment = {"gradients": np.array(trainable / parts), "transient": np.array(self._scratch(trainable) + inputs)}
+        return [forward, gather, backward, ahead, reduced, final, update]
 
     # A pipeline.
 
@@ -654,28 +783,31 @@ class _Step:
         # What was sent is let go of at the end of the step (256 messages at most); what was received when its backward pass is done.
         arrives = np.concatenate([[0.0], stages.send_bytes[:-1]])
         returns = np.concatenate([stages.back_bytes[1:], [0.0]])
-        buffers = min(self.micro_batches, _PENDING) * (stages.send_bytes + stages.back_bytes) + flight * arrives + returns
-        kinds = {
-            "parameters": parameters,
-            "gradients": gradients,
-            "optimizer": optimizer,
-            "activations": activations,
-            "buffers": stages.buffers,
-            "communication": buffers,
-        }
-        by_worker = {kind: _by_worker(values, stages, workers) for kind, values in kinds.items()}
-        transient = np.zeros(workers)
-        for s, w in enumerate(stages.worker):
-            transient[int(w)] = max(transient[int(w)], float(stages.transient[s]))
-        held_inputs = self.costs.input_bytes * self.share
-        for s in {0, len(stages.worker) - 1}:
-            transient[int(stages.worker[s])] += held_inputs
-        # The optimizer steps when no activation is held any more.
-        whole = float(self.peak.trainable.sum())
-        step = self.costs.optimizer_transient_bytes * by_worker["gradients"] / whole if whole else np.zeros(workers)
-        by_worker["transient"] = np.maximum(transient, step - by_worker["activations"])
-        worst = int(np.sum(list(by_worker.values()), axis=0).argmax())
-        memory = {kind: float(by_worker[kind][worst]) if kind in by_worker else 0.0 for kind in KINDS}
+        buffers = flight * arrives + returns
+        states = {"parameters": parameters, "optimizer": optimizer, "buffers": stages.buffers}
+        by_worker = {kind: _by_worker(values, stages, workers) for kind, values in states.items()}
+        inputs = self.costs.input_bytes * self.share  # every worker reads its replica's samples
+        whole = _by_worker(stages.trainable, stages, workers)
+        held_gradients = _by_worker(gradients, stages, workers)
+        tied = _by_worker(stages.tied_bytes, stages, workers)
+        found = []
+        for w in range(workers):
+            if quick or self.micro_batches * len(stages.worker) > _WALKED:
+                moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
+            else:
+                moment = self._walked(w, stages, arrives, returns)
+            # Gradients are copied into buckets and summed when no activation is held any more; then the optimizer steps.
+            summed = max(float(tied[w]), (0.0 if self.fsdp or plan.replicas == 1 else float(whole[w])))
+            sending = whole[w] / self.parts if plan.shard == "optimizer" and plan.replicas > 1 else 0.0
+            ends = [
+                {"gradients": float(held_gradients[w]), "communication": max(min(summed, _BUCKET), min(sending, _BUCKET))},
+                {"gradients": float(held_gradients[w]), "transient": self._scratch(float(whole[w]))},
+            ]
+            found.append(max([moment, *ends], key=lambda kinds: sum(kinds.values())))
+            found[-1]["transient"] = found[-1].get("transient", 0.0) + inputs
+        totals = [sum(kinds.values()) + sum(float(v[w]) for v in by_worker.values()) for w, kinds in enumerate(found)]
+        worst = int(np.argmax(totals))
+        memory = {kind: found[worst].get(kind, 0.0) + (float(by_worker[kind][worst]) if kind in by_worker else 0.0) for kind in KINDS}
         memory["base"] = self.owner._base
         if quick:
             return memory, ()
@@ -697,6 +829,114 @@ class _Step:
             for s in range(len(stages.worker))
         )
         return memory, rows
+
+    def _flown(self, worker: int, stages: _Stages, flight: Array, arrives: Array, returns: Array, gradients: float) -> dict[str, float]:
+        """What a worker of a pipeline holds at its fullest, without walking through its list: all gradients and all that is in flight."""
+        mine = stages.worker == worker
+        sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
+        return {
+            "gradients": gradients,
+            "activations": float((flight * stages.saved)[mine].sum()),
+            "transient": float(stages.transient[mine].max()),
+            "communication": float((sent + flight * arrives + returns)[mine].sum()),
+        }
+
+    def _walked(self, worker: int, stages: _Stages, arrives: Array, returns: Array) -> dict[str, float]:
+        """What a worker of a pipeline holds at its fullest, action by action, as the runtime does.
+
+        A received tensor is held until the gradient of it has been sent. What was sent is held to the end of the step (the last 256 of
+        it), and an activation that is sent is one of those that its stage has saved.
+        """
+        plan, made, bounds = self.plan, self.peak, stages.bounds
+        part = 1.0 / self.parts if self.fsdp else 1.0
+        order = actions(plan.schedule, plan.pipeline, plan.virtual, self.micro_batches, True)[worker]
+        forward: dict[int, tuple[float, float, float]] = {}  # most in a pass: saved so far, for a moment, exchanged
+        first: dict[int, tuple[float, float, float, float]] = {}  # and of a stage's first backward pass: gradients
+        later: dict[int, tuple[float, float, float, float]] = {}
+        split = plan.schedule in ("zero-bubble", "zbv")
+        for s in {a.stage for a in order}:
+            units = slice(bounds[s], bounds[s + 1])
+            kept = np.cumsum(made.saved[units])
+            new = made.trainable[units] + made.late[units]
+            total = float(stages.trainable[s])
+            lacks = total - float(new.sum())  # of a copy of tied parameters, where it is not known when their gradient is made
+            for u in [u for tie in made.ties for u in tie.units if units.start <= u < units.stop][:1]:
+                new[u - units.start] += max(0.0, lacks)
+            so_far = np.cumsum(new[::-1])[::-1]
+            gathered, waiting = np.zeros(len(kept)), np.zeros(len(kept))
+            if self.fsdp:
+                edges = _edges(made.blocks[units])
+                run = np.repeat(np.arange(len(edges)), np.diff([*edges, len(kept)]))
+                size = np.add.reduceat(made.parameters[units], edges)
+                gradients = np.add.reduceat(made.trainable[units], edges)
+                # Each module is gathered by itself; what goes into a reduction is held until the stage's whole backward pass is done.
+                gathered = size[run] * (plan.shard == "parameters")
+                waiting = (np.cumsum(gradients[::-1])[::-1])[run]
+                own = gradients[run]
+                first_gradients = (so_far + own) * part + own
+                later_gradients = total * part + own
+            else:
+                first_gradients = so_far
+                later_gradients = total + np.maximum(new, np.cumsum(made.late[units][::-1])[::-1])
+            at = int((kept + made.transient[units] + 2 * gathered).argmax())
+            forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
+            wire = gathered + waiting
+            for table, gradients_at in ((first, first_gradients), (later, later_gradients)):
+                at = int((kept + made.transient_backward[units] + gradients_at + wire).argmax())
+                table[s] = float(gradients_at[at]), float(kept[at]), float(made.transient_backward[units][at]), float(wire[at])
+        activations = gradients_held = communication = 0.0
+        best: dict[str, float] = {}
+        most = -1.0
+        done: set[int] = set()
+        passed: set[tuple[int, int] | None] = set()
+        sent: dict[tuple[int, int], float] = {}
+        pending: deque[tuple[float, tuple[int, int] | None]] = deque()
+
+        def look(gradients: float, saved: float, transient: float, exchanged: float) -> None:
+            nonlocal most, best
+            total = gradients + saved + transient + exchanged
+            if total > most:
+                most = total
+                best = {"gradients": gradients, "activations": saved, "transient": transient, "communication": exchanged}
+
+        for stage, kind, micro in order:
+            key = (stage, micro)
+            if kind == "RECV_F":
+                communication += float(arrives[stage])
+            elif kind == "RECV_B":
+                communication += float(returns[stage])
+            elif kind == "F":
+                kept_most, transient, exchanged = forward[stage]
+                look(gradients_held, activations + kept_most, transient, communication + exchanged)
+                activations += float(stages.saved[stage])
+            elif kind == "SEND_F":
+                size = float(stages.send_bytes[stage])
+                sent[key] = min(size, float(stages.saved[stage]))
+                communication += size - sent[key]
+                pending.append((size, key))
+            elif kind in ("B", "I"):
+                gradients_most, kept_most, transient, exchanged = (later if stage in done else first)[stage]
+                others = gradients_held - (float(stages.trainable[stage]) * part if stage in done else 0.0)
+                look(others + gradients_most, activations - float(stages.saved[stage]) + kept_most, transient, communication + exchanged)
+                if stage not in done:
+                    gradients_held += float(stages.trainable[stage]) * part
+                    done.add(stage)
+                communication += float(stages.back_bytes[stage] - returns[stage])
+            elif kind == "SEND_B":
+                communication -= float(arrives[stage])
+                pending.append((float(stages.back_bytes[stage]), None))
+            if kind == ("W" if split else "B"):
+                activations -= float(stages.saved[stage])
+                communication += sent.get(key, 0.0)  # what was sent stays
+                passed.add(key)
+            if len(pending) > _PENDING:
+                size, origin = pending.popleft()
+                communication -= size if origin is None else size - sent[origin]
+                if origin in passed:
+                    communication -= sent[origin]
+                elif origin is not None:
+                    sent[origin] = 0.0
+        return best
 
     def _result(
         self,
@@ -747,6 +987,14 @@ class _Step:
 def _ring(ranks: int) -> float:
     """Bytes that a worker sends for each byte that a ring all-reduces."""
     return 2.0 * (ranks - 1) / ranks
+
+
+def _within(values: Array, starts: npt.NDArray[np.intp], count: int) -> Array:
+    """The sum over a unit and those after it in its run."""
+    total = np.cumsum(values[::-1])[::-1]
+    ends = np.append(starts[1:], count)
+    behind = np.append(total, 0.0)[ends]
+    return np.asarray(total - np.repeat(behind, np.diff([*starts, count])), dtype=float)
 
 
 def _edges(blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
