@@ -39,26 +39,7 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
 
     import ronde
 
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, seconds, back):
-            ctx.back = back
-            time.sleep(seconds)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            time.sleep(ctx.back)
-            return g.clone(), None, None
-
-    class Layer(nn.Module):
-        def __init__(self, share: float) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(8))
-            self.share = share
-
-        def forward(self, x):
-            return Sleep.apply(x * self.scale, SLEEP["forward"] * self.share, SLEEP["backward"] * self.share)
+    Layer = sleeping_layer()
 
     def loss_of(output, target):
         return (output - target).square().mean()
@@ -146,12 +127,103 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         out.write_text(json.dumps(found))
 
 
+UNEVEN = (0.2, 0.2, 1.6, 0.4, 0.3, 0.3, 2.0, 0.2, 0.2, 0.6, 1.0, 1.0)  # of SLEEP, layer by layer
+
+
+def sleeping_layer():
+    """A layer that sleeps, forwards and backwards."""
+    import torch
+    from torch import nn
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, seconds, back):
+            ctx.back = back
+            time.sleep(seconds)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            time.sleep(ctx.back)
+            return g.clone(), None, None
+
+    class Layer(nn.Module):
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+            self.share = share
+
+        def forward(self, x):
+            return Sleep.apply(x * self.scale, SLEEP["forward"] * self.share, SLEEP["backward"] * self.share)
+
+    return Layer
+
+
+def cut_worker(out: Path, rounds: int) -> None:
+    """The cut that is chosen, against as many layers in every stage, and against the best of all cuts under the true costs."""
+    import itertools
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import ronde
+
+    torch.set_num_threads(1)
+    stages, micros = ronde.world().size, 8
+    Layer = sleeping_layer()
+
+    def made(split: list[str] | None):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(Layer(u) for u in UNEVEN))
+        x = torch.randn(micros * 2, 8)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=1e-6)
+        data = torch.utils.data.TensorDataset(x, x)
+        plan = f"pipeline={stages},micro_batch=2"
+        loss = torch.nn.functional.mse_loss
+        return ronde.distribute(layers, optimizer, data, loss=loss, batch_size=len(x), plan=plan, split_at=split)
+
+    per = len(UNEVEN) // stages
+    runs = {"chosen": made(None), "equal count": made([str(i * per) for i in range(1, stages)])}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for r in range(rounds + 1):
+        for name, run in runs.items():
+            for batch in run.batches():
+                dist.barrier()
+                start = time.perf_counter()
+                run.step(batch)
+                dist.barrier()
+                if r:
+                    times[name].append(time.perf_counter() - start)
+
+    def slowest(bounds) -> float:
+        return max(sum(UNEVEN[a:b]) for a, b in itertools.pairwise([0, *bounds, len(UNEVEN)]))
+
+    best = min(slowest(c) for c in itertools.combinations(range(1, len(UNEVEN)), stages - 1))
+    begins = [int(row["begins"]) for row in runs["chosen"]._strategy.table()[1:]]
+    if ronde.world().is_main:
+        found = {
+            "stages": stages,
+            "chosen": begins,
+            "slowest_stage_over_optimum": slowest(begins) / best,
+            "chosen_seconds": statistics.median(times["chosen"]),
+            "equal_count_seconds": statistics.median(times["equal count"]),
+            "speed_up": statistics.median(b / a for a, b in zip(times["chosen"], times["equal count"], strict=True)),
+            "rounds": rounds,
+        }
+        out.write_text(json.dumps(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cut", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.worker and given.cut:
+        cut_worker(given.worker, given.rounds)
+        return
     if given.worker:
         worker(given.worker, given.rounds, list(range(len(CASES))))
         return
@@ -162,14 +234,26 @@ def main() -> None:
             command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), __file__]
             subprocess.run([*command, "--rounds", str(given.rounds), "--worker", str(out)], check=True, env={**os.environ})
             rows += json.loads(out.read_text())
+    cuts = []
+    for workers in (4, 6):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), __file__, "--cut"]
+            subprocess.run([*command, "--rounds", str(given.rounds), "--worker", str(out)], check=True, env={**os.environ})
+            cuts.append(json.loads(out.read_text()))
     print(f"{'':40} {'Ronde':>9} {'torch':>9} {'ratio':>6} {'bubble':>7} {'theory':>7}")
     for r in rows:
         seconds = [f"{r[k] * 1e3:.1f} ms" if r[k] else "–" for k in ("ronde_seconds", "torch_seconds")]
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else "–"
         shares = [f"{100 * r[k]:.1f} %" if r[k] is not None else "–" for k in ("bubble", "theory")]
         print(f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} {shares[1]:>7}")
+    for c in cuts:
+        print(
+            f"uneven layers, {c['stages']} stages: slowest stage {c['slowest_stage_over_optimum']:.2f} × the best of all cuts, "
+            f"{c['speed_up']:.2f} × the speed of a cut by count"
+        )
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
+        given.json.write_text(json.dumps({"schedules": rows, "cuts": cuts}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

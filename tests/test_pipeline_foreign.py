@@ -74,7 +74,9 @@ def test_models_nobody_here_wrote(stages, tmp_path):
         worst, where = max(largest_difference({k: v for k, v in h.items() if k not in aside}, expected) for h in held)
         with safe_open(out / f"{kind}-{name}-0.safetensors", "pt") as file:
             about = file.metadata()
-        print(f"{stages} stages {kind.lower()} {name}: {worst:.1e} {where}, micro-batches of {about['micro']}, {about['table']}; aside {sorted(aside)}")
+        print(
+            f"{stages} stages {kind.lower()} {name}: {worst:.1e} {where}, micro-batches of {about['micro']}, {about['table']}; aside {sorted(aside)}"
+        )
         if missing or not worst <= 1e-10:
             failures.append(f"{name}: {where} differs by {worst:.1e}; nobody holds {sorted(missing)[:3]}")
     assert not failures, "\n".join(failures)

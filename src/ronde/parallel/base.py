@@ -45,6 +45,7 @@ class Work:
         optimizer: the script's own optimizer; a strategy changes which parameters it holds, never which object it is.
         compute: forward and loss of one micro-batch, ``compute(batch)`` -> ``(mean, None)`` or ``(sum, weight)``.
         sample: ``sample(n)`` -> a micro-batch of ``n`` samples of the data set, on this worker's device; no randomness is used up.
+        sizes: of the micro-batches that an epoch has, in samples.
         tensor_plan: module name -> how torch's ``parallelize_module`` shall split it, where the script says so itself.
         groups: names of the parameters of each of the optimizer's groups, as the script made them, whoever holds them later.
         tied: names in the model's state that share another's tensor -> the first name of it, before anything was split.
@@ -56,6 +57,7 @@ class Work:
     compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
     sample: Callable[[int], Any]
     tensor_plan: Mapping[str, Any] | None = None
+    sizes: tuple[int, ...] = ()
     groups: list[list[str]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     fill: Callable[[Callable[[str], bool]], None] | None = None

@@ -147,7 +147,12 @@ class Pipeline(Strategy):
             named = {p.name: p for p in trace.points()}
             self.points = [named[name] for name in answer["names"]]
             self._programs[_signature(batch, True, True)] = self._made(trace)
-            self.trace = trace
+            if not trace.faked:
+                # Such a model must really run to be followed, which it cannot when other workers' weights are gone.
+                with torch.enable_grad():
+                    for size in self.work.sizes:
+                        if size != samples:
+                            self._program(self.work.sample(size))
         finally:
             self.model.train(training)
             for owner, name, buffer in buffers:

@@ -149,7 +149,10 @@ def chain(
     rest = 1.0 - share + share / tensor if tensor > 1 else 1.0
     forward = line("forward_seconds") * rest / speed
     backward = line("backward_seconds") * rest / speed
-    saved = line("saved_bytes") * rest
+    saved = line("saved_bytes")
+    if tensor > 1:
+        # What a divided block is given and what it ends with, each as large as what it all-reduces, every worker has whole.
+        saved = saved - np.maximum(0.0, share * saved - 2.0 * line("tensor_reduce_bytes")) * (1.0 - 1.0 / tensor)
     # Of each pass, where that is known.
     transients = [line(name) * rest for name in ("transient_bytes", "forward_transient_bytes", "backward_transient_bytes")]
     known = transients[1] + transients[2] > 0

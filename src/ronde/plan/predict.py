@@ -21,7 +21,6 @@ for a moment. Verdicts: below 80 % of the device's memory *fits*, up to 95 % *ri
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -767,14 +766,20 @@ class _Step:
         plan, workers = self.plan, self.plan.pipeline
         stages = _arrays(self.peak, bounds, plan)
         flight = np.array(in_flight(plan.schedule, workers, plan.virtual, self.micro_batches), dtype=float)
-        parameters = stages.parameters * self.held.parameters
-        gradients = stages.trainable * self.held.gradients
-        if self.fsdp:
-            edges = list(itertools.pairwise(bounds))
-            largest = np.array([float(self.peak.parameters[a:b].max()) for a, b in edges])
-            parameters = parameters + (2.0 * largest if plan.shard == "parameters" else stages.parameters)
-            gradients = gradients + np.array([float(self.peak.trainable[a:b].max()) for a, b in edges])
-        optimizer = stages.optimizer * self.held.optimizer
+        # What stages share is not divided over the replicas by FSDP2.
+        undivided = np.zeros((3, len(stages.worker)))
+        for tie in self.peak.ties if self.fsdp else ():
+            for s in {int(np.searchsorted(bounds, u, side="right")) - 1 for u in tie.units}:
+                undivided[:, s] += tie.parameter_bytes, tie.trainable_bytes, tie.optimizer_bytes
+
+        def divided(values: Array, share: float, whole: Array) -> Array:
+            return (values - whole) * share + whole
+
+        parameters = divided(stages.parameters, self.held.parameters, undivided[0])
+        gradients = divided(stages.trainable, self.held.gradients, undivided[1])
+        if self.fsdp and plan.shard == "gradients":
+            parameters = parameters + stages.parameters - undivided[0]
+        optimizer = divided(stages.optimizer, self.held.optimizer, undivided[2])
         if plan.offload in ("optimizer", "parameters"):
             optimizer = np.zeros(len(optimizer))
         if plan.offload == "parameters":
@@ -795,7 +800,7 @@ class _Step:
             if quick or self.micro_batches * len(stages.worker) > _WALKED:
                 moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
             else:
-                moment = self._walked(w, stages, arrives, returns)
+                moment = self._walked(w, stages, arrives, returns, undivided[1])
             # Gradients are copied into buckets and summed when no activation is held any more; then the optimizer steps.
             summed = max(float(tied[w]), (0.0 if self.fsdp or plan.replicas == 1 else float(whole[w])))
             sending = whole[w] / self.parts if plan.shard == "optimizer" and plan.replicas > 1 else 0.0
@@ -834,6 +839,8 @@ class _Step:
         """What a worker of a pipeline holds at its fullest, without walking through its list: all gradients and all that is in flight."""
         mine = stages.worker == worker
         sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
+        if self.fsdp:
+            gradients += float(stages.trainable[mine].max())
         return {
             "gradients": gradients,
             "activations": float((flight * stages.saved)[mine].sum()),
@@ -841,7 +848,7 @@ class _Step:
             "communication": float((sent + flight * arrives + returns)[mine].sum()),
         }
 
-    def _walked(self, worker: int, stages: _Stages, arrives: Array, returns: Array) -> dict[str, float]:
+    def _walked(self, worker: int, stages: _Stages, arrives: Array, returns: Array, undivided: Array) -> dict[str, float]:
         """What a worker of a pipeline holds at its fullest, action by action, as the runtime does.
 
         A received tensor is held until the gradient of it has been sent. What was sent is held to the end of the step (the last 256 of
@@ -849,38 +856,38 @@ class _Step:
         """
         plan, made, bounds = self.plan, self.peak, stages.bounds
         part = 1.0 / self.parts if self.fsdp else 1.0
+        held = (stages.trainable - undivided) * part + undivided  # gradients of a stage
         order = actions(plan.schedule, plan.pipeline, plan.virtual, self.micro_batches, True)[worker]
         forward: dict[int, tuple[float, float, float]] = {}  # most in a pass: saved so far, for a moment, exchanged
         first: dict[int, tuple[float, float, float, float]] = {}  # and of a stage's first backward pass: gradients
         later: dict[int, tuple[float, float, float, float]] = {}
         split = plan.schedule in ("zero-bubble", "zbv")
+        tied = np.zeros(len(made))  # gradients of what several units share, where the pass makes them
+        owned, weights = made.trainable.copy(), made.parameters.copy()
+        for tie in made.ties:
+            tied[list(tie.units)] += tie.trainable_bytes
+            owned[tie.units[0]] -= tie.trainable_bytes
+            weights[tie.units[0]] -= tie.parameter_bytes
         for s in {a.stage for a in order}:
             units = slice(bounds[s], bounds[s + 1])
-            kept = np.cumsum(made.saved[units])
-            new = made.trainable[units] + made.late[units]
-            total = float(stages.trainable[s])
-            lacks = total - float(new.sum())  # of a copy of tied parameters, where it is not known when their gradient is made
-            for u in [u for tie in made.ties for u in tie.units if units.start <= u < units.stop][:1]:
-                new[u - units.start] += max(0.0, lacks)
-            so_far = np.cumsum(new[::-1])[::-1]
-            gathered, waiting = np.zeros(len(kept)), np.zeros(len(kept))
+            kept, new, shared = np.cumsum(made.saved[units]), owned[units], tied[units]
+            so_far, late = np.cumsum(new[::-1])[::-1], np.cumsum(shared[::-1])[::-1]
+            gathered = waiting = reducing = np.zeros(len(kept))
             if self.fsdp:
                 edges = _edges(made.blocks[units])
                 run = np.repeat(np.arange(len(edges)), np.diff([*edges, len(kept)]))
-                size = np.add.reduceat(made.parameters[units], edges)
-                gradients = np.add.reduceat(made.trainable[units], edges)
                 # Each module is gathered by itself; what goes into a reduction is held until the stage's whole backward pass is done.
-                gathered = size[run] * (plan.shard == "parameters")
-                waiting = (np.cumsum(gradients[::-1])[::-1])[run]
-                own = gradients[run]
-                first_gradients = (so_far + own) * part + own
-                later_gradients = total * part + own
+                gathered = np.add.reduceat(weights[units], edges)[run] * (plan.shard == "parameters")
+                own = np.add.reduceat(new, edges)[run]
+                waiting = np.cumsum(np.add.reduceat(new, edges)[::-1])[::-1][run] - own
+                reducing = np.maximum(gathered, own)  # let go of before its gradients are copied into a buffer
             else:
-                first_gradients = so_far
-                later_gradients = total + np.maximum(new, np.cumsum(made.late[units][::-1])[::-1])
+                own = new
+            first_gradients = so_far * part + late + (own if self.fsdp else 0.0)
+            later_gradients = float(held[s]) + own + late
             at = int((kept + made.transient[units] + 2 * gathered).argmax())
             forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
-            wire = gathered + waiting
+            wire = waiting + reducing
             for table, gradients_at in ((first, first_gradients), (later, later_gradients)):
                 at = int((kept + made.transient_backward[units] + gradients_at + wire).argmax())
                 table[s] = float(gradients_at[at]), float(kept[at]), float(made.transient_backward[units][at]), float(wire[at])
@@ -888,7 +895,7 @@ class _Step:
         best: dict[str, float] = {}
         most = -1.0
         done: set[int] = set()
-        passed: set[tuple[int, int] | None] = set()
+        passed: set[tuple[int, int]] = set()
         sent: dict[tuple[int, int], float] = {}
         pending: deque[tuple[float, tuple[int, int] | None]] = deque()
 
@@ -910,16 +917,16 @@ class _Step:
                 look(gradients_held, activations + kept_most, transient, communication + exchanged)
                 activations += float(stages.saved[stage])
             elif kind == "SEND_F":
-                size = float(stages.send_bytes[stage])
-                sent[key] = min(size, float(stages.saved[stage]))
-                communication += size - sent[key]
-                pending.append((size, key))
+                message = float(stages.send_bytes[stage])
+                sent[key] = min(message, float(stages.saved[stage]))
+                communication += message - sent[key]
+                pending.append((message, key))
             elif kind in ("B", "I"):
                 gradients_most, kept_most, transient, exchanged = (later if stage in done else first)[stage]
-                others = gradients_held - (float(stages.trainable[stage]) * part if stage in done else 0.0)
+                others = gradients_held - (float(held[stage]) if stage in done else 0.0)
                 look(others + gradients_most, activations - float(stages.saved[stage]) + kept_most, transient, communication + exchanged)
                 if stage not in done:
-                    gradients_held += float(stages.trainable[stage]) * part
+                    gradients_held += float(held[stage])
                     done.add(stage)
                 communication += float(stages.back_bytes[stage] - returns[stage])
             elif kind == "SEND_B":
@@ -930,11 +937,11 @@ class _Step:
                 communication += sent.get(key, 0.0)  # what was sent stays
                 passed.add(key)
             if len(pending) > _PENDING:
-                size, origin = pending.popleft()
-                communication -= size if origin is None else size - sent[origin]
-                if origin in passed:
-                    communication -= sent[origin]
-                elif origin is not None:
+                message, origin = pending.popleft()
+                if origin is None or origin in passed:
+                    communication -= message
+                else:
+                    communication -= message - sent[origin]
                     sent[origin] = 0.0
         return best
 

@@ -141,6 +141,15 @@ def _accumulate(plan: Plan) -> Plan:
     return dataclasses.replace(plan, accumulation=count, micro_batch=-(-largest // count))
 
 
+def _sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
+    """Samples of the micro-batches that occur in an epoch, on any worker; the stand-in of an empty one has one."""
+    found = set()
+    for total in {min(plan.batch_size, epoch_samples), epoch_samples % plan.batch_size or plan.batch_size}:
+        for low, high in split(0, total, plan.replicas):
+            found |= {max(1, b - a) for a, b in split(low, high, plan.accumulation)}
+    return tuple(sorted(found))
+
+
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
     """This run's directory, chosen by rank 0 (or the launcher), the same on every rank; and whether it is resumed."""
     global _made
@@ -453,7 +462,7 @@ def distribute(
         with autocast():
             return calls(model, batch)
 
-    work = Work(model, optimizer, compute, sample, tensor_plan)
+    work = Work(model, optimizer, compute, sample, tensor_plan, _sizes(chosen, taken.order.epoch_samples))
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
         work.fill = _filler(model, init, seed, me)
