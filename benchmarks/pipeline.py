@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SLEEP = {"forward": 0.010, "backward": 0.020}
+SLEEP = {"forward": 0.030, "backward": 0.060}
 CASES = [
     # name, stages, micro-batches, schedule, sleeping
     ("sleeping, 4 stages, GPipe", 4, 8, "gpipe", True),
@@ -71,13 +71,18 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         data = torch.utils.data.TensorDataset(x, x)
         run = ronde.distribute(layers, optimizer, data, loss=loss_of, batch_size=len(x), plan=spec, split_at=names)
 
-        def ours(run=run) -> float:
+        busy: list[float] = []
+
+        def ours(run=run, busy=busy) -> float:
             for batch in run.batches():  # one a call: an epoch has one
                 dist.barrier()
+                slept[0] = 0.0
                 start = time.perf_counter()
                 run.step(batch)
                 dist.barrier()
-                return time.perf_counter() - start
+                seconds = time.perf_counter() - start
+                busy.append(slept[0] / seconds)
+                return seconds
             raise AssertionError
 
         theirs = None
@@ -107,7 +112,6 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             if r >= 2:
                 a.append(one)
                 b.append(two)
-        busy = micros * (SLEEP["forward"] + SLEEP["backward"])
         theory = {
             "gpipe": (stages - 1) / (micros + stages - 1),
             "1f1b": (stages - 1) / (micros + stages - 1),
@@ -118,7 +122,7 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             "ronde_seconds": statistics.median(a),
             "torch_seconds": statistics.median(b) if theirs else None,
             "ratio": statistics.median(y / x for x, y in zip(a, b, strict=True)) if theirs else None,
-            "bubble": 1 - busy / statistics.median(a) if sleeping else None,
+            "bubble": 1 - statistics.median(busy[2:]) if sleeping else None,
             "theory": theory if sleeping else None,
             "rounds": rounds,
         }
@@ -127,7 +131,17 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         out.write_text(json.dumps(found))
 
 
-UNEVEN = (0.2, 0.2, 1.6, 0.4, 0.3, 0.3, 2.0, 0.2, 0.2, 0.6, 1.0, 1.0)  # of SLEEP, layer by layer
+UNEVEN = (2.0, 1.5, 1.5, 1.0, 1.0, 0.6, 0.6, 0.4, 0.4, 0.3, 0.3, 0.2)  # of SLEEP / 3, layer by layer: a pyramid, as of a CNN
+
+
+slept = [0.0]
+
+
+def rest(seconds: float) -> None:
+    """Sleep, and note for how long it really was."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    slept[0] += time.perf_counter() - start
 
 
 def sleeping_layer():
@@ -139,12 +153,12 @@ def sleeping_layer():
         @staticmethod
         def forward(ctx, x, seconds, back):
             ctx.back = back
-            time.sleep(seconds)
+            rest(seconds)
             return x.clone()
 
         @staticmethod
         def backward(ctx, g):
-            time.sleep(ctx.back)
+            rest(ctx.back)
             return g.clone(), None, None
 
     class Layer(nn.Module):
@@ -175,7 +189,7 @@ def cut_worker(out: Path, rounds: int) -> None:
 
     def made(split: list[str] | None):
         torch.manual_seed(0)
-        layers = nn.Sequential(*(Layer(u) for u in UNEVEN))
+        layers = nn.Sequential(*(Layer(u / 3) for u in UNEVEN))
         x = torch.randn(micros * 2, 8)
         optimizer = torch.optim.SGD(layers.parameters(), lr=1e-6)
         data = torch.utils.data.TensorDataset(x, x)

@@ -406,7 +406,7 @@ def measure_plan(name: str, workers: int, spec: str, batch: int, steps: int = ST
         return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(workers)]
 
 
-def row_of(costs: Any, name: str, family: str) -> dict[str, Any]:
+def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, Any]:
     """One plan predicted, measured, and judged."""
     workers, spec = spec_of(name, family)
     batch = SIZED[name][0]
@@ -416,7 +416,7 @@ def row_of(costs: Any, name: str, family: str) -> dict[str, Any]:
     if prediction.split_at:
         model = sized(name, 1, True)[0]
         spec = f"split_at={'+'.join(begins(model, n) for n in prediction.split_at)},{spec}"
-    peaks = measure_plan(name, workers, spec, batch)
+    peaks = measure_plan(name, workers, spec, batch, steps)
     measured = max(p["peak_bytes"] for p in peaks)
     verdicts = [predicted_plan(costs, workers, spec, batch, measured * share).verdict for share in (0.999, 1.36)]
     return {

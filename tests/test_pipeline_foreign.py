@@ -20,9 +20,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 pytest.importorskip("monai")
 
-import foreign_models as foreign  # noqa: E402
-from foreign_worker import plain  # noqa: E402
-from pipeline_cases import largest_difference  # noqa: E402
+import foreign_models as foreign
+from foreign_worker import plain
+from pipeline_cases import largest_difference
 
 for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
     load()

@@ -35,7 +35,7 @@ from ronde.parallel.staged import Program, StageRun, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
-from ronde.plan.trace import Trace, bounds_of, follow, tensors_in
+from ronde.plan.trace import Trace, bounds_of, follow, tensors_in, watching
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.agree import broadcast_json
 
@@ -396,8 +396,9 @@ class Pipeline(Strategy):
         coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = {}
         plan = self.plan
         order = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)[self.place.pipeline]
-        for action in order:
-            self._act(action, programs, micros, parts, compute, scale, flights, coming)
+        with watching():
+            for action in order:
+                self._act(action, programs, micros, parts, compute, scale, flights, coming)
         self._sent_all()
 
     def _act(

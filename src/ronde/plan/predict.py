@@ -672,7 +672,7 @@ class _Step:
             "gradients": sharded + rest_made + grads[run] / parts,
             "activations": kept_before,
             "transient": earlier + inputs,
-            "communication": np.where(first & ~loose, (again * before + (1.0 + copy) * grads)[run], never),
+            "communication": np.where(first & ~loose, (again * before + max(1.0 + copy, 2.0 - 1.0 / parts) * grads)[run], never),
         }
         trainable = float(made.trainable.sum())
         final: _Moment = {
@@ -864,8 +864,12 @@ class _Step:
         split = plan.schedule in ("zero-bubble", "zbv")
         tied = np.zeros(len(made))  # gradients of what several units share, where the pass makes them
         owned, weights = made.trainable.copy(), made.parameters.copy()
+        for_a_moment = made.transient_backward.copy()
         for tie in made.ties:
             tied[list(tie.units)] += tie.trainable_bytes
+            if len({int(np.searchsorted(bounds, u, side="right")) for u in tie.units}) > 1:
+                # The others' gradient of it is made on another worker.
+                for_a_moment[tie.units[0]] = max(0.0, for_a_moment[tie.units[0]] - tie.trainable_bytes)
             owned[tie.units[0]] -= tie.trainable_bytes
             weights[tie.units[0]] -= tie.parameter_bytes
         for s in {a.stage for a in order}:
@@ -880,17 +884,19 @@ class _Step:
                 gathered = np.add.reduceat(weights[units], edges)[run] * (plan.shard == "parameters")
                 own = np.add.reduceat(new, edges)[run]
                 waiting = np.cumsum(np.add.reduceat(new, edges)[::-1])[::-1][run] - own
-                reducing = np.maximum(gathered, own)  # let go of before its gradients are copied into a buffer
+                # Parameters are let go of before gradients are copied into a buffer, and reduced into another.
+                reducing = np.maximum(gathered, own * (1.0 + part))
             else:
                 own = new
             first_gradients = so_far * part + late + (own if self.fsdp else 0.0)
-            later_gradients = float(held[s]) + own + late
             at = int((kept + made.transient[units] + 2 * gathered).argmax())
             forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
             wire = waiting + reducing
-            for table, gradients_at in ((first, first_gradients), (later, later_gradients)):
-                at = int((kept + made.transient_backward[units] + gradients_at + wire).argmax())
-                table[s] = float(gradients_at[at]), float(kept[at]), float(made.transient_backward[units][at]), float(wire[at])
+            # In later micro-batches a gradient is made, and then added to what is there.
+            both = (first, first_gradients, for_a_moment[units]), (later, np.full(len(kept), held[s]), for_a_moment[units] + own + late)
+            for table, gradients_at, transient_at in both:
+                at = int((kept + transient_at + gradients_at + wire).argmax())
+                table[s] = float(gradients_at[at]), float(kept[at]), float(transient_at[at]), float(wire[at])
         activations = gradients_held = communication = 0.0
         best: dict[str, float] = {}
         most = -1.0

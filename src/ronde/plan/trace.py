@@ -347,6 +347,78 @@ class Point:
         return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
 
 
+_entered: list[Interceptor] = []  # the last one sees
+_plain: list[Any] = []  # what was there before
+_depth = 0
+
+
+def _begin() -> None:
+    """Let module calls, autograd functions and scripted functions pass by who has entered. To replace a method of a class that has many
+    heirs takes 100 µs: :func:`watching` does it once for many passes."""
+    global _depth
+    _depth += 1
+    if _depth > 1:
+        return
+    plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain_script = torch.jit.ScriptFunction.__call__
+    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script]
+
+    def seen() -> Interceptor | None:
+        # A checkpointed function is called again in the backward pass, when nobody looks on.
+        if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
+            return None
+        return _entered[-1]
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            if _entered and _entered[-1].used and threading.get_ident() == _entered[-1]._thread:
+                _entered[-1].used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
+            return plain_call(module, *args, **kwargs)
+        return interceptor.on_call(module, args, kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return plain_apply(cls, *args, **kwargs)
+
+        def run(*a: Any, **k: Any) -> Any:
+            return plain_apply(cls, *a, **k)
+
+        run.__name__ = cls.__name__
+        with interceptor.pause():
+            return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
+
+    def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return plain_script(function, *args, **kwargs)
+        what = (function.name, False, is_random(function.name))
+        with interceptor.pause():
+            return interceptor.on_function(lambda *a, **k: plain_script(function, *a, **k), args, kwargs, what)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
+
+
+def _end() -> None:
+    global _depth
+    _depth -= 1
+    if not _depth:
+        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = _plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Several passes are to be looked at: what is put in place for one stays for the next."""
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
 class Interceptor(TorchFunctionMode):
     """Sees every module call and every torch function of this thread while it is entered; what to do with them is for heirs to say."""
 
@@ -355,51 +427,14 @@ class Interceptor(TorchFunctionMode):
     def __enter__(self) -> Any:
         self._thread = threading.get_ident()
         self._off = False
-        self._call = nn.Module.__call__
-        self._apply = torch.autograd.Function.__dict__["apply"]
-        interceptor, plain_call, here = self, self._call, self._thread
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # A checkpointed function keeps this one, and calls it again in the backward pass: by then it is off.
-            if interceptor._off or threading.get_ident() != here:
-                if interceptor.used and threading.get_ident() == here:
-                    interceptor.used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
-                return plain_call(module, *args, **kwargs)
-            return interceptor.on_call(module, args, kwargs)
-
-        plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if interceptor._off or threading.get_ident() != here:
-                return plain_apply(cls, *args, **kwargs)
-
-            def run(*a: Any, **k: Any) -> Any:
-                return plain_apply(cls, *a, **k)
-
-            run.__name__ = cls.__name__
-            with interceptor.pause():
-                return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
-
-        plain_script = self._script = torch.jit.ScriptFunction.__call__
-
-        def script(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if interceptor._off or threading.get_ident() != here:
-                return plain_script(function, *args, **kwargs)
-            with interceptor.pause():
-                return interceptor.on_function(
-                    lambda *a, **k: plain_script(function, *a, **k), args, kwargs, (function.name, False, is_random(function.name))
-                )
-
-        torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
-        nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+        _begin()
+        _entered.append(self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._off = True
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
-        torch.jit.ScriptFunction.__call__ = self._script  # type: ignore[method-assign]
-        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
+        _entered.remove(self)
+        _end()
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -436,7 +471,7 @@ class Interceptor(TorchFunctionMode):
         """The call as if nobody watched, but what it calls is seen."""
         if _compiled(module):  # what was compiled would not be seen
             return eagerly(module)(*args, **kwargs)
-        return self._call(module, *args, **kwargs)
+        return _plain[0](module, *args, **kwargs)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module is called."""

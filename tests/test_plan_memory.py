@@ -1,0 +1,84 @@
+"""Memory of plans: predicted against real workers, and by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.plan import Cluster, Costs, Line, Plan, Unit
+from ronde.plan.predict import predict
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a process's peak is read from Linux's /proc")
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("plan_memory", Path(__file__).parents[1] / "benchmarks" / "plan_memory.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plan_memory"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def mlp(bench):
+    return bench.weighed("mlp")
+
+
+@LINUX
+@pytest.mark.parametrize("family", ["shard parameters", "1f1b"])
+def test_two_workers_take_what_was_predicted(bench, mlp, family):
+    row = bench.row_of(mlp, "mlp", family, steps=2)
+    assert row["measured_bytes"] > 150 * MIB
+    assert abs(row["error"]) < 0.08, row
+    assert row["verdict_just_too_small"] != "fits" and row["verdict_a_third_larger"] == "fits"
+
+
+def need(costs, **plan):
+    """Sum without the base, and kinds."""
+    found = predict(Plan(**plan), costs, Cluster(device="some GPU"))
+    return found.memory_bytes, found.memory
+
+
+def units(*sizes, saved=0):
+    return tuple(
+        Unit(f"layers.{i}", parameter_bytes=n, trainable_bytes=n, optimizer_bytes=2 * n, saved_bytes=Line(0, saved))
+        for i, n in enumerate(sizes)
+    )
+
+
+def test_micro_batches_of_replicas_hold_gradients_twice_and_the_newest_once_more():
+    costs = Costs(units(100, 300), 8)
+    assert need(costs, workers=2, batch_size=8)[0] == 400 * 4 + 300  # buckets, and a gradient before it is copied into them
+    assert need(costs, workers=2, batch_size=8, micro_batch=1)[0] == 400 * 5 + 300
+    assert need(costs, workers=1, batch_size=8)[0] == 400 * 4
+
+
+def test_sharded_blocks_are_gathered_ahead_and_reduced_from_a_buffer():
+    costs = Costs(units(100, 100, 100, 100), 8)
+    # The first block's backward pass: its own, its gradients, the gradients of the next in a buffer, and parts of three blocks' gradients.
+    # The second block's: two gathered, its gradients, those of the next, and parts of two.
+    total, kinds = need(costs, workers=2, batch_size=8, shard="parameters")
+    assert total == 400 * 3 / 2 + (100 + 100 + 100 + 100) + 100 and kinds["optimizer"] == 400
+    # Kept gathered: three blocks, the third one's gradients and those of the fourth in a buffer, and its part of these.
+    total, _ = need(costs, workers=2, batch_size=8, shard="gradients")
+    assert total == 400 * 3 / 2 + 300 + 100 + 100 + 50
+
+
+def test_what_a_pipeline_sends_counts_once_while_it_is_saved_too():
+    one = Unit("a", saved_bytes=Line(0, 10), crossing_bytes=Line(0, 6), crossing_grad_bytes=Line(0, 6))
+    costs = Costs((one, Unit("b", saved_bytes=Line(0, 1))), 8)
+    # All eight in flight, and the first gradient has come.
+    assert need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1, schedule="gpipe")[0] == 8 * 10 + 6
+    # Two in flight at the end: six messages that were sent, two activations (what they sent is in them), one gradient.
+    assert need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1)[0] == 6 * 6 + 2 * 10 + 6
+
+
+def test_a_divided_block_keeps_its_input_and_its_output_whole():
+    unit = Unit("layers.0", saved_bytes=Line(0, 100), tensor=1.0, tensor_reduce_bytes=Line(0, 10))
+    costs = Costs((unit,), 4)
+    assert need(costs, workers=2, batch_size=1, tensor=2)[1]["activations"] == 60
