@@ -499,14 +499,14 @@ def test_memory_by_hand():
     assert (two["parameters"], two["gradients"], two["optimizer"], two["activations"]) == (300, 300, 600, 1200)
     one = memory(Plan(2, 8, shard="optimizer"), big)
     assert (one["parameters"], one["gradients"], one["optimizer"]) == (300, 300, 300)
-    gradients = memory(Plan(2, 8, shard="gradients"), big)  # its part, and the whole
-    assert (gradients["parameters"], gradients["gradients"], gradients["optimizer"]) == (450, 150, 300)
-    assert gradients["communication"] == 200  # one block's gradients before and after the reduce-scatter
-    full = memory(Plan(2, 8, shard="parameters"), big)
-    assert (full["parameters"], full["gradients"], full["optimizer"]) == (150, 150, 300)
-    assert full["communication"] == 200 + 200  # and two blocks' parameters
+    # Sharded: fullest when the first block's backward pass ends, with its gradients before they are reduced; none is divided yet.
+    gradients = memory(Plan(2, 8, shard="gradients"), big)  # its part of the parameters, and the whole
+    assert (gradients["parameters"], gradients["optimizer"], gradients["communication"]) == (450, 300, 100)
+    assert gradients.get("gradients", 0) == 0
+    full = memory(Plan(2, 8, shard="parameters"), big)  # its part, and the block at work; the next one, and what is reduced
+    assert (full["parameters"], full["optimizer"], full["communication"]) == (250, 300, 200)
     within = memory(Plan(4, 8, shard="parameters", shard_within=2), big)
-    assert (within["parameters"], within["optimizer"], within["activations"]) == (150, 300, 600)
+    assert (within["parameters"], within["optimizer"], within["activations"]) == (250, 300, 600)
     # A pipeline of three, 8 micro-batches of one sample: the first worker holds three of them.
     pipe = memory(Plan(3, 8, pipeline=3, micro_batch=1), big)
     assert (pipe["parameters"], pipe["gradients"], pipe["optimizer"], pipe["activations"]) == (100, 100, 200, 300)

@@ -204,6 +204,7 @@ def choose(
             f"{' (' + ', '.join(p.name for p in points[:8]) + ')' if points else ''}.{why} Use fewer stages, or another plan."
         )
     if plan.split_at:
+        plan = dataclasses.replace(plan, split_at=tuple(_resolved(name, trace) for name in plan.split_at))
         costs = chain(model, optimizer, trace, samples, None)
         for name in plan.split_at:
             bad = next((p for p in refused if p.name == name), None)
@@ -232,6 +233,16 @@ def choose(
         if _slowest(coarse, plan.pipeline) <= _slowest(fine, plan.pipeline) * _WHOLE_BLOCKS:
             return coarse.names(costs)
     return fine.names(costs)
+
+
+def _resolved(name: str, trace: Trace) -> str:
+    """A module that begins where an outer one begins is that place too: ``"4.0"`` is ``"4"``."""
+    points = trace.points()
+    if any(p.name == name for p in points):
+        return name
+    path, _, nth = name.partition("#")
+    start = next((c.start for c in trace.calls if c.path == path and c.nth == int(nth or 0)), None)
+    return next((p.name for p in points if p.at == start), name)
 
 
 def _between_blocks(model: nn.Module, units: tuple[Unit, ...]) -> tuple[Unit, ...]:

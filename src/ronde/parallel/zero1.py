@@ -119,6 +119,8 @@ class OptimizerParts:
                 if owner != self.rank:
                     for p, part in zip(run, torch.split(flat, [p.numel() for p in run]), strict=True):
                         p.copy_(part.view_as(p))
+                        del part
+                del flat  # before the next one is made
 
 
 class Zero1(Replicate):

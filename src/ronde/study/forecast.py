@@ -158,13 +158,24 @@ def _divisible(costs: Costs, work: Work) -> Costs:
     if not found.blocks:
         return costs
     sizes = {name: p.numel() for name, p in work.model.named_parameters()}
+    last = {}  # of the units within a block: what is summed is summed at its end
+    for i, unit in enumerate(costs.units):
+        for b in found.blocks:
+            if unit.name.startswith(f"{b.path}."):
+                last[b.path] = i
     units = []
-    for unit in costs.units:
+    for i, unit in enumerate(costs.units):
         inside = [b for b in found.blocks if b.path == unit.name or b.path.startswith(f"{unit.name}.")]
+        around = [b for b in found.blocks if unit.name.startswith(f"{b.path}.")]
         whole = sum(n for name, n in sizes.items() if name.startswith(f"{unit.name}."))
         if inside and whole:
             share = min(1.0, sum(b.parameters for b in inside) / whole)
             reduced = Line(0.0, sum(b.reduced_bytes for b in inside) / 2)
+            unit = dataclasses.replace(unit, tensor=share, tensor_reduce_bytes=reduced)
+        elif around:
+            held = sum(n for name, n in sizes.items() if any(name.startswith(f"{b.path}.") for b in around))
+            share = min(1.0, sum(b.parameters for b in around) / max(held, 1))
+            reduced = Line(0.0, sum(b.reduced_bytes for b in around if last[b.path] == i) / 2)
             unit = dataclasses.replace(unit, tensor=share, tensor_reduce_bytes=reduced)
         units.append(unit)
     heads = [n for b in found.blocks for n in (b.heads, b.kv_heads) if n]
