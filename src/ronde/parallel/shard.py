@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +44,11 @@ from ronde.plan import Plan
 from ronde.plan.plan import ShardLevel
 from ronde.world import ArgumentError, RondeError, World, WorldError
 from ronde.world.agree import broadcast_json
+
+# FSDP2 of torch 2.13 calls collectives by the names that torch 2.13 says are old.
+warnings.filterwarnings(
+    "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
+)
 
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 

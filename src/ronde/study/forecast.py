@@ -11,12 +11,15 @@ import dataclasses
 import json
 import math
 import os
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ronde.parallel import Work
 from ronde.parallel.recognise import recognise
@@ -27,6 +30,7 @@ from ronde.plan.predict import Prediction
 from ronde.plan.search import search
 from ronde.run import hooks
 from ronde.run.compare import Forecast
+from ronde.study.chain import untouched
 from ronde.study.links import calibrate
 from ronde.study.measure import measure
 from ronde.watch import MARK
@@ -34,6 +38,9 @@ from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
 
 __all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
+
+
+_LOADED_ROUNDS = 7
 
 
 def install() -> None:
@@ -81,7 +88,40 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
-    return _divisible(costs, work)
+    return _divisible(_under_load(costs, work), work)
+
+
+def _under_load(costs: Costs, work: Work) -> Costs:
+    """Where several workers measure: their layers' times while all of them compute. The least of many rounds is that of a moment when the
+    others rest, and cores that share a memory, or are halves of one, are slower when all are at work."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not costs.measured_samples:
+        return costs
+    samples = max(costs.measured_samples)
+    alone = sum(u.forward_seconds.at(samples) + u.backward_seconds.at(samples) for u in costs.units)
+    batch = work.sample(samples)
+    parameters = [p for p in work.model.parameters() if p.requires_grad]
+    seconds = []
+    with untouched(work.model):
+        for _ in range(_LOADED_ROUNDS):
+            dist.barrier()
+            start = time.perf_counter()
+            torch.autograd.grad(work.compute(batch)[0], parameters, allow_unused=True)
+            seconds.append(time.perf_counter() - start)
+    mine = torch.tensor(statistics.median(seconds[1:]) / alone, device=parameters[0].device)
+    dist.all_reduce(mine)
+    factor = float(mine) / dist.get_world_size()
+    if factor <= 1.0:
+        return costs
+    units = tuple(
+        dataclasses.replace(u, forward_seconds=_times(u.forward_seconds, factor), backward_seconds=_times(u.backward_seconds, factor))
+        for u in costs.units
+    )
+    note = f"layers take × {factor:.2f} while all workers compute"
+    return dataclasses.replace(costs, units=units, optimizer_seconds=costs.optimizer_seconds * factor, notes=(*costs.notes, note))
+
+
+def _times(line: Line, factor: float) -> Line:
+    return Line(line.fixed * factor, line.per_sample * factor)
 
 
 def load(file: Path) -> tuple[Costs, Plan]:

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,11 @@ from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
 from ronde.watch import MARK
 from ronde.world import World, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
+
+# torch 2.13 has new names for these; torch 2.11 knows only the old ones.
+warnings.filterwarnings(
+    "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
+)
 
 __all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "main"]
 
