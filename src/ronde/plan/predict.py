@@ -51,7 +51,7 @@ FITS, RISKY = 0.80, 0.95
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
-_WALKED = 20_000  # micro-batches × stages up to which a pipeline's memory is followed action by action
+_WALKED = 1_500  # micro-batches × stages up to which a pipeline's memory is followed action by action
 _GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
 _HOST_BYTES_PER_SECOND = 12e9
 _MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
