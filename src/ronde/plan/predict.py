@@ -51,6 +51,7 @@ FITS, RISKY = 0.80, 0.95
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
+_DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
 _WALKED = 1_500  # micro-batches × stages up to which a pipeline's memory is followed action by action
 _GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
 _HOST_BYTES_PER_SECOND = 12e9
@@ -234,10 +235,15 @@ class Predictor:
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
         self.simulated: Timeline | None = None
+        self.draws = False
 
     def timeline(self, plan: Plan) -> Timeline | None:
         """One step of a pipeline as it is simulated, for a picture; None where it has too many actions to be drawn."""
-        self(plan, split_waits=False)
+        self.draws = True
+        try:
+            self(plan, split_waits=False)
+        finally:
+            self.draws = False
         return self.simulated if self.simulated is not None and self.simulated.events else None
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
@@ -713,7 +719,10 @@ class _Step:
             timeline = _closed_form(plan, stages, self.micro_batches, cluster.action_seconds, float(send.sum() + back.sum()))
             unsent = timeline
         else:
-            timeline = run_step(plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=cluster.action_seconds)
+            draw = self.owner.draws and workers * virtual * self.micro_batches <= _DRAWN
+            timeline = run_step(
+                plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=cluster.action_seconds, keep_events=draw
+            )
             unsent = self.owner.simulated = timeline
             if split_waits:
                 free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
