@@ -317,6 +317,8 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
 
     row("ran", f"{_short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
     row("where", where)
+    if plan.family != "replicate":
+        row("plan", plan.spec)
     row("batch", plan.sentence())
     row(
         "trained",
