@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.progress import Doing
+from ronde.cli.progress import console as terminal
 from ronde.cli.run import _command, _discard
 from ronde.world import ArgumentError, RondeError
 
@@ -115,8 +117,8 @@ def register(app: typer.Typer) -> None:
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
             raise ArgumentError("--device and --cluster both say what is planned for: give one of them.")
-        console = _console()
-        with _progress(console) as say:
+        console = terminal()
+        with Doing(console) as say:
             if device is not None:
                 costs, target, like = _elsewhere(command, device, devices, accept_noise, say)
             else:
@@ -130,35 +132,6 @@ def register(app: typer.Typer) -> None:
             explanation = answer(costs, target, target.devices, like, optimize)
         _print(console, explanation, costs, target)
         _write(explanation, costs, target, file, picture, save, console)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
-class _progress:
-    """What is being done, on a terminal only: one line that goes away."""
-
-    def __init__(self, console: Any) -> None:
-        self._status = console.status("starting") if console.is_terminal else None
-
-    def __enter__(self) -> Any:
-        if self._status is not None:
-            self._status.start()
-        return self.say
-
-    def say(self, text: str) -> None:
-        """Show it."""
-        if self._status is not None:
-            from rich.markup import escape
-
-            self._status.update(escape(text) + " …")
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
 
 
 def _elsewhere(command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any) -> tuple[Any, Any, Any]:
@@ -230,7 +203,7 @@ def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> 
                 )
             if outcome.traceback:
                 typer.echo(outcome.traceback.rstrip(), err=True)
-            raise RondeError(f"the script failed before ronde.distribute could measure it: {outcome.error}")
+            raise RondeError(f"the script failed before its model was measured: {outcome.error}")
         return load(out)
 
 

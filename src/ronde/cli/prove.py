@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.progress import Doing
+from ronde.cli.progress import console as terminal
 from ronde.cli.run import _command
 from ronde.world import ArgumentError
 
@@ -75,11 +77,11 @@ def register(app: typer.Typer) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             raise ArgumentError(f"--json {file}: there is no folder {file.absolute().parent}.")
         wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
-        console = _console()
+        console = terminal()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stopped)
         try:
-            with _progress(console) as say:
+            with Doing(console) as say:
                 verdict = ask(command, workers, wanted, steps, timeout_seconds=timeout, progress=say)
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args else signal.SIGINT
@@ -93,35 +95,6 @@ def register(app: typer.Typer) -> None:
 
 def _stopped(number: int, _: object) -> None:
     raise KeyboardInterrupt(number)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
-class _progress:
-    """What is being done, on a terminal only: one line that goes away."""
-
-    def __init__(self, console: Any) -> None:
-        self._status = console.status("starting") if console.is_terminal else None
-
-    def __enter__(self) -> Any:
-        if self._status is not None:
-            self._status.start()
-        return self.say
-
-    def say(self, text: str) -> None:
-        """Show it."""
-        if self._status is not None:
-            from rich.markup import escape
-
-            self._status.update(escape(text) + " …")
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
 
 
 def _print(console: Any, verdict: Verdict) -> None:

@@ -6,6 +6,7 @@ one direction.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ronde.plan.cluster import Cluster, Fit
@@ -72,7 +73,7 @@ def device_named(name: str) -> Device:
     """
     plain = name.upper().replace(" ", "").replace("-", "")
     for family in ("GB200", "B200", "H200", "H100", "A100"):
-        if family in plain:
+        if re.search(rf"(?<![A-Z0-9]){family}(?!\d)", name.upper()):
             kinds = [d for d in DEVICES.values() if d.name.startswith(family)]
             return next((d for d in kinds if "40" in plain and "40" in d.name), kinds[-1])
     raise ArgumentError(
