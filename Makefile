@@ -65,7 +65,7 @@ $(CORE_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(CORE_STAMP)
 	@echo "installing its tools"
-	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models]'
+	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models,images,tables,remote,report]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # The function takes the name of the room it lives in: ronde.world() is who this worker is.
-from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World, WorldError, world
+from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, SampleError, World, WorldError, world
 
 if TYPE_CHECKING:
+    from ronde import feed
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run, distribute
 
@@ -26,11 +27,15 @@ __all__ = [
     "Plan",
     "RondeError",
     "Run",
+    "SampleError",
     "World",
     "WorldError",
     "distribute",
+    "feed",
     "world",
 ]
+
+_ROOMS = ("feed",)
 
 _LATER = {"distribute": "ronde.run", "Run": "ronde.run", "MicroBatches": "ronde.run", "Plan": "ronde.plan"}
 
@@ -44,6 +49,10 @@ def __getattr__(name: str) -> Any:
         if name == "distribute":
             setattr(importlib.import_module("ronde.run.hooks"), "planner", _choose)  # noqa: B010
         return value
+    if name in _ROOMS:
+        import importlib
+
+        return importlib.import_module(f"ronde.{name}")
     raise AttributeError(f"module 'ronde' has no attribute {name!r}")
 
 
@@ -55,4 +64,4 @@ def _choose(*given: Any) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LATER])
+    return sorted([*globals(), *_LATER, *_ROOMS])

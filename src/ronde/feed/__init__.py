@@ -6,6 +6,25 @@ Offers :class:`Order` and :func:`permute`, :class:`Feed` (torch's DataLoader dri
 
 from ronde.feed.loader import Feed, LoaderSettings, die_with_parent
 from ronde.feed.order import Order, key_of, permute
+from ronde.feed.pipeline import Pipeline, Source, Step
+from ronde.feed.settings import FeedSettings, settings_file
+from ronde.feed.stages import rng, stage
 from ronde.feed.takeover import Taken, take_over
 
-__all__ = ["Feed", "LoaderSettings", "Order", "Taken", "die_with_parent", "key_of", "permute", "take_over"]
+__all__ = [
+    "Feed",
+    "FeedSettings",
+    "LoaderSettings",
+    "Order",
+    "Pipeline",
+    "Source",
+    "Step",
+    "Taken",
+    "die_with_parent",
+    "key_of",
+    "permute",
+    "rng",
+    "settings_file",
+    "stage",
+    "take_over",
+]

@@ -24,6 +24,7 @@ from pathlib import Path
 __all__ = ["main"]
 
 _MARK = "\x1e"  # ronde.watch.MARK
+_STUDIES = {"plan": "ronde.study.forecast", "doctor": "ronde.study.doctor", "scale": "ronde.study.scale"}  # by RONDE_STUDY
 
 
 def _die_with_launcher() -> None:
@@ -95,10 +96,10 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     arguments = sys.argv[1:]
     try:
-        if os.environ.get("RONDE_STUDY") == "plan":
-            from ronde.study.forecast import install
+        if os.environ.get("RONDE_STUDY") in _STUDIES:
+            import importlib
 
-            install()
+            importlib.import_module(_STUDIES[os.environ["RONDE_STUDY"]]).install()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy

@@ -6,7 +6,7 @@ Importing it does not import torch.
 """
 
 from ronde.world.cores import threads_per_worker, usable_cores
-from ronde.world.errors import ArgumentError, CheckpointError, LossError, RondeError, WorldError
+from ronde.world.errors import ArgumentError, CheckpointError, LossError, RondeError, SampleError, WorldError
 from ronde.world.launchers import LAUNCHERS, Identity, identify
 from ronde.world.who import World, world
 
@@ -17,6 +17,7 @@ __all__ = [
     "Identity",
     "LossError",
     "RondeError",
+    "SampleError",
     "World",
     "WorldError",
     "identify",

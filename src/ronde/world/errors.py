@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ArgumentError", "CheckpointError", "LossError", "RondeError", "WorldError"]
+__all__ = ["ArgumentError", "CheckpointError", "LossError", "RondeError", "SampleError", "WorldError"]
 
 
 class RondeError(Exception):
@@ -23,3 +23,7 @@ class CheckpointError(RondeError, RuntimeError):
 
 class LossError(RondeError, ArithmeticError):
     """The loss is not a number that can be trained on: NaN, infinite, or not a scalar."""
+
+
+class SampleError(RondeError, RuntimeError):
+    """A sample cannot be read or decoded: the file, or the place in it, is named."""
