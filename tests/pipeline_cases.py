@@ -183,14 +183,53 @@ class Frozen(Odd):
         self.first.requires_grad_(False)
 
 
-MODELS = {m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen)}
+class Masked(nn.Module):
+    """Leaves its mask out where it masks nothing: the path depends on what is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        mask = tokens > 1
+        keep = None if bool(mask.all()) else mask[..., None].double()
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+            if keep is not None:
+                h = h * keep
+        return self.head(h.sum(1) / max(int(mask.sum()), 1) * mask.sum())
+
+
+class Tables(nn.Module):
+    """The gradients of its tables, and of what passes a cut, are views of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(6, 12)
+        self.tables = nn.ParameterList(nn.Parameter(torch.randn(*shape) / 3) for shape in ((2, 6), (3, 4), (6, 2), (12, 1)))
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        given = self.scale(x)
+        h = given
+        for table, layer in zip(self.tables, self.layers, strict=True):
+            shift = table.reshape(1, 12) + self.tables[0].reshape(1, 12) + given.reshape(-1, 12)
+            h = h + torch.tanh(layer(h)) * shift + (table.reshape(12) + self.tables[1].reshape(12))
+        return self.head(h)
+
+
+MODELS = {m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables)}
 
 
 def data(kind: str, n: int) -> Dataset[Any]:
     g = torch.Generator().manual_seed(n)
     if kind in ("Residual", "UNet"):
         x: torch.Tensor = torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64)
-    elif kind in ("GPT", "LSTM", "EncoderDecoder"):
+    elif kind in ("GPT", "LSTM", "EncoderDecoder", "Masked"):
         x = torch.randint(VOCABULARY, (n, LENGTH), generator=g)
     else:
         x = torch.randn(n, 6, generator=g, dtype=torch.float64)

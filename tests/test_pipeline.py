@@ -43,6 +43,11 @@ TWO = [
     case("GPT", "pipeline=2,optimize=memory"),
     case("GPT", "pipeline=2,micro_batch=8", split_at=["blocks.3"]),
     case("GPT", "pipeline=2,recompute=full"),
+    case("Masked", "pipeline=2,micro_batch=1"),
+    case("Masked", "pipeline=2,schedule=interleaved,micro_batch=2", weighted=True),
+    case("Tables", "pipeline=2,micro_batch=1", clip=0.05),
+    case("Tables", "pipeline=2,schedule=zero-bubble,micro_batch=1"),
+    case("Tables", "replicate,micro_batch=1", clip=0.05),
 ]
 FOUR = [
     case("MLP", "pipeline=4"),
@@ -54,6 +59,7 @@ FOUR = [
     case("Residual", "pipeline=2", n=21),  # two replicas
     case("GPT", "pipeline=2,schedule=interleaved", clip=0.05, n=21),
     case("Odd", "pipeline=2", weighted=True),
+    case("Tables", "pipeline=4,micro_batch=1"),
     case("UNet", "pipeline=2,schedule=zbv", batch=3, n=7),
     case("GPT", "pipeline=2,shard=optimizer"),
     case("GPT", "pipeline=2,shard=gradients"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +13,19 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-__all__ = ["Compute", "Flags", "Part", "Scale", "Strategy", "Work", "backward", "forget_frozen", "scale_gradients", "trainable"]
+__all__ = [
+    "Compute",
+    "Flags",
+    "Part",
+    "Scale",
+    "Strategy",
+    "Work",
+    "backward",
+    "forget_frozen",
+    "part_gradients",
+    "scale_gradients",
+    "trainable",
+]
 
 Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 """Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum, weight)``."""
@@ -97,6 +109,7 @@ class Strategy:
 
     def clip(self, max_norm: float) -> None:
         """Scale all gradients, of all workers together, so that their norm is at most ``max_norm``."""
+        part_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
@@ -168,6 +181,24 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 def backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
     """``torch.autograd.backward`` without its checks, 20 µs a call: the shapes are known to match here."""
     _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """Give each its own gradient, where two gradients share their memory.
+
+    Backward passes of views are views: after ``(a.reshape(6) + b.reshape(6)).sum().backward()``, ``a.grad`` and ``b.grad`` are the
+    same memory (torch 2.13), and what is added to one, in place, is added to both.
+    """
+    seen: set[int] = set()
+    for t in tensors:
+        grad = t.grad
+        if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+            continue
+        memory = grad.untyped_storage().data_ptr()
+        if memory in seen:
+            t.grad = grad.clone()
+        elif memory:
+            seen.add(memory)
 
 
 def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) -> None:

@@ -29,9 +29,9 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.tensor import DTensor
 
 from ronde.parallel import cutting
-from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, scale_gradients, trainable
+from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
 from ronde.parallel.shard import adopt, local, replica_mesh
-from ronde.parallel.staged import Program, StageRun, program
+from ronde.parallel.staged import Guards, Program, StageRun, has_guards, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
@@ -61,6 +61,14 @@ class _Flight:
     factor: float = 0.0
     groups: Any = None
     later: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A way through the model, and what was read out of the batch where it was taken."""
+
+    program: Program
+    guards: tuple[Any, ...]
 
 
 class Pipeline(Strategy):
@@ -96,7 +104,8 @@ class Pipeline(Strategy):
         self._was: dict[int, nn.Parameter] = {}  # identity of a parameter -> the one that the model was followed with, where it is another
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._sharded: list[nn.Module] = []
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, list[_Path]] = {}
+        self._unsplit: set[tuple[Program, int]] = set()
         self._same_weights()
         self._cut()
         self._take_parts()
@@ -146,7 +155,7 @@ class Pipeline(Strategy):
                 raise ArgumentError(answer["error"])
             named = {p.name: p for p in trace.points()}
             self.points = [named[name] for name in answer["names"]]
-            self._programs[_signature(batch, True, True)] = self._made(trace)
+            self._add(_signature(batch, True, True), self.work.compute, batch, trace)
             if not trace.faked:
                 # Such a model must really run to be followed, which it cannot when other workers' weights are gone.
                 with torch.enable_grad():
@@ -182,17 +191,30 @@ class Pipeline(Strategy):
         return program(trace, bounds_of(trace, self.points))
 
     def _program(self, batch: Any) -> Program:
-        key = _signature(batch, self.model.training, torch.is_grad_enabled())
-        found = self._programs.get(key)
-        if found is None:
-            if len(self._programs) > 64:
-                self._programs.clear()
-            found = self._programs[key] = self._made(self._follow(self.work.compute, batch))
-        return found
+        return self._path(_signature(batch, self.model.training, torch.is_grad_enabled()), self.work.compute, batch)
+
+    def _path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
+        """The path that a batch takes through the model: one of those followed before, or a new one. The same on every worker."""
+        known = self._programs.get(key, ())
+        for path in known:
+            if not path.guards or Guards(path.program, len(path.guards)).read(lambda: call(batch)) == path.guards:
+                return path.program
+        if sum(map(len, self._programs.values())) > 64:
+            self._programs.clear()
+        return self._add(key, call, batch, self._follow(call, batch))
+
+    def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
+        made = self._made(trace)
+        guards = Guards(made).read(lambda: call(batch)) if has_guards(trace) else ()
+        self._programs.setdefault(key, []).append(_Path(made, guards))
+        return made
+
+    def _any_program(self) -> Program:
+        return next(iter(self._programs.values()))[0].program
 
     def _take_parts(self) -> None:
         """Keep the weights of this worker's stages, let go of the others."""
-        made = next(iter(self._programs.values()))
+        made = self._any_program()
         holders: dict[int, set[int]] = {}
         stages_with: dict[int, set[int]] = {}
         for stage in range(self.last + 1):
@@ -335,7 +357,7 @@ class Pipeline(Strategy):
 
     def table(self) -> list[dict[str, Any]]:
         """Per stage: worker, first module, parameters, bytes sent on for one micro-batch."""
-        made = next(iter(self._programs.values()))
+        made = self._any_program()
         rows = []
         for stage in range(self.last + 1):
             rows.append(
@@ -490,8 +512,13 @@ class Pipeline(Strategy):
         inputs = [flight.received[v] for v in flight.program.gradients[stage - 1]] if stage else []
         if not roots:
             return
-        if whole:
+        if whole or (flight.program, stage) in self._unsplit:
+            weights = self._weights_of(flight.program, stage)
+            first = any(w.grad is None for w in weights)
             backward(tuple(roots), tuple(starts))
+            if first:
+                # What is sent back is on its way while the next micro-batch adds to the weights' gradients.
+                part_gradients([*weights, *inputs])
             return
         if not inputs:
             flight.later = (roots, starts)  # nobody waits for it: all of it goes where a bubble would be
@@ -507,19 +534,27 @@ class Pipeline(Strategy):
         _, flight.groups = stage_backward_input(_Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         # What does not meet the path to an input is in none of its groups.
         found = {edge for group in flight.groups for edge in group["params"]}
+        if any(len(group["intermediates"]) > 1 for group in flight.groups):
+            # A weight that is used in several places: torch 2.13 may count it twice. From here on, this stage's pass is not split.
+            flight.groups, found = None, set()
+            self._unsplit.add((flight.program, stage))
         alone = [w for w in weights if self._key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found]
         if alone:
             for w, g in zip(alone, torch.autograd.grad(roots, alone, starts, retain_graph=True, allow_unused=True), strict=True):
                 if g is not None:
                     w.grad = g if w.grad is None else w.grad + g
+        for given in inputs:
+            if given.grad is not None:  # sent while the other half of the pass goes on from the same memory
+                given.grad = given.grad.clone()
 
     def _weights(self, flight: _Flight, stage: int) -> None:
         """The part of the backward pass that was put off."""
+        weights = self._weights_of(flight.program, stage)
         if flight.later is not None:
             backward(tuple(flight.later[0]), tuple(flight.later[1]))
         elif flight.groups:
-            weights = self._weights_of(flight.program, stage)
             stage_backward_weight(iter(weights), flight.groups)
+        part_gradients(weights)
         flight.later = flight.groups = None
 
     def finish(self) -> torch.Tensor:
@@ -590,9 +625,7 @@ class Pipeline(Strategy):
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
         """See :meth:`Strategy.infer`. Batches follow each other through the stages: nobody waits for the one behind."""
         key = (id(getattr(call, "__code__", call)), *_signature(batch, self.model.training, torch.is_grad_enabled()))
-        made = self._programs.get(key)
-        if made is None:
-            made = self._programs[key] = self._made(self._follow(call, batch))
+        made = self._path(key, call, batch)
         result = None
         workers, schedule = self.plan.pipeline, self.plan.schedule
         handed: dict[int, torch.Tensor] = {}

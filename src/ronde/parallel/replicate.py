@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, backward, forget_frozen, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, backward, forget_frozen, part_gradients, scale_gradients, trainable
 from ronde.parallel.batchnorm import absent, set_present
 from ronde.world import World, WorldError
 from ronde.world.agree import broadcast_json, gather_json
@@ -161,6 +161,7 @@ class Replicate(Strategy):
             if part.samples or self.run_empty:
                 with ddp.no_sync():
                     self._forward_backward(compute, part, scale)
+                part_gradients(self.parameters)
             return
         if self._reached is not None:
             self._reached.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, forget_frozen, scale_gradients, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, forget_frozen, part_gradients, scale_gradients, trainable
 
 __all__ = ["Single"]
 
@@ -38,6 +38,8 @@ class Single(Strategy):
         else:
             loss = value * (part.samples / part.global_samples)
         (loss if scale is None else scale(loss)).backward()  # type: ignore[no-untyped-call]
+        if self._loss is None and not part.last:
+            part_gradients(self.parameters)
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def finish(self) -> torch.Tensor:
@@ -48,6 +50,7 @@ class Single(Strategy):
         self.local_loss = loss
         if weight is not None:
             factor = self._samples / weight
+            part_gradients(self.parameters)
             scale_gradients(self.parameters, factor)
             loss = loss * factor
         return loss

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ronde.plan.trace import Event, Given, Interceptor, Trace, Value, build, flatten, tensors_in
+from ronde.plan.trace import NUMBERS, Event, Given, Interceptor, Trace, Value, build, data_shaped, flatten, tensors_in
 from ronde.world import RondeError
 
-__all__ = ["Diverged", "Program", "StageRun", "program"]
+__all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]
 
 _tokens = itertools.count(1)
 
@@ -344,6 +344,68 @@ class StageRun(Interceptor):
         ghost = value.ghost
         self._handed_out[id(ghost)] = value.index
         return ghost
+
+
+class Guards(StageRun):
+    """What a forward pass reads out of the batch on its way: numbers, and sizes that depend on what is in it. Nothing else is computed.
+
+    A path may depend on them, as where a mask that masks nothing is left out. They are functions of the batch alone, so every worker
+    finds the same ones.
+
+    Args:
+        program: the pass.
+        until: how many to read; all of them where None.
+    """
+
+    def __init__(self, program: Program, until: int | None = None) -> None:
+        super().__init__(program, -1, {})
+        self.found: list[Any] = []
+        self._until = until
+
+    def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """What ``call()`` reads, as far as it takes the path that was followed."""
+        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
+        try:
+            with self:
+                call()
+        except (_Left, Exception):  # another path, or what makes no sense without values: it ends there
+            pass
+        finally:
+            for module, name, was in kept:
+                if isinstance(_held(module, name), FakeTensor):
+                    _put_back(module, name, was)
+        return tuple(self.found)
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See :class:`Interceptor`."""
+        if self._at < len(self._events):
+            event = self._events[self._at][1]
+            if event.module is module and event.shared:
+                self._at += 1
+                return self.plain_call(module, args, kwargs)
+        return super().on_call(module, args, kwargs)
+
+    def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`."""
+        name = what[0]
+        told = name in NUMBERS or data_shaped(name, args)
+        counted = told and (what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values())))
+        result = super().on_function(function, args, kwargs, what)
+        if told and not counted:
+            tensors = tensors_in(result)
+            self.found.append((name, [tuple(t.shape) for t in tensors] if tensors else _plain(result)))
+            if len(self.found) == self._until:
+                raise _Left
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if type(value).__module__ == "numpy" else value
+
+
+def has_guards(trace: Trace) -> bool:
+    """Whether a pass reads anything out of the batch that its path may depend on."""
+    return any(e.shared and (e.name in NUMBERS or any(trace.values[v].data_shaped for v in e.made)) for e in trace.events)
 
 
 _ADVICE = (

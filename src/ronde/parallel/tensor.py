@@ -27,7 +27,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, trainable
+from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, part_gradients, trainable
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
 from ronde.parallel.recompute import large_children, repeated_blocks
@@ -445,6 +445,8 @@ class Tensor(_Together, Replicate):
             assert compute is not None
             with absent():
                 self._backward(compute()[0], 0.0, scale)
+        if not part.last:
+            part_gradients(self.parameters)
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from ronde.world import ArgumentError
 
 __all__ = [
+    "NUMBERS",
     "Call",
     "Event",
     "Given",
@@ -42,6 +43,7 @@ __all__ = [
     "Value",
     "bounds_of",
     "build",
+    "data_shaped",
     "flatten",
     "follow",
     "is_random",
@@ -79,7 +81,7 @@ _NAMES_NOT_EVENTS = _words(
 )
 _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
 # Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
-_NUMBERS = _words("item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy")
+NUMBERS = _words("item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy")
 _MOST_NUMBERS = 4096
 # Functions whose result's shape depends on what is in a tensor.
 _DATA_SHAPED = _words("nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations")
@@ -510,7 +512,8 @@ def _changes_in_place(name: str, kwargs: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
-def _data_shaped(name: str, args: Any) -> bool:
+def data_shaped(name: str, args: Any) -> bool:
+    """Whether the shape of what a function gives depends on what is in the tensors that it takes."""
     if name in _DATA_SHAPED or (name == "where" and len(args) == 1):
         return True
     if name == "__getitem__":
@@ -703,7 +706,7 @@ class _Follower(Interceptor):
             replaces.append(reads[i])
         for read in dict.fromkeys(reads):
             self.values[read].readers.append(number)
-        shaped = _data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
+        shaped = data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
         leaves: list[Any] = []
         try:
             shape = flatten(result, leaves)
@@ -711,7 +714,7 @@ class _Follower(Interceptor):
             shape, opaque, leaves = None, True, []
         if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
             opaque = True
-        numbers = not shared and kind == "op" and name in _NUMBERS
+        numbers = not shared and kind == "op" and name in NUMBERS
         if numbers and len(leaves) > _MOST_NUMBERS:
             opaque, numbers = True, False
         marked: list[Any] = []
