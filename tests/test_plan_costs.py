@@ -19,13 +19,15 @@ from torch import nn
 
 from cost_models import PEAKS, Block, Sleep, Tied, tokens_loss
 from processes import child, marked, ronde, ronde_run
-from ronde.plan import Cluster, Costs
+from ronde.parallel import Work
+from ronde.plan import Added, Cluster, Costs
 from ronde.run.losses import LossCall
 from ronde.study import links
 from ronde.study.chain import find_chain, take
-from ronde.study.measure import NoisyMachine, measure
+from ronde.study.measure import NoisyMachine, measure, optimizer_fixed_seconds
 from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
+from ronde.study.runtime import action_seconds, fit_added
 from ronde.world import ArgumentError
 
 MSE = LossCall(F.mse_loss, None)
@@ -495,6 +497,32 @@ def test_a_disturbed_clock_is_refused_and_says_how_disturbed():
 def test_a_link_is_fitted_by_a_line():
     fit = links.fit_link([(1e4, 0.0012), (1e6, 0.011), (1e7, 0.101)], ranks=4)
     assert fit.alpha == pytest.approx(0.001, rel=0.2) and fit.beta == pytest.approx(1e8, rel=0.05) and fit.ranks == 4 and fit.residual < 0.1
+
+
+def test_what_is_added_is_never_below_nothing():
+    rows = [(size, n, 2e-3 + 1e-5 * n - 1e-11 * size, 1e-2) for size in (1e4, 1e6, 1e7) for n in (2, 16)]
+    fit = fit_added(rows)
+    assert (
+        fit.byte == 0
+        and fit.tensor == pytest.approx(1e-5, rel=0.05)
+        and fit(1e6, 10, 3) == pytest.approx(6e-3, rel=0.1)
+        and fit(0, 10) == 0
+    )
+    assert fit_added([(size, n, -s, 1.0) for size, n, s, _ in rows]) == Added()
+
+
+def test_what_does_not_come_from_the_size_of_parameters():
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert 0 < optimizer_fixed_seconds(model, optimizer) < 0.1 and not optimizer.state
+    data = torch.zeros(4, 300)
+    work = Work(model, optimizer, lambda batch: (model(batch).square().mean(), None), lambda n: data[:n])
+    assert 0 <= action_seconds(work) < 0.1
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    single = nn.Linear(3, 3)  # cannot be cut
+    assert action_seconds(Work(single, optimizer, lambda batch: (single(batch).mean(), None), lambda n: data[:n, :3])) == 0.0
 
 
 def bench(tmp_path, *args, timeout=150.0):

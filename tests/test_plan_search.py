@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from ronde import ArgumentError
-from ronde.plan import Cluster, Costs, Fit, Layout, Line, Plan, Unit, cut, cut_at, cut_equal, unsupported
+from ronde.plan import Added, Cluster, Costs, Fit, Layout, Line, Plan, Unit, cut, cut_at, cut_equal, unsupported
 from ronde.plan.chain import chain
 from ronde.plan.corrections import corrected, corrections_file, factors, record
 from ronde.plan.devices import cluster_of, device_named, speed_of
@@ -546,6 +546,34 @@ def test_step_time_by_hand():
     # Each of two workers broadcasts its half.
     first = predict(Plan(2, 8, shard="optimizer"), costs, wires(beta=1e9))
     assert first.terms["gather"] == pytest.approx(4.0) and first.terms["optimizer"] == pytest.approx(0.5)
+
+
+def test_what_the_runtime_adds_by_hand():
+    plain = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
+    units = tuple(dataclasses.replace(u, tensors=2) for u in plain.units)
+    costs = dataclasses.replace(plain, units=units, optimizer_fixed_seconds=0.2, lockstep=1.25, action_seconds=0.01)
+    added = {
+        "gather": Added(0.1, 0.01, 1e-10),
+        "reduce": Added(0.2, 0.02, 2e-10),
+        "bucket": Added(call=0.5),
+        "update": Added(1.0, 0.1, 0.0),
+        "action": Added(call=0.02),
+    }
+    cluster = wires(beta=1e9, added=added, bucket_overlap=0.0)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    full = predict(Plan(2, 8, shard="parameters"), costs, cluster)
+    assert full.terms["gather"] == pytest.approx(8 + 2 * 4 * (0.1 + 0.02 + 0.1))
+    # Each layer waits for the slower worker's; the optimizer goes through as many tensors as on one worker.
+    assert full.terms["exchange"] == pytest.approx(4 + 4 * (0.2 + 0.04 + 0.2) + 0.25 * full.terms["compute"])
+    assert full.terms["optimizer"] == pytest.approx(0.2 + 0.4)
+    first = predict(Plan(2, 8, shard="optimizer"), costs, cluster)
+    assert first.terms["gather"] == pytest.approx(4 + 1.0 + 8 * 0.1) and first.terms["optimizer"] == pytest.approx(0.5)
+    buckets = (
+        predict(Plan(2, 8), costs, cluster).terms["exchange"]
+        - predict(Plan(2, 8), costs, wires(beta=1e9, bucket_overlap=0.0)).terms["exchange"]
+    )
+    assert buckets / 0.5 == pytest.approx(round(buckets / 0.5)) and buckets > 0  # so much a bucket
+    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, cluster).terms["overhead"] == pytest.approx(16 * 0.03)
 
 
 def test_a_pipeline_by_hand():

@@ -629,3 +629,56 @@ def test_recomputation_says_where_it_cannot():
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+STEP_LOCALLY = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from ronde.parallel.shard import _BY_NUMBER, adopt
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+
+class Own(torch.optim.AdamW):
+    pass
+
+for make in [*(getattr(torch.optim, name) for name in _BY_NUMBER), Own]:
+    found = []
+    for local in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        settings = {"momentum": 0.9} if make in (torch.optim.SGD, torch.optim.RMSprop) else {}
+        fully_shard(model, mesh=mesh)
+        optimizer = make(model.parameters(), lr=0.1, **settings)
+        seen = []
+        if local:
+            adopt(optimizer, {})
+            adopt(optimizer, {})
+        optimizer.register_step_pre_hook(lambda o, *_: seen.extend(isinstance(p, DTensor) for g in o.param_groups for p in g["params"]))
+        states = []
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.step(lambda: model(torch.ones(2, 5)).square().sum().backward())
+            else:
+                model(torch.ones(2, 5)).square().sum().backward()
+                optimizer.step()
+            assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+            assert set(optimizer.state) == set(model.parameters()), make
+            states.append([v for p in model.parameters() for v in optimizer.state[p].values()])
+            assert all(isinstance(v, DTensor) == bool(v.dim()) for v in states[-1] if torch.is_tensor(v)), make
+        narrowed = local and make is not Own
+        assert seen == [not narrowed] * 2 + [True] * 2 + [not narrowed] * 2, (make, seen)  # a closure makes gradients within the step
+        assert sum(isinstance(h.__self__, object) for h in optimizer._optimizer_step_pre_hooks.values() if hasattr(h, "__self__")) == narrowed
+        found.append([p.full_tensor() for p in model.parameters()] + [v.full_tensor() for v in states[-1] if isinstance(v, DTensor)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), make
+print("equal")
+"""
+
+
+def test_an_update_over_plain_tensors_is_that_over_dtensors_bit_by_bit():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", STEP_LOCALLY], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]

@@ -1,13 +1,14 @@
 """Shard: the replicas divide parameters, gradients and the optimizer's state among them, by torch's FSDP2.
 
 Rajbhandari et al. 2020 (ZeRO-2 and ZeRO-3), Zhao et al. 2023 ("PyTorch FSDP"). The model's repeated blocks are gathered one by one
-while they compute; everything else is gathered for the whole step. Four things are added to FSDP2:
+while they compute; everything else is gathered for the whole step. Five things are added to FSDP2:
 
 - *The root*: forward and loss run inside a module of Ronde's own that holds the script's model, so that what the script
   calls on its model (a method, a child, an attribute) finds whole parameters.
 - *Sums*: the loss is scaled by samples / global samples and gradients are added up, as in :class:`Replicate`. A worker whose share is
   empty runs a stand-in with weight zero, since every worker has to take part in every exchange.
 - *Unused parameters*: what only some workers reached gets zeros from the others; what nobody reached has no gradient.
+- *The update*: optimizers that treat every number by itself step over plain tensors, without the cost of DTensors.
 - *Scalars*: FSDP2 cannot divide a parameter without dimensions (a temperature, say): it is replicated.
 """
 
@@ -63,6 +64,8 @@ _REFUSED = {
     "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
     "LBFGS": "it keeps a flat list of whole parameters of its own",
 }
+
+_BY_NUMBER = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")  # torch's own
 
 _NOT_FUSED = ("SGD", "Adagrad")  # torch 2.13 has no fused step of theirs for shards; the plain one computes the same
 
@@ -135,6 +138,7 @@ def adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> Non
         for group in optimizer.param_groups:
             group["fused"] = False
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    step_locally(optimizer)
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(p, p) for p in group["params"]]
     for old, now in new.items():
@@ -145,6 +149,79 @@ def adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> Non
         optimizer.state[now] = {
             k: _part_like(v, now) if isinstance(v, torch.Tensor) and v.shape == old.shape and v.dim() else v for k, v in state.items()
         }
+
+
+class _LocalStep:
+    """Lets an optimizer that treats every number by itself step over this worker's parts as plain tensors.
+
+    The same operations on the same numbers: what falls away is what torch spends on each operation of a DTensor, some 20 µs, ten times a
+    parameter. Between steps the optimizer holds DTensors, state and all.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._given: list[list[torch.Tensor]] = []
+        self._moved: list[tuple[DTensor, torch.Tensor, dict[str, Any] | None]] = []
+        optimizer.register_step_pre_hook(self._narrow)
+        optimizer.register_step_post_hook(self._widen)
+
+    def _narrow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._given:  # the step before raised
+            self._widen()
+        groups = optimizer.param_groups
+        if len(args) > 1 or kwargs.get("closure") is not None or any(group.get("differentiable") for group in groups):
+            return  # a closure's gradients are made within the step
+        for group in groups:
+            for p in group["params"]:
+                g = p.grad
+                if isinstance(p, DTensor) and g is not None and not (isinstance(g, DTensor) and g.placements == p.placements):
+                    return
+        state = optimizer.state
+        for group in groups:
+            self._given.append(group["params"])
+            parts = []
+            for p in group["params"]:
+                if not isinstance(p, DTensor) or p.grad is None:
+                    parts.append(p)
+                    continue
+                part = p._local_tensor.detach()
+                part.grad = p.grad._local_tensor  # type: ignore[attr-defined]
+                outer = state.pop(p, None)
+                if outer is not None:
+                    state[part] = {k: v._local_tensor if isinstance(v, DTensor) else v for k, v in outer.items()}
+                self._moved.append((p, part, outer))
+                parts.append(part)
+            group["params"] = parts
+
+    def _widen(self, *_: Any) -> None:
+        given, self._given = self._given, []
+        moved, self._moved = self._moved, []
+        for group, parameters in zip(self.optimizer.param_groups, given, strict=False):
+            group["params"] = parameters
+        state = self.optimizer.state
+        for p, part, outer in moved:
+            inner = state.pop(part, None)
+            if inner is None:
+                if outer is not None:
+                    state[p] = outer
+                continue
+            for k, v in inner.items():
+                if isinstance(v, torch.Tensor) and v.dim() and v.shape == part.shape:
+                    old = outer.get(k) if outer else None
+                    if isinstance(old, DTensor) and old._local_tensor is v:
+                        inner[k] = old
+                    else:
+                        inner[k] = DTensor.from_local(v, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            state[p] = inner
+
+
+def step_locally(optimizer: Optimizer) -> None:
+    """See :class:`_LocalStep`; nothing for an optimizer that is not one of torch's which treat every number by itself."""
+    kind = type(optimizer)
+    known = kind.__name__ in _BY_NUMBER and kind is getattr(torch.optim, kind.__name__, None)
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    if known and not any(isinstance(getattr(hook, "__self__", None), _LocalStep) for hook in hooks):
+        _LocalStep(optimizer)
 
 
 def _clone_views(output: Any) -> Any:

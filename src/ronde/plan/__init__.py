@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ronde.plan.batch import Share, epoch_steps, shares, split
-from ronde.plan.cluster import Cluster, Fit
+from ronde.plan.cluster import Added, Cluster, Fit
 from ronde.plan.cost import Costs, Line, Unit
 from ronde.plan.plan import SPLIT_FIELDS, Layout, Place, Plan
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ronde.plan.simulate import Timeline, Times, run_step
 
 __all__ = [
+    "Added",
     "SPLIT_FIELDS",
     "Cluster",
     "Costs",

@@ -11,7 +11,7 @@ import yaml
 
 from ronde.world import ArgumentError
 
-__all__ = ["Cluster", "Collective", "Fit", "Scope"]
+__all__ = ["Added", "Cluster", "Collective", "Fit", "Scope"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 Scope = Literal["node", "cluster"]
@@ -38,6 +38,25 @@ class Fit:
     assumed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What the runtime adds to a collective: hooks, and copies into and out of flat buffers.
+
+    Attributes:
+        call: seconds each time.
+        tensor: seconds for each tensor that is exchanged with others.
+        byte: seconds for each byte.
+    """
+
+    call: float = 0.0
+    tensor: float = 0.0
+    byte: float = 0.0
+
+    def __call__(self, size: float, tensors: float, calls: float = 1.0) -> float:
+        """Seconds for so much; nothing for no bytes."""
+        return self.call * calls + self.tensor * tensors + self.byte * size if size > 0 else 0.0
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices.
@@ -60,6 +79,9 @@ class Cluster:
         bucket_overlap: as ``overlap``, for the buckets of whole gradients that replicas exchange during the backward pass.
         host_bytes_per_second: between a device and the host's memory, for offload; 0 where not measured (then 12e9 is assumed).
         noise: relative disturbance seen while the links were measured, 0 to 1.
+        added: what the runtime adds: to gathering a block's parameters (``"gather"``) and reducing its gradients (``"reduce"``, both FSDP2),
+            to a bucket of gradients (``"bucket"``, DDP), to sending parameters that were updated (``"update"``, ZeRO-1), to a pass
+            of a micro-batch in a pipeline (``"action"``). Empty where it runs beside the device's work.
     """
 
     name: str = "this machine"
@@ -79,6 +101,7 @@ class Cluster:
     bucket_overlap: float = 1.0
     host_bytes_per_second: float = 0.0
     noise: float = 0.0
+    added: dict[str, Added] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -96,7 +119,8 @@ class Cluster:
         if unknown:
             raise ArgumentError(f"a cluster has no {', '.join(unknown)}; it has {', '.join(f.name for f in dataclasses.fields(cls))}")
         links = {k: {scope: Fit(**fit) for scope, fit in by.items()} for k, by in (values.get("links") or {}).items()}
-        return cls(**{**values, "links": links})
+        added = {name: Added(**each) for name, each in (values.get("added") or {}).items()}
+        return cls(**{**values, "links": links, "added": added})
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""

@@ -58,6 +58,7 @@ class Unit:
         tied_bytes: bytes of the parameters in ``tied``, 0 where not known (then the first owner's parameters are taken).
         selective_saved_bytes: what it keeps under ``recompute="selective"``; 0 where not measured (then an assumption is used).
         selective_seconds: what that adds to its backward pass.
+        tensors: how many parameters it has that take gradients; 0 where not known.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Unit:
     tied_bytes: int = 0
     selective_saved_bytes: Line = Line()
     selective_seconds: Line = Line()
+    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ class Costs:
         fit_error: mean relative distance of the measured step times from the sum of the units' lines.
         notes: what to know about how this was measured, a sentence each.
         tensor_divides: what the number of tensor-parallel workers must divide (attention heads), 0 where not known.
+        optimizer_fixed_seconds: the part of ``optimizer_seconds`` that does not depend on how large the parameters are.
+        action_seconds: what a pipeline's runtime adds to each forward or backward pass of a micro-batch; 0 where not measured (then it is
+            the cluster's).
+        lockstep: how much longer the layers take where workers wait for each other at every one of them.
     """
 
     units: tuple[Unit, ...]
@@ -128,6 +134,9 @@ class Costs:
     fit_error: float = 0.0
     notes: tuple[str, ...] = ()
     tensor_divides: int = 0
+    optimizer_fixed_seconds: float = 0.0
+    action_seconds: float = 0.0
+    lockstep: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -12,6 +12,8 @@ Nothing is fitted to step times. How each strategy is composed:
   modules are gathered whenever they are called.
 - *Tensor*: the share of each unit that can be divided is (an estimate: a divided matrix product is less efficient than a whole one),
   and activations are all-reduced, not hidden.
+- *On the CPU* all of these take what the runtime adds (``Cluster.added``: hooks, copies into and out of flat buffers, waking up), and a
+  sharded model takes at each layer as long as its slowest worker does (``Costs.lockstep``): both measured, like the collectives.
 - *Recompute*: the forward pass, or the cheap part of it, once more. *Offload*: gradients down and parameters up, not hidden.
 
 Memory is the largest sum at any one moment of the step: states, activations kept so far, gradients made so far, what a unit needs
@@ -30,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ronde.plan.chain import Array, Chain, chain
-from ronde.plan.cluster import Cluster
+from ronde.plan.cluster import Added, Cluster
 from ronde.plan.cost import Costs
 from ronde.plan.links import Group, Link, boundary_crosses, collective, groups
 from ronde.plan.partition import Cut, Held, cut_at, cut_chain
@@ -234,6 +236,11 @@ class Predictor:
         self._one_device: dict[int, float] = {}
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
+        self.added = {name: cluster.added.get(name, Added()) for name in ("gather", "reduce", "bucket", "update")}
+        self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
+        self.action_seconds = cluster.action_seconds
+        if costs.action_seconds and "action" in cluster.added:
+            self.action_seconds = costs.action_seconds / cluster.speed + cluster.added["action"].call
         self.simulated: Timeline | None = None
         self.draws = False
 
@@ -402,6 +409,7 @@ class _Step:
         self.gather = collective(self.cluster, "all_gather", at["shard"])
         self.broadcast = collective(self.cluster, "broadcast", at["replicas"])
         self.scatter = collective(self.cluster, "reduce_scatter", at["shard"])
+        self.added = owner.added
         self.made = owner.chain_of(plan, share / micro_batches, at["tensor"])
         self.peak = self.made if largest == share / micro_batches else owner.chain_of(plan, largest, at["tensor"])
 
@@ -422,6 +430,7 @@ class _Step:
         sent = times * float(made.reduce_bytes.sum()) * _ring(self.plan.tensor)
         if self.fsdp:
             hidden = self._sharded(terms)
+            terms["exchange"] += (self.costs.lockstep - 1.0) * times * (forward + backward) + self.all_reduce.alpha  # the loss is summed
             gathers = 2 if self.plan.shard == "parameters" else 1
             sent += times * (gathers * parameters + trainable) * _ring(self.parts) / 2.0
             sent += times * trainable / self.parts * _ring(self.at["copies"].ranks)
@@ -431,7 +440,7 @@ class _Step:
             terms["interference"] = (self.cluster.interference - 1.0) * hidden
             sent += trainable * _ring(replicas)
             if self.plan.shard == "optimizer":
-                terms["gather"] = self._broadcasts(trainable)
+                terms["gather"] = self._broadcasts(trainable, float(self.owner.tensors.sum()))
                 sent += trainable * _ring(self.parts) / 2.0
         terms["optimizer"] = self._optimizer(trainable)
         terms["host"] = self._host(parameters, trainable)
@@ -448,11 +457,15 @@ class _Step:
         limit = _FIRST_BUCKET
         count = 0
         last = len(made) - 1
+        held = 0.0
         for k, size in enumerate(made.trainable[::-1]):
             filled += float(size)
+            held += float(self.owner.tensors[last - k])
             if filled >= limit or (k == last and filled > 0):
                 count = max(1, round(filled / limit))
                 seconds = count * self.all_reduce.alpha + self.all_reduce.seconds_per_byte * filled
+                seconds += self.added["bucket"](filled, held, count)
+                held = 0.0
                 now = max(now, float(ready[k])) + seconds
                 total += seconds
                 filled = 0.0
@@ -462,11 +475,20 @@ class _Step:
         exposed = overlap * exposed + (1.0 - overlap) * total
         return exposed, total - exposed
 
-    def _broadcasts(self, trainable: float) -> float:
+    def _broadcasts(self, trainable: float, tensors: float) -> float:
         """Seconds until every worker has sent the parameters that it updated, one worker after the other."""
         each = trainable / self.parts
         messages = self.parts * max(1, math.ceil(each / _BUCKET))
-        return messages * self.broadcast.alpha + trainable * self.broadcast.seconds_per_byte
+        added = self.added["update"](trainable, tensors)
+        return messages * self.broadcast.alpha + trainable * self.broadcast.seconds_per_byte + added
+
+    def _gathered(self, size: float, tensors: float) -> float:
+        """Seconds of gathering so many bytes of parameters by FSDP2."""
+        return self.gather(size) + self.added["gather"](size, tensors)
+
+    def _reduced(self, size: float, tensors: float) -> float:
+        """Seconds of reducing so many bytes of gradients by FSDP2."""
+        return self.scatter(size) + self.copies(size / self.parts) + self.added["reduce"](size, tensors)
 
     def _sharded(self, terms: dict[str, float]) -> float:
         """Adds the seconds of gathering parameters and scattering gradients that are exposed; gives those that are hidden."""
@@ -480,20 +502,23 @@ class _Step:
         # What is in no block is one group, gathered first and reduced last.
         parameters, trainable = grouped(made.parameters) * inside, grouped(made.trainable) * inside
         rest, rest_gradients = float(made.parameters.sum() - parameters.sum()), float(made.trainable.sum() - trainable.sum())
-        gather = np.array([self.gather(float(p)) for p in parameters])
-        reduce = np.array([self.scatter(float(g)) + self.copies(float(g) / self.parts) for g in trainable])
+        tensors = grouped(self.owner.tensors) * inside
+        others = float(self.owner.tensors.sum() - tensors.sum())
+        gather = np.array([self._gathered(float(p), float(n)) for p, n in zip(parameters, tensors, strict=True)])
+        reduce = np.array([self._reduced(float(g), float(n)) for g, n in zip(trainable, tensors, strict=True)])
+        rest_gather, rest_reduce = self._gathered(rest, others), self._reduced(rest_gradients, others)
         forward, backward = grouped(made.forward), grouped(made.backward)
         nothing = np.zeros(1)
         again = self.plan.shard == "parameters"
         forward_wire = np.concatenate([gather[1:], nothing])  # the next block's parameters
         backward_wire = np.concatenate([nothing, gather[:-1]]) * again + np.concatenate([reduce[1:], nothing])  # before it, after it
-        first = self.gather(rest) + float(gather[0])
-        last = float(reduce[0]) + self.scatter(rest_gradients) + self.copies(rest_gradients / self.parts)
+        first = rest_gather + float(gather[0])
+        last = float(reduce[0]) + rest_reduce
 
         def exposed(compute: Array, wire: Array) -> float:
             return float((np.maximum(compute, wire) + slower * np.minimum(compute, wire) - compute).sum())
 
-        gathers = float(gather.sum()) * (2 if again else 1) + self.gather(rest)
+        gathers = float(gather.sum()) * (2 if again else 1) + rest_gather
         reduces = float(reduce.sum()) + last - float(reduce[0])
         parallel = first + exposed(forward, forward_wire) + exposed(backward, backward_wire) + last
         shown = overlap * min(parallel, gathers + reduces + slower * float((forward + backward).sum())) + (1.0 - overlap) * (
@@ -505,7 +530,9 @@ class _Step:
 
     def _optimizer(self, trainable: float) -> float:
         part = trainable / self.owner._trainable if self.owner._trainable else 0.0
-        return self.costs.optimizer_seconds / self.cluster.speed * part / self.parts
+        # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
+        fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
+        return (fixed + (self.costs.optimizer_seconds - fixed) / self.parts) / self.cluster.speed * part
 
     def _host(self, parameters: float, trainable: float) -> float:
         if self.plan.offload == "none":
@@ -716,35 +743,39 @@ class _Step:
         inputs = (0.0, *(INPUT_SHARE * stages.backward[1:]).tolist())
         times = Times(tuple(stages.forward.tolist()), tuple(stages.backward.tolist()), tuple(send.tolist()), tuple(back.tolist()), inputs)
         if quick:
-            timeline = _closed_form(plan, stages, self.micro_batches, cluster.action_seconds, float(send.sum() + back.sum()))
+            timeline = _closed_form(plan, stages, self.micro_batches, self.owner.action_seconds, float(send.sum() + back.sum()))
             unsent = timeline
         else:
             draw = self.owner.draws and workers * virtual * self.micro_batches <= _DRAWN
             timeline = run_step(
-                plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=cluster.action_seconds, keep_events=draw
+                plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=self.owner.action_seconds, keep_events=draw
             )
             unsent = self.owner.simulated = timeline
             if split_waits:
                 free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
-                unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=cluster.action_seconds)
+                unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=self.owner.action_seconds)
         trainable = _by_worker(stages.trainable, stages, workers)
         parameters = _by_worker(stages.parameters, stages, workers)
+        starts = np.array(bounds[:-1])
+        tensors = _by_worker(np.add.reduceat(self.owner.tensors, starts), stages, workers)
+        modules = _by_worker(np.add.reduceat((self.made.parameters > 0).astype(float), starts), stages, workers)
         gather, exchange, sent = np.zeros(workers), np.zeros(workers), np.zeros(workers)
         optimizer, host = np.zeros(workers), np.zeros(workers)
         for w in range(workers):
-            g, p = float(trainable[w]), float(parameters[w])
+            g, p, n, more = float(trainable[w]), float(parameters[w]), float(tensors[w]), max(0.0, float(modules[w]) - 1.0)
             if self.fsdp:
                 # Each module of a stage is gathered when it is called, and reduced when its backward pass is done, micro-batch by micro-batch.
                 times_gathered = self.micro_batches * (2 if plan.shard == "parameters" else 1)
-                gather[w] = times_gathered * self.gather(p)
-                exchange[w] = self.micro_batches * (self.scatter(g) + self.copies(g / self.parts))
+                gather[w] = times_gathered * (self._gathered(p, n) + more * (self.gather.alpha + self.added["gather"].call))
+                one = self._reduced(g, n) + more * (self.scatter.alpha + self.copies.alpha + self.added["reduce"].call)
+                exchange[w] = self.micro_batches * one
                 once = g * _ring(self.parts) / 2.0 + g / self.parts * _ring(self.at["copies"].ranks)
                 sent[w] += times_gathered * p * _ring(self.parts) / 2.0 + self.micro_batches * once
             elif plan.replicas > 1:
                 exchange[w] = math.ceil(g / _BUCKET) * self.all_reduce.alpha + self.all_reduce.seconds_per_byte * g
                 sent[w] += g * _ring(plan.replicas)
                 if plan.shard == "optimizer":
-                    gather[w] = self._broadcasts(g)
+                    gather[w] = self._broadcasts(g, n)
                     sent[w] += g * _ring(self.parts) / 2.0
             optimizer[w] = self._optimizer(g)
             host[w] = self._host(p, g)
@@ -756,7 +787,7 @@ class _Step:
         last = int(ends.argmax())
         terms = dict.fromkeys(TERMS, 0.0)
         actions = self.micro_batches * virtual * (3 if plan.schedule in ("zero-bubble", "zbv") else 2)
-        terms["overhead"] = actions * cluster.action_seconds
+        terms["overhead"] = actions * self.owner.action_seconds
         terms["recompute"] = self.micro_batches * float(_by_worker(stages.recompute, stages, workers)[last])
         terms["tensor"] = self.micro_batches * float(_by_worker(stages.reduce, stages, workers)[last])
         terms["compute"] = max(0.0, timeline.busy[last] - terms["overhead"] - terms["recompute"] - terms["tensor"])

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,9 +29,10 @@ from ronde.plan.predict import Prediction
 from ronde.plan.search import search
 from ronde.run import hooks
 from ronde.run.compare import Forecast
-from ronde.study.chain import untouched
+from ronde.study.chain import Link
 from ronde.study.links import calibrate
-from ronde.study.measure import measure
+from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
+from ronde.study.runtime import action_seconds
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
@@ -88,36 +88,68 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
-    return _divisible(_under_load(costs, work), work)
+    return _divisible(_under_load(_counted(costs, work), work, plan, calls), work)
 
 
-def _under_load(costs: Costs, work: Work) -> Costs:
-    """Where several workers measure: their layers' times while all of them compute. The least of many rounds is that of a moment when the
-    others rest, and cores that share a memory, or are halves of one, are slower when all are at work."""
+def _counted(costs: Costs, work: Work) -> Costs:
+    """How many parameters each unit trains, and what of an optimizer's step and of a pipeline's does not come from their size."""
+    holders = {unit.name: i for i, unit in enumerate(costs.units)}
+    count = [0] * len(costs.units)
+    for name, p in work.model.named_parameters():
+        path = name.rpartition(".")[0]
+        while path and path not in holders:
+            path = path.rpartition(".")[0]
+        if p.requires_grad:
+            count[holders.get(path, 0)] += 1
+    units = tuple(dataclasses.replace(u, tensors=n) for u, n in zip(costs.units, count, strict=True))
+    fixed = min(optimizer_fixed_seconds(work.model, work.optimizer), costs.optimizer_seconds)
+    return dataclasses.replace(costs, units=units, optimizer_fixed_seconds=fixed, action_seconds=action_seconds(work))
+
+
+def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
+    """Where several workers measure: their layers' and their optimizer's times while all of them work, each round as long as its slowest.
+
+    The least of many rounds is that of a moment when the others rest, and cores that share a memory, or are halves of one, are slower when
+    all are at work.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1 or not costs.measured_samples:
         return costs
     samples = max(costs.measured_samples)
     alone = sum(u.forward_seconds.at(samples) + u.backward_seconds.at(samples) for u in costs.units)
     batch = work.sample(samples)
-    parameters = [p for p in work.model.parameters() if p.requires_grad]
-    seconds = []
-    with untouched(work.model):
-        for _ in range(_LOADED_ROUNDS):
-            dist.barrier()
-            start = time.perf_counter()
-            torch.autograd.grad(work.compute(batch)[0], parameters, allow_unused=True)
-            seconds.append(time.perf_counter() - start)
-    mine = torch.tensor(statistics.median(seconds[1:]) / alone, device=parameters[0].device)
-    dist.all_reduce(mine)
-    factor = float(mine) / dist.get_world_size()
-    if factor <= 1.0:
-        return costs
+    chain = [Link(u.name, u.alike) for u in costs.units]
+    passes, updates, parts = loaded(
+        work.model, work.optimizer, calls, batch, precision=plan.precision, rounds=_LOADED_ROUNDS, wait=dist.barrier, chain=chain
+    )
+    device = next(p.device for p in work.model.parameters())
+
+    def slowest(values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return [float(v) for v in tensor]
+
+    rounds = slowest([*passes, *updates, *[0.0] * (_LOADED_ROUNDS - len(updates))])
+    # Where workers wait for each other at every layer, each layer takes as long as the slowest worker takes for it.
+    together = statistics.median(slowest([sum(each) for each in parts]))
+    each_slowest = slowest([seconds for each in parts for seconds in each])
+    apart = len(parts[0])
+    lockstep = statistics.median(sum(each_slowest[i * apart : (i + 1) * apart]) for i in range(len(parts))) / together
+    factor = max(1.0, statistics.median(rounds[:_LOADED_ROUNDS]) / alone)
+    update = max(costs.optimizer_seconds, statistics.median(rounds[_LOADED_ROUNDS:]))
     units = tuple(
         dataclasses.replace(u, forward_seconds=_times(u.forward_seconds, factor), backward_seconds=_times(u.backward_seconds, factor))
         for u in costs.units
     )
     note = f"layers take × {factor:.2f} while all workers compute"
-    return dataclasses.replace(costs, units=units, optimizer_seconds=costs.optimizer_seconds * factor, notes=(*costs.notes, note))
+    return dataclasses.replace(
+        costs,
+        units=units,
+        optimizer_seconds=update,
+        lockstep=max(1.0, lockstep),
+        optimizer_fixed_seconds=min(update, costs.optimizer_fixed_seconds * factor),
+        action_seconds=costs.action_seconds * factor,
+        notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
+    )
 
 
 def _times(line: Line, factor: float) -> Line:

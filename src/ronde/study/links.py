@@ -1,7 +1,8 @@
 """What the links between workers give: every collective timed at sizes up to a gradient bucket, with all ranks at work at once.
 
 Each is fitted by a line of its own, seconds = alpha + bytes / beta: formulas of rings misjudge them (on gloo a reduce-scatter takes
-more than twice its ring time). ``python -m ronde.study.links`` is what a worker runs; ``ronde bench cluster`` starts workers of it.
+more than twice its ring time). On the CPU what Ronde's runtime adds to each is measured too, see :mod:`ronde.study.runtime`.
+``python -m ronde.study.links`` is what a worker runs; ``ronde bench cluster`` starts workers of it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ronde.plan import Cluster, Fit
+from ronde.plan import Added, Cluster, Fit
 from ronde.study.memory import line
 from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
+from ronde.study.runtime import added_by
 from ronde.watch import MARK
 from ronde.world import World, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
@@ -256,6 +258,7 @@ def calibrate(
     hosts = [str(each[0]) for each in everyone]
     per_node = max(hosts.count(h) for h in hosts)
     links: dict[str, dict[str, Fit]] = {kind: {} for kind in COLLECTIVES}
+    added: dict[str, Added] = {}
     level, told, hidden, slower = 0.0, [], 0.0, 1.0
     if me.size > 1:
         for scope, (ranks, process_group) in _groups(me, hosts).items():
@@ -279,6 +282,8 @@ def calibrate(
             for kind, points in measured.points.items():
                 links[kind][scope] = fit_link(points, len(ranks))
             hidden, slower = measured.overlap, measured.interference
+            if me.device.type == "cpu" and len(ranks) == me.size:
+                added = added_by(me, {kind: fit_link(points, me.size) for kind, points in measured.points.items()}, quick, say)
     backend = dist.get_backend() if dist.is_initialized() else "none"
     when = time.strftime("%Y-%m-%d %H:%M")
     source = f"measured {when} with {me.size} workers on {me.host}, torch {torch.__version__}, {backend}"
@@ -300,6 +305,7 @@ def calibrate(
         base_bytes=float(max(each[1] for each in everyone)),
         source=source,
         noise=level,
+        added=added,
     )
     return Cluster.from_dict(_from_main(me, found.to_dict()))
 

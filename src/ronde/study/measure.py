@@ -29,7 +29,7 @@ from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["NoisyMachine", "device_name", "measure"]
+__all__ = ["NoisyMachine", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
@@ -227,6 +227,70 @@ def measure(
         )
 
 
+def loaded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    compute: Any,
+    batch: Any,
+    *,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    rounds: int,
+    wait: Callable[[], None],
+    chain: list[Link],
+) -> tuple[list[float], list[float], list[list[float]]]:
+    """Seconds of passes and of the optimizer's steps in turn, on a copy as :func:`measure` makes it, with ``wait()`` before each of them; and
+    of each unit's forward and backward in passes with clocks in them.
+
+    The second list is empty where the optimizer cannot be tried.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    autocast: Callable[[], Any] = (
+        partial(torch.autocast, device.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
+    )
+    passes: list[float] = []
+    updates = _Rounds({}, {}, [])
+    units: list[list[float]] = []
+    with untouched(model), contextlib.ExitStack() as stack:
+        model.train()
+        subject = _Subject(stack, model, optimizer, compute, chain, device, autocast)
+        for _ in range(rounds + 1):
+            wait()
+            passes.append(sum(subject.whole(batch)))
+            wait()
+            if subject.optimizer is not None:
+                subject.update(updates)
+            wait()
+            units.append([seconds for t in subject.hooked(batch) for seconds in (sum(t.own) + sum(t.glue), sum(t.backward))])
+    return passes[1:], [sum(each) for each in updates.optimizer], units[1:]
+
+
+def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int = 7) -> float:
+    """One optimizer step over as many parameters as there are, each a single number: what does not depend on their size. 0 where that fails."""
+
+    def corner(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()[(slice(0, 1),) * tensor.dim()].clone()
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        made: dict[int, torch.Tensor] = {id(p): nn.Parameter(corner(p), p.requires_grad) for p in model.parameters()}
+        small = copied_optimizer(optimizer, made, corner)
+        for group in small.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        calm = device.type == "cpu" and torch.get_num_threads() == 1
+        now = time.thread_time if calm else time.perf_counter
+        spent = []
+        for _ in range(rounds + 2):
+            start = now()
+            small.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            spent.append(now() - start)
+        return statistics.median(spent[2:])
+    except Exception:
+        return 0.0
+
+
 def _cut(batch: Any, size: int, samples: int) -> Any:
     return take(batch, samples, size)
 
@@ -269,7 +333,7 @@ class _Subject:
         for p in self.model.parameters():
             p.grad = None
 
-    def _plain(self, batch: Any) -> tuple[float, float]:
+    def whole(self, batch: Any) -> tuple[float, float]:
         """A whole step without clocks in it."""
         self._clear()
         if self._device.type == "cuda":
@@ -285,7 +349,7 @@ class _Subject:
         del loss
         return min(cpu, wall), max(0.0, wall - cpu)
 
-    def _hooked(self, batch: Any) -> list[_Times]:
+    def hooked(self, batch: Any) -> list[_Times]:
         self._clear()
         last = len(self._chain) - 1
         return _step(
@@ -300,7 +364,7 @@ class _Subject:
         """Those sizes at which enough rounds fit into ``seconds``; smaller ones where none does. Kernels are warm afterwards."""
 
         def seconds_of(samples: int) -> float:
-            work, waiting = self._plain(batches(samples))
+            work, waiting = self.whole(batches(samples))
             return work + waiting
 
         seconds_of(sizes[0])
@@ -327,19 +391,19 @@ class _Subject:
         """Rounds of all sizes in turn, until enough were undisturbed, or patience ends."""
         found = _Rounds({b: [] for b in micro}, {b: [] for b in micro}, [])
         for batch in micro.values():
-            self._hooked(batch)
+            self.hooked(batch)
         gate.begin()
         start = time.perf_counter()
         told = False
         places: list[tuple[int, int]] = []
         while True:
             for b, batch in micro.items():
-                found.units[b].append(self._hooked(batch))
-                found.whole[b].append(self._plain(batch))
+                found.units[b].append(self.hooked(batch))
+                found.whole[b].append(self.whole(batch))
                 gate.round()
                 places.append((b, len(found.whole[b]) - 1))
             if self.optimizer is not None and len(found.optimizer) < 6:
-                self._update(found)
+                self.update(found)
             spent = time.perf_counter() - start
             done = len(found.whole[max(micro)])
             good = dict.fromkeys(micro, 0)
@@ -355,7 +419,7 @@ class _Subject:
         self._clear()
         return found
 
-    def _update(self, found: _Rounds) -> None:
+    def update(self, found: _Rounds) -> None:
         """One step of the optimizer's copy, over the copied weights."""
         assert self.optimizer is not None
         own = {id(p) for p in self.model.parameters()}

@@ -1,0 +1,351 @@
+"""What carrying a plan out adds to what its collectives cost: hooks, and copies into and out of flat buffers.
+
+Measured by letting FSDP2, DDP, ZeRO-1's exchange and a pipeline's stages, as Ronde runs them, work on small models made for that, whose
+layers sleep. On the CPU these stand in a step's way (a sharded model of small layers takes twice the time of its collectives); on an
+accelerator they run beside its kernels, and are not measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ronde.parallel import Part, Work
+from ronde.parallel.shard import fully_shard_model
+from ronde.parallel.staged import StageRun, program
+from ronde.parallel.zero1 import OptimizerParts
+from ronde.plan import Added, Fit, Plan, Times, run_step
+from ronde.plan.trace import bounds_of, follow, watching
+from ronde.study.chain import untouched
+from ronde.world import World
+
+__all__ = ["action_seconds", "added_by", "fit_added"]
+
+_CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
+"""Bytes and tensors of what is exchanged at once."""
+_PAUSE = 0.001  # as in training, nobody has exchanged anything just before
+_TRIES = 12
+
+Row = tuple[int, int, float]
+"""Bytes, tensors, seconds."""
+
+
+def fit_added(rows: Sequence[tuple[float, float, float, float]]) -> Added:
+    """The cost a call, a tensor and a byte, none below 0, with the least squared error relative to the whole.
+
+    Args:
+        rows: bytes, tensors, seconds beyond the collective's, seconds with it.
+
+    Example:
+        >>> rows = [(size, n, 1e-3 + 1e-5 * n + 1e-9 * size, 1.0) for size in (1e4, 1e6, 1e7) for n in (2, 16)]
+        >>> fit = fit_added(rows)
+        >>> round(fit.call, 6), round(fit.tensor, 8), round(fit.byte, 12)
+        (0.001, 1e-05, 1e-09)
+    """
+    weights = np.array([1.0 / max(whole, 1e-9) for *_, whole in rows])
+    terms = np.array([[1.0, tensors, size] for size, tensors, *_ in rows]) * weights[:, None]
+    target = np.array([seconds for _, _, seconds, _ in rows]) * weights
+    scale = np.abs(terms).max(axis=0)
+    best, found = float((target**2).sum()), np.zeros(3)
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(range(3), count):
+            some = list(chosen)
+            values = np.linalg.lstsq(terms[:, some] / scale[some], target, rcond=None)[0] / scale[some]
+            error = float(((terms[:, some] @ values - target) ** 2).sum())
+            if (values >= 0).all() and error < best * (1 - 1e-9):
+                best, found = error, np.zeros(3)
+                found[some] = values
+    return Added(*(float(v) for v in found))
+
+
+class _Marks:
+    """Moments of one step."""
+
+    def __init__(self) -> None:
+        self.at: dict[tuple[str, int], float] = {}
+
+    def __call__(self, what: str, index: int) -> None:
+        self.at[what, index] = time.perf_counter()
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, marks: _Marks, index: int, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.marks, ctx.index = marks, index
+        ctx.save_for_backward(*parameters)
+        time.sleep(_PAUSE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.marks("back", ctx.index)
+        time.sleep(_PAUSE)
+        made = [torch.ones_like(p) for p in ctx.saved_tensors]
+        ctx.marks("backed", ctx.index)
+        return (grads[0].clone(), None, None, *made)
+
+
+class _Layer(nn.Module):
+    """So many tensors of so many bytes together, and no work."""
+
+    def __init__(self, size: int, tensors: int, marks: _Marks, index: int) -> None:
+        super().__init__()
+        rows = max(64, size // (4 * 16 * tensors) // 64 * 64)  # divides evenly over up to 64 workers
+        self.weights = nn.ParameterList(torch.zeros(rows, 16) for _ in range(tensors))
+        self.size = rows * 64 * tensors
+        self.marks, self.index = marks, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.marks("in", self.index)
+        y: torch.Tensor = _Sleep.apply(x, self.marks, self.index, *self.weights)  # type: ignore[no-untyped-call]
+        self.marks("out", self.index)
+        return y
+
+
+class _Layers(nn.Module):
+    def __init__(self, marks: _Marks) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(size, tensors, marks, i) for i, (size, tensors) in enumerate(_CASES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
+    """Seconds of gathering a layer's parameters, and of reducing its gradients, by FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    marks = _Marks()
+    model = _Layers(marks)
+    blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    fully_shard_model(model, init_device_mesh("cpu", (me.size,), mesh_dim_names=("shard",)), "gradients", None, blocks)
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda _m, _x, i=i: marks("called", i), prepend=True)  # type: ignore[misc]
+    gathers: list[list[float]] = [[] for _ in _CASES]
+    reduces: list[list[float]] = [[] for _ in _CASES]
+    x = torch.zeros(1)
+    for _ in range(tries + 2):
+        dist.barrier()
+        model(x).sum().backward()
+        end = time.perf_counter()
+        at = marks.at
+        for i in range(len(_CASES)):
+            gathers[i].append(at["in", i] - at["called", i])
+            after = at["back", i - 1] if i else end
+            reduces[i].append(after - at["backed", i])
+        for p in model.parameters():
+            p.grad = None
+    sizes = [(layer.size, tensors) for layer, (_, tensors) in zip(model.layers, _CASES, strict=True)]
+    return (
+        [(size, n, statistics.median(values[2:])) for (size, n), values in zip(sizes, gathers, strict=True)],  # type: ignore[misc]
+        [(size, n, statistics.median(values[2:])) for (size, n), values in zip(sizes, reduces, strict=True)],  # type: ignore[misc]
+    )
+
+
+def _buckets(tries: int) -> list[Row]:
+    """Seconds of averaging a layer's gradients, by DDP."""
+    found = []
+    for size, tensors in _CASES[1:]:
+        marks = _Marks()
+        layer = _Layer(size, tensors, marks, 0)
+        model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+        values = []
+        for _ in range(tries + 2):
+            for p in layer.parameters():
+                p.grad = None
+            dist.barrier()
+            model(torch.zeros(1)).sum().backward()
+            values.append(time.perf_counter() - marks.at["backed", 0])
+        found.append((layer.size, tensors, statistics.median(values[2:])))
+    return found
+
+
+def _sent(tries: int) -> list[Row]:
+    """Seconds until all workers have the parameters that each of them updated, by ZeRO-1."""
+    found = []
+    for size, tensors in _CASES[1:]:
+        layer = _Layer(size, tensors, _Marks(), 0)
+        for p in layer.parameters():
+            p.grad = p.detach()
+        parts = OptimizerParts(torch.optim.SGD(layer.parameters(), lr=0.0), None)
+        values = []
+        for _ in range(tries + 2):
+            dist.barrier()
+            time.sleep(_PAUSE)
+            start = time.perf_counter()
+            parts.exchange()
+            values.append(time.perf_counter() - start)
+        found.append((layer.size, tensors, statistics.median(values[2:])))
+    return found
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(_PAUSE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(_PAUSE)
+        return grads[0].clone()
+
+
+class _Napping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Nap.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return y
+
+
+def _acted(me: World, send: Fit, tries: int) -> float:
+    """What a pipeline adds to a pass of a micro-batch beside following the model: its sends and receives, and waking up for them.
+
+    It is what makes the simulation of a pipeline whose layers sleep as long as it took.
+    """
+    from ronde.parallel.pipeline import Pipeline
+
+    model = nn.Sequential(*(_Napping(16, 16) for _ in range(me.size)))
+    count = 4 * me.size
+    data = torch.zeros(count, 16), torch.zeros(count, 16)
+    work = Work(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda batch: ((model(batch[0]) - batch[1]).square().mean(), None),
+        lambda n: (data[0][:n], data[1][:n]),
+    )
+    followed: float = action_seconds(work)
+    layer, x = _Napping(16, 16), torch.zeros(1, 16)
+    passes: list[tuple[float, float]] = []
+    for _ in range(tries):
+        start = time.perf_counter()
+        y = layer(x).sum()
+        middle = time.perf_counter()
+        y.backward()
+        passes.append((middle - start, time.perf_counter() - middle))
+    slept = torch.tensor([statistics.median(each) for each in zip(*passes, strict=True)], dtype=torch.float64)
+    plan = Plan(
+        workers=me.size,
+        batch_size=count,
+        pipeline=me.size,
+        micro_batch=1,
+        accumulation=count,
+        split_at=tuple(str(i) for i in range(1, me.size)),
+    )
+    strategy = Pipeline(plan, work, me)
+    micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
+    parts = [Part(1, count, i == count - 1) for i in range(count)]
+    steps = []
+    for _ in range(tries):
+        dist.barrier()
+        start = time.perf_counter()
+        strategy.step(micros, parts, work.compute, None)
+        strategy.finish()
+        steps.append(time.perf_counter() - start)
+    told = torch.tensor([*slept.tolist(), statistics.median(steps[2:]), followed], dtype=torch.float64)
+    dist.all_reduce(told)
+    forward, backward, step, followed = (told / me.size).tolist()
+    each = send.alpha + 64 / send.beta
+    times = Times((forward,) * me.size, (backward,) * me.size, (each,) * me.size, (each,) * me.size)
+    low, high = 0.0, step
+    for _ in range(30):
+        middle = (low + high) / 2
+        taken = run_step(plan.schedule, me.size, 1, count, times, overhead_seconds=middle).seconds
+        low, high = (middle, high) if taken < step else (low, middle)
+    return float(max(0.0, low - followed))
+
+
+def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str], None]) -> dict[str, Added]:
+    """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to a collective, and a pipeline to an action
+    (``"action"``). All ranks call it.
+
+    Args:
+        fits: the collectives themselves, over all workers.
+    """
+    tries = _TRIES // 2 if quick else _TRIES
+    tell("what the runtime adds to them")
+    random = torch.get_rng_state()
+    try:
+        gathers, reduces = _sharded(me, tries)
+        acted = _acted(me, fits["send"], tries)
+        rows = {"gather": gathers, "reduce": reduces, "bucket": _buckets(tries), "update": _sent(tries)}
+    finally:
+        torch.set_rng_state(random)
+    of = {
+        "gather": ("all_gather", 1),
+        "reduce": ("reduce_scatter", 1),
+        "bucket": ("all_reduce", 1),
+        "update": ("broadcast", me.size),  # one from every worker
+    }
+    found = {"action": Added(call=acted)}
+    for name, taken in rows.items():
+        fit, calls = fits[of[name][0]], of[name][1]
+        seconds = torch.tensor([s for *_, s in taken], dtype=torch.float64)
+        dist.all_reduce(seconds)
+        mean = (seconds / me.size).tolist()
+        found[name] = fit_added(
+            [(size, n, s - calls * fit.alpha - size / fit.beta, s) for (size, n, _), s in zip(taken, mean, strict=True)]
+        )
+    return found
+
+
+def action_seconds(work: Work, rounds: int = 7) -> float:
+    """What a pipeline's runtime adds to a forward or backward pass of a micro-batch: a sample in two stages against in one piece, both here.
+
+    0 where it cannot be told: the model cannot be cut, or does not run so.
+    """
+    try:
+        with untouched(work.model), watching():
+            return _action_seconds(work, rounds)
+    except Exception:
+        return 0.0
+
+
+def _action_seconds(work: Work, rounds: int) -> float:
+    parameters = [p for p in work.model.parameters() if p.requires_grad]
+    calm = parameters[0].device.type == "cpu" and torch.get_num_threads() == 1
+    now = time.thread_time if calm else time.perf_counter
+    batch = work.sample(1)
+
+    def call() -> Any:
+        return work.compute(batch)
+
+    trace = follow(work.model, call)
+    points = trace.points()
+    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
+
+    def clear() -> None:
+        for p in parameters:
+            p.grad = None
+
+    def plain() -> None:
+        call()[0].backward()
+
+    def staged() -> None:
+        first = StageRun(made, 0, {})
+        first.run(call)
+        received = {v: first.sent[v].detach().requires_grad_(v in made.gradients[0]) for v in made.sends[0]}
+        second = StageRun(made, 1, dict(received))
+        second.run(call)[0].backward()
+        torch.autograd.backward([first.sent[v] for v in made.gradients[0]], [received[v].grad for v in made.gradients[0]])
+
+    spent: dict[Any, list[float]] = {plain: [], staged: []}
+    for _ in range(rounds + 1):
+        for one in (plain, staged):
+            clear()
+            start = now()
+            one()
+            spent[one].append(now() - start)
+    clear()
+    whole, cut = (statistics.median(values[1:]) for values in spent.values())
+    return max(0.0, cut - whole) / 4.0
