@@ -409,7 +409,7 @@ def has_guards(trace: Trace) -> bool:
 
 
 _ADVICE = (
-    "A pipeline needs a forward pass whose path depends on the shapes of the batch alone, not on randomness, on activations, or on how often "
+    "A pipeline needs a forward pass whose path depends on the batch alone, not on randomness, on activations, or on how often "
     "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of one stage, or use another plan."
 )
 

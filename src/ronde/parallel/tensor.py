@@ -32,7 +32,7 @@ from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
-from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model
+from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, step_locally
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
@@ -171,6 +171,7 @@ def _adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> No
             optimizer.state[now] = {
                 k: cut(v) if isinstance(v, torch.Tensor) and v.dim() and v.shape == old.shape else v for k, v in state.items()
             }
+    step_locally(optimizer)
 
 
 def _install(
