@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # The function takes the name of the room it lives in: ronde.world() is who this worker is.
-from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, SampleError, World, WorldError, world
+from ronde.world import ArgumentError, CheckpointError, FeedError, LossError, RondeError, SampleError, World, WorldError, world
 
 if TYPE_CHECKING:
     from ronde import feed
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "CheckpointError",
+    "FeedError",
     "LossError",
     "MicroBatches",
     "Plan",
@@ -47,7 +48,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
         if name == "distribute":
-            setattr(importlib.import_module("ronde.run.hooks"), "planner", _choose)  # noqa: B010
+            hooks = importlib.import_module("ronde.run.hooks")
+            setattr(hooks, "planner", _choose)  # noqa: B010
+            setattr(hooks, "examiner", _examine)  # noqa: B010
         return value
     if name in _ROOMS:
         import importlib
@@ -61,6 +64,13 @@ def _choose(*given: Any) -> Any:
     from ronde.study.forecast import choose
 
     return choose(*given)
+
+
+def _examine(*given: Any, **options: Any) -> Any:
+    """``run.doctor()``, for the same reason."""
+    from ronde.study.doctor import doctor
+
+    return doctor(*given, **options)
 
 
 def __dir__() -> list[str]:

@@ -38,9 +38,9 @@ def _root(
 
 
 def _verbs() -> None:
-    from ronde.cli import bench, plan, prove, run, runs, show
+    from ronde.cli import bench, doctor, pack, plan, prove, run, runs, scale, show
 
-    for verb in (run, plan, prove, bench, runs, show):
+    for verb in (run, plan, prove, doctor, bench, pack, runs, scale, show):
         verb.register(app)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +28,8 @@ Examples:
   ronde run --workers 4 --name big -m my.train  a module, under a name
 
   ronde run --resume --name big -m my.train     go on from its newest checkpoint, on any number of workers
+
+  ronde run --feed none train.py                as the script loads its data, whatever train.feed.yaml says
 """
 
 _MEASURE_SECONDS = 10.0
@@ -92,6 +95,15 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
+        feed: Annotated[
+            str | None,
+            typer.Option(
+                "--feed",
+                metavar="FILE|none",
+                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
+                show_default=False,
+            ),
+        ] = None,
         runs: Annotated[
             Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories; none keeps nothing.", envvar="RONDE_RUNS")
         ] = Path("runs"),
@@ -108,6 +120,7 @@ def register(app: typer.Typer) -> None:
             check_name(name)
         count = resolve_workers(workers)
         check_workers(count)
+        fetched, told_feed = _feed(feed, module or command[0])
         temporary = tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
@@ -119,6 +132,7 @@ def register(app: typer.Typer) -> None:
         environment = {
             "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
             "RONDE_RESUME": "1" if resume else "0",
+            "RONDE_FEED": fetched,
         }
         if tensorboard:
             environment["RONDE_TENSORBOARD"] = "1"
@@ -131,6 +145,8 @@ def register(app: typer.Typer) -> None:
             # A Text, not markup: arguments may hold brackets.
             told = f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {_short(directory.path)}"
             console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
+            if told_feed:
+                console.print(Text(told_feed), soft_wrap=True)
         if bar:
             bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
         outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
@@ -146,7 +162,7 @@ def register(app: typer.Typer) -> None:
             if baseline and count > 1:
                 if bar:
                     bar.begin(f"measuring one worker for {_MEASURE_SECONDS:.0f} s, to compare")
-                one = _baseline(command)
+                one = _baseline(command, fetched)
                 if bar:
                     bar.close()
             print_summary(directory, console, outcome.seconds, one, count)
@@ -164,6 +180,22 @@ def _plan(text: str) -> str:
         Plan.load(text)
         return str(Path(text).absolute())
     return Plan.parse(text).spec
+
+
+def _feed(asked: str | None, script: str) -> tuple[str, str]:
+    """``--feed``, checked before anything is started: what the workers are told, and what the user is."""
+    if asked is None:
+        asked = os.environ.get("RONDE_FEED") or None
+    if asked == "none":
+        return "none", ""
+    from ronde.feed.apply import sentence
+    from ronde.feed.settings import FeedSettings, settings_file
+
+    file = settings_file(script) if asked is None else Path(asked)
+    if asked is None and not file.is_file():
+        return "none", ""
+    settings = FeedSettings.load(file)
+    return str(file.absolute()), f"feed: {_short(file)} ({sentence(settings)})"
 
 
 def _console() -> Any:
@@ -255,7 +287,7 @@ def _tell_failure(outcome: Any, directory: RunDir) -> None:
         return
 
 
-def _baseline(command: list[str]) -> float | None:
+def _baseline(command: list[str], feed: str) -> float | None:
     """Samples a second that one worker with all cores reaches on the same script, measured for some seconds.
 
     Twice, with threads that spin while they wait and with threads that sleep: which is faster depends on what else the machine
@@ -272,6 +304,7 @@ def _baseline(command: list[str]) -> float | None:
                 "RONDE_MEASURE_FILE": str(file),
                 "RONDE_PROGRESS": "quiet",
                 "RONDE_RESUME": "0",
+                "RONDE_FEED": feed,
                 "OMP_WAIT_POLICY": policy,
             }
             if launch(Job(command, 1, None, environment), _discard, _ignore).interrupted:

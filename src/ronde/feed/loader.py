@@ -1,44 +1,77 @@
-"""Samples in: torch's own DataLoader, driven by positions instead of by a sampler's hidden state."""
+"""Samples in: driven by positions instead of by a sampler's hidden state, in this process, in threads or in torch's loading processes."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
+from ronde.feed import stages
+from ronde.feed.choose import choose, try_out
+from ronde.feed.echo import Echoed
+from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.order import Order, key_of
-from ronde.feed.randomness import KeyedRandomness
+from ronde.feed.processes import batches as from_processes
+from ronde.feed.randomness import Marks
+from ronde.feed.reader import Ask, Reader, StreamReader
+from ronde.feed.replay import copied
+from ronde.feed.settings import Executor
 from ronde.plan.batch import Share
-from ronde.world import ArgumentError, RondeError
+from ronde.world import FeedError, RondeError
 
-__all__ = ["Feed", "LoaderSettings"]
+__all__ = ["Feed", "LoaderSettings", "die_with_parent"]
+
+_PREFETCH = 2
+_TRIED = 64  # samples
+_FALSE_ALARMS = 3
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What is taken over from a user's DataLoader: how samples are fetched, never which."""
+    """How samples are fetched, never which: taken over from a user's DataLoader or pipeline, and from feed settings.
+
+    Attributes:
+        collate: makes a batch of a list of samples.
+        num_workers: threads or processes that load.
+        options: further options of torch's DataLoader, for processes.
+        init: the user's ``worker_init_fn``, for processes.
+        executor: ``none``, ``threads``, ``processes`` or ``auto``; None: processes where there are workers.
+        prefetch: batches that each worker may be ahead; None for 2.
+        threads: compute threads inside each; None: 1 in loading threads, as torch has it in processes.
+        finish: done to each batch after it has reached the device.
+        on_error: of a bad sample, ``raise`` or ``skip``.
+        max_skipped: largest share of an epoch's samples that may be skipped.
+        echo: how many times each batch is trained on.
+        probe: looks on wherever samples are read: ``attach(dataset, collate)``, ``install()`` and ``uninstall()``, and can be pickled.
+    """
 
     collate: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     init: Callable[[int], None] | None = None
+    executor: Executor | None = None
+    prefetch: int | None = None
+    threads: int | None = None
+    finish: Callable[[Any], Any] | None = None
+    on_error: Literal["raise", "skip"] = "raise"
+    max_skipped: float = 0.01
+    echo: int = 1
+    probe: Any = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """One micro-batch to read. ``dummy``: read for its shape only, the share is empty."""
-
-    epoch: int
-    start: int
-    ids: list[int]
+    @property
+    def chosen(self) -> Executor:
+        """The executor that is asked for."""
+        if self.executor is None:
+            return "processes" if self.num_workers else "none"
+        return self.executor if self.num_workers else "none"
 
 
 def die_with_parent() -> None:
@@ -50,9 +83,15 @@ def die_with_parent() -> None:
 @dataclass(frozen=True)
 class _WorkerInit:
     user: Callable[[int], None] | None
+    threads: int | None = None
+    probe: Any = None
 
     def __call__(self, worker: int) -> None:
         die_with_parent()
+        if self.threads is not None:
+            limit_process_threads(self.threads)
+        if self.probe is not None:
+            self.probe.install()
         if self.user is not None:
             self.user(worker)
 
@@ -61,85 +100,19 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _stack(samples: list[Any]) -> Any:
-    """``default_collate`` of tuples of tensors, without its search for what they are; 1 µs a sample less."""
-    first = samples[0]
-    if type(first) is tuple and all(type(value) is torch.Tensor for value in first) and get_worker_info() is None:
-        try:
-            return [torch.stack(column) for column in zip(*samples, strict=True)]
-        except (TypeError, ValueError, RuntimeError):
-            pass  # samples differ: default_collate knows how, or says why not
-    return default_collate(samples)
+def _pinned(batch: Any) -> Any:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
-class _Reader(Dataset[Any]):
-    """Reads an :class:`_Ask` as a collated batch."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, by_position: bool) -> None:
-        self.dataset = dataset
-        self.by_position = by_position
-        self.collate = _stack if collate is default_collate else collate
-        self.randomness = KeyedRandomness(seed)
-        # Rows of tensors are picked by one index each, not one by one: the same bits as collating them.
-        self.rows = dataset.tensors if type(dataset) is TensorDataset and collate is default_collate else None
-
-    def __getitem__(self, ask: _Ask) -> Any:
-        if self.rows is not None:
-            index = torch.from_numpy(np.asarray(ask.ids, dtype=np.int64))
-            return [rows[index] for rows in self.rows]
-        many = getattr(self.dataset, "__getitems__", None)
-
-        def read_one(i: int) -> Any:
-            return many([i])[0] if many is not None else self.dataset[i]
-
-        def read_all() -> Any:
-            return self.collate(many(ask.ids) if many is not None else [self.dataset[i] for i in ask.ids])
-
-        # A sampler may draw a sample several times in an epoch: each time its augmentation is another one.
-        keys = range(ask.start, ask.start + len(ask.ids)) if self.by_position else ask.ids
-        return self.randomness.batch(ask.epoch, ask.ids, keys, read_one, read_all, self.collate)
-
-
-class _StreamReader(IterableDataset[Any]):
-    """Reads a data set that can only be iterated: every worker reads it all and keeps its own positions."""
-
-    def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], seed: int, length: int) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.seed = seed
-        self.length = length
-        self.asks: list[_Ask] | Iterator[_Ask] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1:
-            raise RuntimeError("an IterableDataset is read by at most one loading process")
-        stream = iter(self.dataset)
-        position = 0
-        held: Any = None
-        for ask in self.asks:
-            samples: list[Any] = []
-            for wanted in ask.ids:
-                # A dummy repeats a position that was just passed: the last sample serves.
-                while position <= wanted:
-                    try:
-                        held = next(stream)
-                    except StopIteration:
-                        raise ArgumentError(
-                            f"the data set says that its length is {self.length}, but it ended after {position} samples"
-                        ) from None
-                    position += 1
-                samples.append(held)
-            yield self.collate(samples)
-
-
-class _Asks(Sampler[_Ask]):
+class _Asks(Sampler[Ask]):
     """What the next epoch's loader shall read; filled in before each iteration."""
 
     def __init__(self) -> None:
-        self.source: Callable[[], Iterator[_Ask]] = lambda: iter(())
+        self.source: Callable[[], Iterator[Ask]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[_Ask]:
+    def __iter__(self) -> Iterator[Ask]:
         return self.source()
 
 
@@ -151,51 +124,206 @@ class Feed:
         order: which sample stands where.
         settings: how to fetch.
         seed: key of the augmentation's randomness.
+        evaluate: bad samples are left out, not replaced.
+        say: told what was chosen, once, where there was a choice; a second argument is true where it is a warning.
+
+    Attributes:
+        executor: what it reads with: ``none``, ``threads`` or ``processes``; ``auto`` until it has read something.
+        skipped: ``(id, text)`` of each bad sample among those handed out since the reading began, repeats included.
+        left_out: how many samples are missing in each micro-batch of the last share, in evaluation.
     """
 
-    def __init__(self, dataset: Dataset[Any], order: Order, settings: LoaderSettings, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        settings: LoaderSettings,
+        seed: int,
+        *,
+        evaluate: bool = False,
+        say: Callable[[str, bool], None] | None = None,
+    ) -> None:
         self.order = order
+        self.settings = settings
+        self.seed = seed
+        self.executor: Executor = settings.chosen
+        self.skipped: list[tuple[int, str]] = []
+        self.left_out: tuple[int, ...] = ()
+        self._evaluate = evaluate
+        self._say = say or (lambda text, warning: None)
+        self._probe = settings.probe
         self._asks = _Asks()
-        self._stream: _StreamReader | None = None
-        options = dict(settings.options)
-        workers = settings.num_workers
+        self._stream: StreamReader | None = None
+        self._reader: Reader | None = None
         if isinstance(dataset, IterableDataset):
+            collate = settings.collate
+            if self._probe is not None:
+                dataset, collate = self._probe.attach(dataset, collate)
+            self._stream = StreamReader(cast("IterableDataset[Any]", dataset), collate, seed, order.n)
+            self.executor = "processes" if settings.num_workers and settings.executor != "none" else "none"
+        else:
+            self._reader = Reader(dataset, settings, order, seed, evaluate)
+        self._tolerant = self._reader is not None and self._reader.skip
+        self._tried = False
+        self._false_alarms = 0
+        self._threads: Threads | None = None
+        self._loader: DataLoader[Any] | None = None
+        if self.executor in ("none", "processes"):
+            self._make_loader()
+
+    # -- what it reads with ----------------------------------------------------------------------------------------
+
+    @property
+    def _direct(self) -> bool:
+        return self._reader is not None and self.executor == "none" and not self.settings.options.get("pin_memory")
+
+    def _make_loader(self) -> None:
+        """torch's DataLoader, for processes and for what is read in this process but pinned."""
+        settings = self.settings
+        options = dict(settings.options)
+        workers = settings.num_workers if self.executor == "processes" else 0
+        if self._stream is not None:
             workers = min(workers, 1)
             options.pop("persistent_workers", None)  # a process that stays keeps what it was asked for in the epoch before
-            self._stream = _StreamReader(dataset, settings.collate, seed, order.n)
         if workers == 0:
             for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
                 options.pop(name, None)
+        else:
+            if settings.prefetch is not None:
+                options["prefetch_factor"] = settings.prefetch
+            if settings.executor == "auto" and self._stream is None:
+                options.setdefault("persistent_workers", True)
         # The loader draws its base seed from a generator of its own: the script's randomness is left alone.
-        options["generator"] = torch.Generator().manual_seed(key_of(seed, 3) & 0x7FFFFFFFFFFFFFFF)
-        reader = None if self._stream is not None else _Reader(dataset, settings.collate, seed, order.draw is not None)
-        self._direct = reader if workers == 0 and not options.get("pin_memory") else None
-        self._loader: DataLoader[Any] = DataLoader(
-            reader if reader is not None else cast("Dataset[Any]", self._stream),
+        options["generator"] = torch.Generator().manual_seed(key_of(self.seed, 3) & 0x7FFFFFFFFFFFFFFF)
+        self._loader = DataLoader(
+            self._reader if self._reader is not None else cast("Dataset[Any]", self._stream),
             batch_size=None,
             sampler=None if self._stream is not None else self._asks,
             collate_fn=_identity,
             num_workers=workers,
-            worker_init_fn=_WorkerInit(settings.init) if workers else None,
+            worker_init_fn=_WorkerInit(settings.init, settings.threads, self._probe) if workers else None,
             **options,
         )
 
-    def _ask(self, share: Share, low: int, high: int) -> _Ask:
+    def _settle(self, share: Share) -> None:
+        """Find out what the samples are like, before threads read them; and choose, where that is asked."""
+        assert self._reader is not None
+        self._tried = True
+        low, high = share.micro[0]
+        size = max(1, high - low)
+        # Some of an epoch's samples, beginning with those that come first; the rest of an epoch may be shorter.
+        count = min(_TRIED, self.order.epoch_samples)
+        low = min(low, self.order.epoch_samples - count)
+        ask = Ask(share.epoch, low, self.order.ids(share.epoch, low, low + count).tolist())
+        workers, threads = self.settings.num_workers, self._compute_threads
+        trial = try_out(self._reader, ask)
+        if self.executor == "auto":
+            found, why = choose(self._reader, ask, trial, size, workers, threads)
+            self.executor = cast("Executor", found)
+            self._say(f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}", False)
+        elif trial.draws:
+            self._serialise("they are read one after another in the training process instead")
+        if self.executor != "threads":
+            self._make_loader()
+
+    def _serialise(self, what: str) -> None:
+        self.executor = "none"
+        self._say(
+            "feed: samples draw from torch's, random's or numpy's global generator, which loading threads would share with each other and "
+            f"with the training: {what}. Draw from ronde.feed.rng(), or set executor: processes",
+            True,
+        )
+
+    @property
+    def _compute_threads(self) -> int:
+        return 1 if self.settings.threads is None else self.settings.threads
+
+    def _pool(self) -> Threads:
+        if self._threads is None:
+            prefetch = _PREFETCH if self.settings.prefetch is None else self.settings.prefetch
+            workers = self.settings.num_workers
+            self._threads = Threads(workers, workers * prefetch, self._compute_threads)
+        return self._threads
+
+    def close(self) -> None:
+        """End its threads and processes; it can be read again."""
+        if self._threads is not None:
+            self._threads.stop()
+        if self._loader is not None:
+            self._make_loader()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, share: Share, low: int, high: int) -> Ask:
         if low == high:
             # An empty share still yields a batch, so that a script's own lines run: the first sample of the global
             # batch, which is weighted with zero.
             low, high = share.start, share.start + 1
-        return _Ask(share.epoch, low, self.order.ids(share.epoch, low, high).tolist())
+        return Ask(share.epoch, low, self.order.ids(share.epoch, low, high).tolist())
 
     def read(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
         """Each share with its micro-batches, in order.
 
         Args:
             shares: makes the shares of (the rest of) one epoch.
+
+        Raises:
+            SampleError: a sample cannot be used.
+            FeedError: a loading process died, or more samples were skipped than may be.
         """
+        self.skipped = []
+        if self.executor in ("auto", "threads") and not self._tried and (first := next(shares(), None)) is not None:
+            self._settle(first)
+        found = self._read(shares) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)
+        if self._probe is not None and self.executor != "processes":
+            found = self._probed(found)
+        return self._counted(found) if self._tolerant else found
+
+    def _echoed(self, order: Echoed, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+        """Each batch is read once, and handed out for all its turns: as copies, since a script may change what it is given."""
+
+        def firsts() -> Iterator[Share]:
+            last = None
+            for share in shares():
+                if last is None or not order.again(last, share):
+                    yield share
+                last = share
+
+        batches = self._read(firsts)
+        last: Share | None = None
+        micros: list[Any] = []
+        for share in shares():
+            if last is None or not order.again(last, share):
+                _, micros = next(batches)
+            last = share
+            yield share, copied(micros)
+
+    def _probed(self, found: Iterator[tuple[Share, list[Any]]]) -> Iterator[tuple[Share, list[Any]]]:
+        self._probe.install()
+        try:
+            yield from found
+        finally:
+            self._probe.uninstall()
+
+    def _read(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+        if self.executor == "threads":
+            return self._from_threads(shares)
+        if self._direct:
+            return self._from_here(shares)
+        return self._from_loader(shares)
+
+    def _from_here(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+        reader = self._reader
+        assert reader is not None
+        # Read in this process: what DataLoader would add is 15 µs a batch.
+        for share in shares():
+            yield share, [reader[self._ask(share, low, high)] for low, high in share.micro]
+
+    def _from_loader(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+        assert self._loader is not None
         asked: deque[Share] = deque()  # loading processes ask ahead of what is handed out
 
-        def asks() -> Iterator[_Ask]:
+        def asks() -> Iterator[Ask]:
             for share in shares():
                 asked.append(share)
                 for low, high in share.micro:
@@ -204,14 +332,135 @@ class Feed:
         self._asks.source = asks
         if self._stream is not None:
             self._stream.asks = list(asks()) if self._loader.num_workers else asks()
-        if self._direct is not None:
-            # Read in this process: what DataLoader would add is 15 µs a batch.
-            for share in shares():
-                yield share, [self._direct[self._ask(share, low, high)] for low, high in share.micro]
-            return
-        batches = iter(self._loader)
-        for first in batches:
-            share = asked.popleft()
-            yield share, [first, *(next(batches) for _ in share.micro[1:])]
+        batches = from_processes(self._loader)
+        try:
+            for first in batches:
+                share = asked.popleft()
+                yield share, [first, *(next(batches) for _ in share.micro[1:])]
+        finally:
+            # Without this the loader would be part of a cycle; collected as one, its processes are not told to end, and waited for.
+            self._asks.source = lambda: iter(())
         if asked:
             raise RondeError(f"the loading processes ended with {len(asked)} batches still to come")
+
+    def _from_threads(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+        """Threads read ahead, as long as nobody draws from the global generators.
+
+        A data set that does is found in the first samples. One that begins later shows as a generator that has moved while a part
+        was read; it may also have been the training, so what was read is then read again here, under keys.
+        """
+        reader = self._reader
+        assert reader is not None
+        pin = self.settings.options.get("pin_memory") and torch.cuda.is_available()
+        asked: deque[Share] = deque()
+
+        def asks() -> Iterator[Ask]:
+            for share in shares():
+                asked.append(share)
+                for low, high in share.micro:
+                    yield self._ask(share, low, high)
+
+        whole = reader.rows is not None
+
+        def cut(ask: Ask, most: int) -> Sequence[Ask]:
+            if whole or most == 1:
+                return (ask,)
+            return [ask.part(low, high) for low, high in parts_of(len(ask.ids), most)]
+
+        def read(ask: Ask) -> tuple[Any, bool]:
+            nonlocal whole
+            if reader.rows is not None:
+                return reader[ask], False
+            marks = Marks() if self._false_alarms < _FALSE_ALARMS else None
+            samples = reader.read(ask)
+            whole = whole or type(samples) is not list  # columns, which are not put together again
+            return samples, marks is not None and not marks.unmoved()
+
+        def join(ask: Ask, parts: list[tuple[Any, bool]]) -> tuple[Any, bool]:
+            if reader.rows is not None:
+                return parts[0]
+            moved = any(part[1] for part in parts)
+            samples = parts[0][0] if len(parts) == 1 else [sample for part in parts for sample in part[0]]
+            batch = reader.join(ask, samples)
+            if pin:
+                batch = _pinned(batch)
+            return batch, moved
+
+        results = self._pool().run(asks(), cut, read, join)
+        handed = 0
+        try:
+            while True:
+                micros: list[Any] = []
+                for ask, (batch, moved) in results:
+                    if moved and self._false_alarms < _FALSE_ALARMS:
+                        again = reader.batch(ask)
+                        if reader.randomness.draws:
+                            break
+                        del again
+                        self._false_alarms += 1
+                    micros.append(batch)
+                    if len(micros) == len(asked[0].micro):
+                        break
+                else:
+                    return  # all are read
+                if reader.randomness.draws:
+                    break
+                handed += 1
+                yield asked.popleft(), micros
+                del micros
+        finally:
+            results.close()  # type: ignore[attr-defined]
+        self._serialise(
+            "from here on they are read one after another in the training process. What was trained on so far may not be repeatable"
+        )
+        self._make_loader()
+        yield from self._read(lambda: itertools.islice(shares(), handed, None))
+
+    # -- what is done to a batch ------------------------------------------------------------------------------------
+
+    def _counted(self, found: Iterator[tuple[Share, list[Any]]]) -> Iterator[tuple[Share, list[Any]]]:
+        """Take what was skipped out of the batches, and look whether it is too much."""
+        most = self.settings.max_skipped * self.order.epoch_samples
+        for share, micros in found:
+            self.left_out = tuple(len(skipped) if high > low else 0 for (_, skipped), (low, high) in zip(micros, share.micro, strict=True))
+            for (_, skipped), (low, high) in zip(micros, share.micro, strict=True):
+                if high > low:
+                    self.skipped += skipped
+            if len(self.skipped) > most:
+                raise FeedError(too_many(self.skipped, self.order.epoch_samples, self.settings.max_skipped))
+            yield share, [batch for batch, _ in micros]
+
+    def finish(self, share: Share, micros: list[Any]) -> list[Any]:
+        """What a pipeline does to batches after they have reached the device."""
+        call = self.settings.finish
+        if call is None:
+            return micros
+        return [self._finished(call, share, low, high, micro) for micro, (low, high) in zip(micros, share.micro, strict=True)]
+
+    def _finished(self, call: Callable[[Any], Any], share: Share, low: int, high: int, micro: Any) -> Any:
+        if low == high:
+            low, high = share.start, share.start + 1
+        order, seed, epoch = self.order, self.seed, share.epoch
+        found: list[int] = []
+
+        def key(j: int) -> int:
+            if not found:
+                found.extend(range(low, high) if order.draw is not None else order.ids(epoch, low, high).tolist())
+            return key_of(seed, 7, epoch, found[j])
+
+        with stages.sample_keys(high - low, key):
+            return call(micro) if stages.listener is None else stages.stage("finish")(call)(micro)
+
+
+def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:
+    """What to say where more samples were skipped than may be."""
+    return (
+        f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} that may be (max_skipped): {first_few(skipped)}. Mend or "
+        "remove them, or allow more"
+    )
+
+
+def first_few(skipped: Sequence[tuple[int, str]], most: int = 3) -> str:
+    """The first few bad samples by name."""
+    distinct = list(dict(skipped).values())
+    return "; ".join(distinct[:most]) + (f"; and {len(distinct) - most} more" if len(distinct) > most else "")

@@ -19,7 +19,7 @@ import torch
 
 from ronde.feed.order import key_of
 
-__all__ = ["KeyedRandomness", "restore_states", "seed_all", "states"]
+__all__ = ["KeyedRandomness", "Marks", "restore_states", "seed_all", "states"]
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def _plain(state: Any) -> str:
     return repr({k: _plain(v) if isinstance(v, dict) else v.tolist() if isinstance(v, np.ndarray) else v for k, v in state.items()})
 
 
-class _Marks:
+class Marks:
     """The three generators as they are now, cheaply: to see whether anything draws from them."""
 
     def __init__(self) -> None:
@@ -141,48 +141,47 @@ class KeyedRandomness:
     def __init__(self, seed: int, watch: int = 64) -> None:
         self.seed = seed
         self.watch = watch
+        self.draws = False
         self._quiet = 0
-        self._draws = False
 
     def batch(
         self,
         epoch: int,
-        ids: list[int],
         keys: Sequence[int],
         read_one: Callable[[int], Any],
         read_all: Callable[[], T],
         collate: Callable[[list[Any]], T],
     ) -> T:
-        """Read samples ``ids`` of ``epoch`` and make a batch of them.
+        """Read some samples of ``epoch`` and make a batch of them.
 
         Args:
             keys: one for each sample, among those of the epoch.
-            read_one: reads one sample, called under the sample's own key.
+            read_one: ``read_one(j)`` reads the j-th of them, called under the sample's own key.
             read_all: reads and collates all of them, used where nothing is drawn.
             collate: makes a batch of what ``read_one`` gave, called under a key of the first sample.
         """
-        if not self._draws and self._quiet >= self.watch:
-            marks = _Marks()
+        if not self.draws and self._quiet >= self.watch:
+            marks = Marks()
             result = read_all()
             if marks.unmoved():
                 return result
             marks.put_back()
-            self._draws = True  # it does draw, rarely: read this batch again, and all others, under keys
+            self.draws = True  # it does draw, rarely: read this batch again, and all others, under keys
         before = states()
         try:
-            samples = [self._keyed(key_of(self.seed, 1, epoch, k), read_one, i) for i, k in zip(ids, keys, strict=True)]
+            samples = [self._keyed(key_of(self.seed, 1, epoch, k), read_one, j) for j, k in enumerate(keys)]
             return self._keyed(key_of(self.seed, 2, epoch, keys[0]), collate, samples)
         finally:
             restore_states(before)
 
     def _keyed(self, key: int, call: Callable[[Any], T], argument: Any) -> T:
         seed_all(key)
-        if self._draws:
+        if self.draws:
             return call(argument)
-        marks = _Marks()
+        marks = Marks()
         result = call(argument)
         if marks.unmoved():
             self._quiet += 1
         else:
-            self._draws = True
+            self.draws = True
         return result

@@ -10,11 +10,11 @@ import functools
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-__all__ = ["Listener", "listen", "listener", "rng", "sample_key", "stage"]
+__all__ = ["Listener", "current_keys", "listen", "listener", "rng", "rngs", "sample_key", "sample_keys", "stage"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,34 +87,74 @@ class stage:
 
 
 class _Current(threading.local):
-    key: int | None = None
-    made: np.random.Generator | None = None
+    keys: sample_keys | None = None
 
 
 _current = _Current()
 
 
-class sample_key:
-    """While a sample is made in this thread, :func:`rng` is a function of ``key`` alone."""
+class sample_keys:
+    """While some samples are made in this thread: the keys of their random numbers.
 
-    __slots__ = ("_before", "_key")
+    Args:
+        n: how many samples.
+        key: ``key(j)``: the 64-bit key of the j-th of them; only asked for where something is drawn.
 
-    def __init__(self, key: int) -> None:
+    Attributes:
+        at: which of them is being made; None where that is not known, as inside a data set's own ``__getitems__``.
+        unclear: whether :func:`rng` was asked for while that was not known.
+    """
+
+    __slots__ = ("_before", "_key", "at", "made", "n", "unclear")
+
+    def __init__(self, n: int, key: Callable[[int], int]) -> None:
+        self.n = n
         self._key = key
+        self.at: int | None = None
+        self.made: dict[int, np.random.Generator] = {}
+        self.unclear = False
 
-    def __enter__(self) -> None:
-        self._before = (_current.key, _current.made)
-        _current.key, _current.made = self._key, None
+    def __enter__(self) -> Self:
+        self._before = _current.keys
+        _current.keys = self
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _current.key, _current.made = self._before
+        _current.keys = self._before
+
+    def generator(self, j: int) -> np.random.Generator:
+        """That of the j-th sample: it goes on where the sample's last step left it."""
+        found = self.made.get(j)
+        if found is None:
+            found = self.made[j] = np.random.Generator(np.random.Philox(key=self._key(j) & 0xFFFFFFFFFFFFFFFF))
+        return found
+
+    def key(self, j: int) -> int:
+        """The key of the j-th sample."""
+        return self._key(j)
+
+
+class sample_key(sample_keys):
+    """While one sample is made in this thread, :func:`rng` is a function of ``key`` alone."""
+
+    __slots__ = ()
+
+    def __init__(self, key: int) -> None:
+        super().__init__(1, lambda _: key)
+        self.at = 0
+
+
+def current_keys() -> sample_keys | None:
+    """The samples that are being made in this thread; None outside of a data set that Ronde drives."""
+    return _current.keys
 
 
 def rng() -> np.random.Generator:
     """The random numbers of the sample that is being made: a function of (seed, epoch, sample), whoever makes it.
 
-    Inside a data set or an augmentation that Ronde drives; unlike torch's, Python's and NumPy's global generators it can be used by
-    several threads at once. Elsewhere it gives an unseeded generator.
+    Inside a data set, an augmentation or a collate function that Ronde drives; unlike torch's, Python's and NumPy's global generators
+    it can be used by several threads at once. Elsewhere it gives an unseeded generator. Where many samples are made in one call, ask
+    for :func:`rngs`: otherwise they are made one by one, so that each still has its own.
 
     Example:
         >>> with sample_key(7):
@@ -123,8 +163,36 @@ def rng() -> np.random.Generator:
         ...     first == rng().random()
         True
     """
-    if _current.key is None:
+    keys = _current.keys
+    if keys is None:
         return np.random.default_rng()
-    if _current.made is None:
-        _current.made = np.random.Generator(np.random.Philox(key=_current.key))
-    return _current.made
+    at = keys.at
+    if at is None:
+        keys.unclear = keys.n > 1
+        at = 0
+    return keys.generator(at)
+
+
+def rngs(n: int) -> list[np.random.Generator]:
+    """The random numbers of each sample of a batch, where a step makes them all in one call.
+
+    Args:
+        n: how many samples the step was given.
+
+    Raises:
+        ArgumentError: Ronde is making another number of samples here.
+
+    Example:
+        >>> def shifted(images):
+        ...     return [image + r.normal() for image, r in zip(images, rngs(len(images)), strict=True)]
+    """
+    keys = _current.keys
+    if keys is None:
+        return list(np.random.default_rng().spawn(n))
+    if keys.at is not None and n == 1:
+        return [keys.generator(keys.at)]
+    if n != keys.n:
+        from ronde.world import ArgumentError
+
+        raise ArgumentError(f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with a generator of its own.")
+    return [keys.generator(j) for j in range(n)]

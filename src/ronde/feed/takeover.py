@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
@@ -22,17 +23,24 @@ from torch.utils.data import (
 
 from ronde.feed.loader import LoaderSettings
 from ronde.feed.order import Order, key_of
+from ronde.feed.pipeline import Source
 from ronde.feed.randomness import restore_states, seed_all, states
-from ronde.world import ArgumentError
+from ronde.feed.reader import pipeline_in
+from ronde.world import ArgumentError, threads_per_worker, world
 
-__all__ = ["Taken", "take_over"]
+__all__ = ["Taken", "default_workers", "settings_of", "take_over"]
 
 _OPTIONS = ("pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A data source as Ronde reads it."""
+    """A data source as Ronde reads it.
+
+    Attributes:
+        notes: what the user should know.
+        fingerprint: of the samples, their number and their order, where the source has one.
+    """
 
     dataset: Dataset[Any]
     order: Order
@@ -40,6 +48,7 @@ class Taken:
     batch_size: int | None
     drop_last: bool
     notes: tuple[str, ...] = ()
+    fingerprint: str | None = None
 
 
 def _length(dataset: Any, argument: str) -> int:
@@ -82,6 +91,14 @@ def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
     return draw
 
 
+def _order(data: Any, n: int, seed: int, shuffle: bool) -> Order:
+    """Ronde's own order; by blocks where a source says that it is best read so."""
+    blocks = getattr(data, "blocks", None) if shuffle and hasattr(data, "fingerprint") else None
+    if isinstance(blocks, tuple):
+        return Order(n, seed, True, blocks=blocks, window=int(getattr(data, "window", Order.window)))
+    return Order(n, seed, shuffle)
+
+
 def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool) -> tuple[Order, list[str]]:
     # With batch_sampler=BatchSampler(…), the sampler that counts is inside it.
     sampler: Any = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.sampler
@@ -91,20 +108,46 @@ def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, 
             raise ArgumentError(
                 f"shuffle={shuffle} contradicts the sampler of {argument} ({type(sampler).__name__}), which decides the order: give one of them."
             )
-        return Order(n, seed, shuffle), []
+        return _order(loader.dataset, n, seed, shuffle), []
     if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
         return Order(n, seed, False), []  # each sample once: in which order does not matter
     if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
         return Order(n, seed, False), []
     if ready_made:
-        return Order(n, seed, True), []
+        return _order(loader.dataset, n, seed, True), []
     if isinstance(sampler, DistributedSampler):
-        return Order(n, seed, bool(sampler.shuffle)), [
+        return _order(loader.dataset, n, seed, bool(sampler.shuffle)), [
             f"the DistributedSampler of {argument} is not used: ronde deals the samples out, and none is repeated"
         ]
     if not isinstance(sampler, Sized):
         raise ArgumentError(f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it a __len__.")
     return Order(n, seed, True, draw=_draws(sampler, seed), length=len(sampler)), []
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def default_workers(local_size: int | None = None) -> int:
+    """Loaders for each training worker where nobody says how many: this node's cores shared out, at most 8."""
+    return min(8, threads_per_worker(world().local_size if local_size is None else local_size))
+
+
+def settings_of(dataset: Any) -> LoaderSettings:
+    """How a data set without a DataLoader is read: a pipeline says so itself, anything else in the training process."""
+    pipeline = pipeline_in(dataset)
+    if pipeline is None:
+        own = isinstance(dataset, Source) and isinstance(dataset, Dataset)
+        return LoaderSettings(num_workers=default_workers(), executor="auto") if own else LoaderSettings()
+    return LoaderSettings(
+        pipeline.collate,
+        default_workers(),
+        executor="auto",
+        finish=pipeline.finish,
+        on_error=pipeline.on_error,
+        max_skipped=pipeline.max_skipped,
+    )
 
 
 def take_over(
@@ -135,8 +178,8 @@ def take_over(
         if shuffle and isinstance(data, IterableDataset):
             raise ArgumentError(f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible.")
         chosen = shuffle_dataset if shuffle is None else shuffle
-        order = Order(n, seed, chosen and not isinstance(data, IterableDataset))
-        return Taken(data, order, LoaderSettings(), batch_size, drop_last)
+        order = _order(data, n, seed, chosen and not isinstance(data, IterableDataset))
+        return Taken(data, order, settings_of(data), batch_size, drop_last, fingerprint=_fingerprint(data))
 
     n = _length(data.dataset, argument)
     if isinstance(data.dataset, IterableDataset) and shuffle:
@@ -165,6 +208,8 @@ def take_over(
         notes.append(f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order")
     # A loader that does not batch converts single samples: where ronde batches, they are collated.
     collate = default_collate if data.collate_fn is default_convert else data.collate_fn
-    settings = LoaderSettings(collate, workers, options, data.worker_init_fn)
+    settings = dataclasses.replace(settings_of(data.dataset), num_workers=workers, options=options, init=data.worker_init_fn, executor=None)
+    if collate is not default_collate or settings.collate is default_collate:
+        settings = dataclasses.replace(settings, collate=collate)
     leave_out = drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
-    return Taken(data.dataset, order, settings, batch_size or own_size, leave_out, tuple(notes))
+    return Taken(data.dataset, order, settings, batch_size or own_size, leave_out, tuple(notes), _fingerprint(data.dataset))

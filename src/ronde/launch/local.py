@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -265,6 +266,21 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
+def _free_caches() -> None:
+    """Samples that were cached in memory by workers who were killed: they would lie there until the next run that caches."""
+    memory, name = Path(os.environ.get("RONDE_SHM") or "/dev/shm"), f"ronde-cache-{os.geteuid()}-*"
+    limit = time.monotonic() + 2.0
+    with contextlib.suppress(Exception):
+        while any(memory.glob(name)):
+            from ronde.feed import clear_cache
+
+            clear_cache()
+            # A killed process is a zombie while the last of its threads still holds its files, and with them the cache.
+            if time.monotonic() > limit or not psutil.Process().children(recursive=True):
+                return
+            time.sleep(0.05)
+
+
 def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]) -> Outcome:
     """Start workers, watch them, and return when all have ended.
 
@@ -315,6 +331,7 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
         for s in handlers:
             signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
         _reap()
+        _free_caches()
         router.close()
         for s, handler in handlers.items():
             signal.signal(s, handler)

@@ -255,7 +255,7 @@ def _limits(c: Capacities, devices: int, nodes: int, real: bool = True) -> list[
     if math.isfinite(c.copy_samples_per_second):
         found.append((c.copy_samples_per_second * devices, "copy", "copy"))
     if math.isfinite(c.shared_samples_per_second):
-        found.append((c.shared_samples_per_second, "shared", "shared"))
+        found.append((c.shared_samples_per_second, "input", "shared"))
     return found
 
 

@@ -137,6 +137,9 @@ def facts(plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, sche
     said["the length of the data set"] = taken.order.n
     said["the samples of an epoch"] = taken.order.epoch_samples
     said["shuffle"] = taken.order.shuffle
+    if taken.fingerprint is not None:
+        said["the data set's fingerprint"] = taken.fingerprint
+    said["what is done about bad samples"] = [taken.settings.on_error, taken.settings.max_skipped]
     if taken.order.draw is not None:
         said["the order that the sampler draws"] = hashlib.sha256(taken.order.ids(0, 0, taken.order.epoch_samples).tobytes()).hexdigest()[
             :12

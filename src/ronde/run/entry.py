@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.feed import Feed, Order, Taken, take_over
+from ronde.feed import Feed, FeedSettings, Order, Taken, apply_settings, asked_settings, take_over
 from ronde.parallel import Work, batchnorms, carry_out
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
 from ronde.run.compare import Comparison, Forecast
-from ronde.run.evaluation import to_device
+from ronde.run.evaluation import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.persist import held_whole, restore, restore_pieces
 from ronde.run.run import DTYPES, Run
@@ -46,11 +46,11 @@ def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[s
     was_training = model.training
     model.eval()
     try:
-        feed = Feed(taken.dataset, Order(taken.order.n, 0, False), taken.settings, 0)
+        feed = Feed(taken.dataset, Order(taken.order.n, 0, False), dataclasses.replace(taken.settings, num_workers=0), 0)
         share = Share(0, 0, 1, ((0, 1),), 1)
         for _, micros in feed.read(lambda: iter([share])):
             with torch.no_grad():
-                forward.arguments(model, micros[0])
+                forward.arguments(model, feed.finish(share, micros)[0])
     except Exception as error:
         raise ArgumentError(
             f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not be given their shape by running one sample "
@@ -312,6 +312,7 @@ def distribute(
     keep: int = 3,
     on_nan: Literal["error", "ignore"] = "error",
     tensorboard: bool = False,
+    feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Run:
     """Train one script's model on one device or on many: the same training.
 
@@ -322,7 +323,7 @@ def distribute(
         model: the module as the script built it. It stays the script's own; it is moved to this worker's device.
         optimizer: a torch optimizer over ``model.parameters()``.
         data: a map-style Dataset; or a DataLoader, whose dataset, batch_size, sampler, collate_fn, drop_last and loading
-            processes are taken over. A bare Dataset is shuffled.
+            processes are taken over; or a :class:`ronde.feed.Pipeline`. A bare Dataset is shuffled.
         loss: ``loss(output, target)`` -> scalar mean over the samples given, or ``(sum, weight)`` for a weighted mean (of
             tokens, say).
         forward: ``forward(model, batch)`` -> what ``loss`` takes (a tuple is spread), where a batch is not ``(inputs, target)``.
@@ -352,6 +353,8 @@ def distribute(
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights are touched; ``"ignore"`` trains on.
             On accelerators, where looking means waiting, it looks at one step in fifty.
         tensorboard: also write what is logged for TensorBoard (``pip install 'ronde[tensorboard]'``).
+        feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, the same as names and values, or the path of a settings file.
+            What ``ronde run --feed`` (or ``RONDE_FEED``) names is used instead of it, setting by setting.
 
     Returns:
         Run: what the script holds from here on.
@@ -398,7 +401,11 @@ def distribute(
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
     checks.check_scheduler(scheduler, optimizer)
+    fetched = asked_settings(feed)
     taken = take_over(data, seed=seed, batch_size=batch_size, shuffle=shuffle, shuffle_dataset=True, drop_last=drop_last)
+    taken = apply_settings(taken, fetched, me.local_size)
+    if batch == "grow" and taken.settings.echo > 1:
+        raise ArgumentError("feed setting echo cannot be used with batch='grow': what is repeated would depend on the number of workers.")
     calls = LossCall(loss, forward)
     if hooks.observer is not None:
         given = hooks.Opening(
@@ -450,11 +457,11 @@ def distribute(
             f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
-    feed = Feed(taken.dataset, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
+    sampled = Feed(taken.dataset, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
 
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
-        return next(to_device(micros[0], me.device) for _, micros in feed.read(lambda: iter([share])))
+        return next(on_device(sampled, share, micros, me.device)[0] for _, micros in sampled.read(lambda: iter([share])))
 
     autocast = partial(torch.autocast, me.device.type, DTYPES[precision]) if precision in DTYPES else nullcontext
 

@@ -12,31 +12,61 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ronde.feed import Feed, LoaderSettings, Taken
+from ronde.feed import Feed, LoaderSettings, Taken, stage
+from ronde.feed.loader import too_many
 from ronde.parallel import Strategy
-from ronde.plan import Place, Plan, shares
+from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run.losses import LossCall
-from ronde.world import ArgumentError, World
+from ronde.world import ArgumentError, FeedError, World
 from ronde.world.agree import gather_json
 
-__all__ = ["Evaluation", "to_device"]
+__all__ = ["Evaluation", "gather_skipped", "on_device", "to_device"]
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in a batch, whatever it is made of."""
+def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, PackedSequence):
         return value.to(device)  # type: ignore[arg-type]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(v, device) for v in value))
+        return type(value)(*(_moved(v, device) for v in value))
     if isinstance(value, list | tuple):
-        return type(value)(to_device(v, device) for v in value)
+        return type(value)(_moved(v, device) for v in value)
     if isinstance(value, dict):
         moved = copy.copy(value)  # whatever kind of dictionary it is
-        moved.update({k: to_device(v, device) for k, v in value.items()})
+        moved.update({k: _moved(v, device) for k, v in value.items()})
         return moved
     return value.to(device) if callable(getattr(value, "to", None)) else value
+
+
+@stage("copy")
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in a batch, whatever it is made of."""
+    return _moved(value, device)
+
+
+def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
+    """A share's micro-batches on the device, and with what the pipeline does to them there."""
+    if device.type != "cpu":
+        micros = [to_device(m, device) for m in micros]
+    return feed.finish(share, micros)
+
+
+def gather_skipped(feed: Feed, layout: Layout, me: World) -> list[tuple[int, str]]:
+    """Bad samples of every worker since its feed began to read; of workers that read the same samples, one. A collective where any may be.
+
+    Raises:
+        FeedError: they are more than may be.
+    """
+    settings, of = feed.settings, feed.order.epoch_samples
+    if settings.on_error != "skip":
+        return []
+    place = layout.place(me.rank)
+    mine = feed.skipped if (place.pipeline, place.tensor) == (0, 0) else []
+    found = [(int(i), str(text)) for each in gather_json(me, mine) for i, text in each]
+    if len(found) > settings.max_skipped * of:
+        raise FeedError(too_many(found, of, settings.max_skipped))
+    return found
 
 
 def _is_torchmetric(metric: Any) -> bool:
@@ -90,16 +120,23 @@ class Evaluation:
         data: what the user gave.
         taken: how it is read.
         settings: how samples are fetched.
+        say: told what was chosen where there was a choice; see :class:`Feed`.
+
+    Attributes:
+        skipped: after a run, ``(id, text)`` of samples of any worker that could not be used: they are left out.
     """
 
-    def __init__(self, data: Any, taken: Taken, settings: LoaderSettings, plan: Plan, me: World) -> None:
+    def __init__(
+        self, data: Any, taken: Taken, settings: LoaderSettings, plan: Plan, me: World, say: Callable[[str, bool], None] | None = None
+    ) -> None:
         self.data = data
         self.taken = taken
         self.me = me
         # A DataLoader's own batch size means the same as in training: samples of all workers together.
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
-        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed)
+        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed, evaluate=True, say=say)
+        self.skipped: list[tuple[int, str]] = []
         self.layout = plan.layout
         # One worker of each replica: the last of its pipeline, the first of those that hold a layer together.
         self.counting: Any = None
@@ -150,14 +187,14 @@ class Evaluation:
         run_empty = getattr(strategy, "run_empty_inference", False)  # sharded parameters: every worker takes part in every pass
         with torch.no_grad():
             for share, micros in self.feed.read(mine):
-                for micro, (low, high) in zip(micros, share.micro, strict=True):
-                    if low == high:
-                        stand_in = micro
+                left_out = self.feed.left_out or (0,) * len(micros)
+                for batch, (low, high), missing in zip(on_device(self.feed, share, micros, me.device), share.micro, left_out, strict=True):
+                    samples = high - low - missing
+                    if not samples:
+                        stand_in = batch
                         if run_empty:
-                            spare = strategy.infer(judge, to_device(micro, me.device))
+                            spare = strategy.infer(judge, batch)
                         continue
-                    batch = micro if me.device.type == "cpu" else to_device(micro, me.device)
-                    samples = high - low
                     judged = strategy.infer(judge, batch)
                     if judged is None or not strategy.counts:
                         continue  # it counts on another worker of this replica
@@ -175,16 +212,17 @@ class Evaluation:
             empty = bool(objects) and stand_in is not None and counted == 0
             judged = None
             if empty:
-                judged = spare if run_empty else strategy.infer(judge, to_device(stand_in, me.device))
+                judged = spare if run_empty else strategy.infer(judge, stand_in)
             if judged is not None and strategy.counts:
                 arguments = judged[0]
                 for metric in objects.values():
                     metric.update(*arguments)
                     _forget(metric)
             if me.size > 1:
-                on_device = sums.to(me.device)
-                dist.all_reduce(on_device)
-                sums = on_device.cpu()
+                total_sums = sums.to(me.device)
+                dist.all_reduce(total_sums)
+                sums = total_sums.cpu()
+        self.skipped = gather_skipped(self.feed, self.layout, me)
         values = sums.tolist()
         result: dict[str, Any] = {}
         for i, name in enumerate(["loss", *plain]):

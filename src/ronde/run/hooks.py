@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ronde.run.run import Run
     from ronde.world import World
 
-__all__ = ["Observer", "Opening", "observer", "planner"]
+__all__ = ["Observer", "Opening", "examiner", "observer", "planner"]
 
 
 @dataclass
@@ -108,3 +108,6 @@ observer: Observer | None = None
 
 planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, Forecast]] | None = None
 """Chooses for ``plan="auto"``: a plan, and what is predicted for it. A room above this one puts it here."""
+
+examiner: Callable[..., dict[str, Any]] | None = None
+"""Carries ``run.doctor()`` out. A room above this one puts it here."""

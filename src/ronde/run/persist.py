@@ -20,7 +20,13 @@ __all__ = ["collect", "export", "held_whole", "restore", "restore_pieces", "save
 
 Tensors = Mapping[str, torch.Tensor]
 
-_WORDS = {"samples": "samples in the data set", "epoch_samples": "samples an epoch", "seed": "seed", "shuffle": "shuffle"}
+_WORDS = {
+    "order": "what the order of samples permutes",
+    "samples": "samples in the data set",
+    "epoch_samples": "samples an epoch",
+    "seed": "seed",
+    "shuffle": "shuffle",
+}
 
 
 def held_whole(run: Run) -> bool:
@@ -32,7 +38,10 @@ def held_whole(run: Run) -> bool:
 def _data(run: Run) -> dict[str, Any]:
     """What decides which samples are still to come, beside the place in the epoch."""
     order = run._taken.order
-    return {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": run.plan.seed, "shuffle": order.shuffle}
+    found = {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": run.plan.seed, "shuffle": order.shuffle, "order": order.kind}
+    if run._taken.fingerprint is not None:
+        found["fingerprint"] = run._taken.fingerprint
+    return found
 
 
 def _values(run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], randomness: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +116,14 @@ def _refuse(why: str) -> CheckpointError:
 def _check(run: Run, found: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan, or another number of workers, is the same one."""
     for name, value in _data(run).items():
-        if found["data"][name] != value:
+        then = found["data"].get(name, value)  # a checkpoint of an earlier version, or of a data set without one, has no fingerprint
+        if name == "fingerprint" and then != value:
+            raise CheckpointError(
+                f"the checkpoint cannot be continued: the data set is not the one that it was written with (its fingerprint was {then} then and "
+                f"is {value} now): samples were added, removed, renamed, changed or brought into another order, so those still to come would not "
+                "be the same. Restore the data set, or start a new run; init= the checkpoint's path keeps its weights."
+            )
+        if then != value:
             raise _refuse(
                 f"{_WORDS[name]} was {found['data'][name]} then and is {value} now, so the samples still to come would not be the same"
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
-from ronde.feed import Feed, Taken, key_of, take_over
+from ronde.feed import Feed, LoaderSettings, Taken, key_of, pipeline_in, take_over
+from ronde.feed.loader import first_few
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import hooks, persist, rates
 from ronde.run.compare import Comparison
-from ronde.run.evaluation import Evaluation, to_device
+from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
@@ -107,7 +111,7 @@ class Run:
         self._save_every = save_every
         self._keep = keep
         self._on_nan = on_nan
-        self._feed = Feed(taken.dataset, taken.order, taken.settings, plan.seed)
+        self._feed = Feed(taken.dataset, taken.order, taken.settings, plan.seed, say=self._feed_says_weakly())
         self._scaler = torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = self._scaler.scale if self._scaler else None  # type: ignore[assignment]
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
@@ -250,12 +254,36 @@ class Run:
                 self._seed(key_of(plan.seed, 5, state.step, self.rank // plan.tensor))
             low, high = share.micro[0]
             self._strategy.before_batch(high > low)
-            on_device = micros if self.device.type == "cpu" else [to_device(m, self.device) for m in micros]
+            ready = on_device(self._feed, share, micros, self.device)
             if hooks.observer is not None:
-                on_device = hooks.observer.batch(self, share, on_device)
-            yield MicroBatches(on_device) if several else on_device[0]
+                ready = hooks.observer.batch(self, share, ready)
+            yield MicroBatches(ready) if several else ready[0]
+        self._tell_skipped(
+            gather_skipped(self._feed, plan.layout, self._me), order.epoch_samples, f"epoch {epoch + 1}", "replaced by others"
+        )
         if plan.drop_last and self._share is None:
             state.epoch_samples = order.epoch_samples  # what is left of the epoch is left out
+
+    def _feed_says_weakly(self) -> Callable[[str, bool], None]:
+        """For a feed, which must not hold the run that holds it: processes are ended in order only where there is no such cycle."""
+        call = weakref.WeakMethod(self._feed_says)
+
+        def say(text: str, warning: bool) -> None:
+            found = call()
+            if found is not None:
+                found(text, warning)
+
+        return say
+
+    def _feed_says(self, text: str, warning: bool) -> None:
+        self._warn(text) if warning else self._watcher.say(text)
+
+    def _tell_skipped(self, skipped: list[tuple[int, str]], of: int, where: str, what: str) -> None:
+        if skipped:
+            count = f"{len(skipped)} sample{'s' if len(skipped) > 1 else ''} of {of}"
+            self._warn(
+                f"{where}: {count} ({len(skipped) / of:.2%}) could not be used and {'were' if len(skipped) > 1 else 'was'} {what}: {first_few(skipped)}"
+            )
 
     def _seed(self, key: int) -> None:
         # torch.manual_seed formats a stack trace for devices that are not there: 300 µs a step.
@@ -460,7 +488,7 @@ class Run:
             )
             if hooks.observer is not None:
                 taken = hooks.observer.evaluating(self, taken)
-            evaluation = Evaluation(data, taken, self._taken.settings if taken.dataset is data else taken.settings, self.plan, self._me)
+            evaluation = Evaluation(data, taken, self._settings_for(data, taken), self.plan, self._me, self._feed_says_weakly())
             self._evaluations[id(data)] = evaluation
             if len(self._evaluations) > 4:  # a script may make a new DataLoader for each
                 del self._evaluations[next(iter(self._evaluations))]
@@ -476,6 +504,7 @@ class Run:
                 module.training = training  # each its own: a frozen part stays as the script set it
         if hooks.observer is not None:
             hooks.observer.evaluated(self, result, samples)
+        self._tell_skipped(evaluation.skipped, evaluation.taken.order.epoch_samples, "evaluation", "left out")
         self._watcher.event(Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result))
         if self.is_main and self._writer is not None:
             self._write_scalars("evaluate", result)
@@ -483,6 +512,18 @@ class Run:
         self._watcher.say(f"epoch {self.state.epoch + 1}  step {self.state.step}  evaluate  {shown}")
         self._watcher.rate.resume()
         return result
+
+    def _settings_for(self, data: Any, taken: Taken) -> LoaderSettings:
+        """How a data set is read that is evaluated: as its DataLoader says; without one, with as many loaders as the training's."""
+        if taken.dataset is not data:
+            return taken.settings
+        mine = self._taken.settings
+        own = taken.settings
+        if (isinstance(data, IterableDataset) or pipeline_in(data) is None) and pipeline_in(self._taken.dataset) is None:
+            return mine  # the training's collate function is for such data too
+        return dataclasses.replace(
+            mine, collate=own.collate, finish=own.finish, on_error=own.on_error, max_skipped=own.max_skipped, init=None
+        )
 
     def fit(self, epochs: int, validate: Any = None, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The loop, for those who want none: train, and evaluate after every epoch.
@@ -505,6 +546,28 @@ class Run:
             elif loss is not None:
                 result = {"loss": float(loss)}
         return result
+
+    def doctor(self, seconds: float = 60.0, **options: Any) -> dict[str, Any]:
+        """Why are the devices idle? Measure this very training with and without parts of its input, then go on as if nothing had been.
+
+        Call it on every worker, between two steps. Weights, optimizer, scheduler, randomness and the place in the data are afterwards
+        bit for bit what they were; a copy of weights and moments is held meanwhile. ``ronde doctor`` does the same from outside.
+
+        Args:
+            seconds: how long measuring may take, about.
+            options: ``rounds``, how often each rate is measured at least; ``to``, how many devices to predict for.
+
+        Returns:
+            dict: what ``ronde doctor --json`` writes, the same on every worker.
+
+        Example:
+            >>> found = run.doctor(seconds=30)  # doctest: +SKIP
+            >>> found["healthy"], found["gap"], found["cause"]  # doctest: +SKIP
+            (False, 0.24, {'stage': 'decode', 'points': 14.1})
+        """
+        if hooks.examiner is None:
+            raise RondeError("run.doctor() needs a run that ronde.distribute made.")
+        return hooks.examiner(self, seconds, **options)
 
     # -- what it leaves behind -------------------------------------------------------------------------------------
 

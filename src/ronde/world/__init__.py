@@ -6,7 +6,7 @@ Importing it does not import torch.
 """
 
 from ronde.world.cores import threads_per_worker, usable_cores
-from ronde.world.errors import ArgumentError, CheckpointError, LossError, RondeError, SampleError, WorldError
+from ronde.world.errors import ArgumentError, CheckpointError, FeedError, LossError, RondeError, SampleError, WorldError
 from ronde.world.launchers import LAUNCHERS, Identity, identify
 from ronde.world.who import World, world
 
@@ -14,6 +14,7 @@ __all__ = [
     "LAUNCHERS",
     "ArgumentError",
     "CheckpointError",
+    "FeedError",
     "Identity",
     "LossError",
     "RondeError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ArgumentError", "CheckpointError", "LossError", "RondeError", "SampleError", "WorldError"]
+__all__ = ["ArgumentError", "CheckpointError", "FeedError", "LossError", "RondeError", "SampleError", "WorldError"]
 
 
 class RondeError(Exception):
@@ -27,3 +27,7 @@ class LossError(RondeError, ArithmeticError):
 
 class SampleError(RondeError, RuntimeError):
     """A sample cannot be read or decoded: the file, or the place in it, is named."""
+
+
+class FeedError(RondeError, RuntimeError):
+    """Samples can no longer be loaded: a loading process has died, or too many samples are bad."""

@@ -1,0 +1,406 @@
+"""``ronde doctor``: why are the devices idle? Measured on the script itself, with what would help."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.progress import Doing
+from ronde.cli.progress import console as terminal
+from ronde.cli.run import _command, _discard, _feed
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+The script runs up to ronde.distribute. There its steps are timed in turns: on real batches that were read before and are used again
+(the synthetic ceiling), as it really reads them, and with one stage of its input taken out at a time. Nothing is trained or written.
+
+Examples:
+
+  ronde doctor train.py                                  as many workers as ronde run takes, about a minute
+
+  ronde doctor --workers 2 --to 64 train.py --lr 0.1     what follows the script is the script's own
+
+  ronde doctor --apply 1,2 train.py                      write prescriptions 1 and 2 to train.feed.yaml, and measure again
+
+  ronde doctor --json doctor.json --report report.html -m my.train
+
+Exit status: 0 a verdict was given, 1 it was refused since the machine is too disturbed, 2 the script failed or an argument cannot be
+used, 130 stopped by Ctrl-C.
+"""
+
+_LINES = 24
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "doctor",
+        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and what would help.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def doctor(
+        arguments: Annotated[
+            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        ] = None,
+        workers: Annotated[
+            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+        ] = "auto",
+        to: Annotated[int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")] = 32,
+        nodes: Annotated[
+            int | None,
+            typer.Option(
+                "--nodes", metavar="N", help="Nodes that those devices are on. Default: as many as they fill.", show_default=False
+            ),
+        ] = None,
+        seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long measuring may take, in all.")] = 60.0,
+        rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often each rate is measured, at least.")] = 3,
+        apply: Annotated[
+            str | None,
+            typer.Option(
+                "--apply", metavar="1,2", help="Write these prescriptions to SCRIPT's settings and measure again.", show_default=False
+            ),
+        ] = None,
+        cold: Annotated[bool, typer.Option("--cold", help="Read the files from the storage too, not from the system's memory.")] = False,
+        feed: Annotated[
+            str | None,
+            typer.Option(
+                "--feed",
+                metavar="FILE|none",
+                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
+                show_default=False,
+            ),
+        ] = None,
+        module: Annotated[
+            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
+        ] = None,
+        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
+        report: Annotated[
+            Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
+        ] = None,
+    ) -> None:
+        from ronde.launch import check_workers, resolve_workers
+
+        command = _command(module, arguments or [])
+        count = resolve_workers(workers)
+        check_workers(count)
+        for option, value, least in (("--to", to, 1), ("--rounds", rounds, 1), ("--nodes", nodes, 1)):
+            if value is not None and value < least:
+                raise ArgumentError(f"{option} {value} must be {least} or more.")
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
+        if nodes is not None and nodes > to:
+            raise ArgumentError(f"--nodes {nodes} is more than the {to} devices of --to.")
+        chosen = _parse_apply(apply)
+        for option, path in (("--json", file), ("--report", report)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        script = module or command[0]
+        fetched, told_feed = _feed(feed, script)
+        if report is not None:
+            from ronde.watch.report import check_drawing
+
+            check_drawing()  # before a minute of measuring
+        options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes, "cold": cold}
+        console = terminal()
+        with Doing(console) as say:
+            values = _measured(command, count, fetched, options, say)
+        values["script"] = f"-m {module}" if module is not None else command[0]
+        if told_feed:
+            values["notes"].append(f"{told_feed}.")
+        _show(console, values)
+        if chosen and not values["refused"]:
+            values["applied"] = _applied(command, count, script, fetched, options, values, chosen, console)
+        if file is not None:
+            temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
+            temporary.write_text(json.dumps(values, indent=2) + "\n")
+            temporary.rename(file)
+        if report is not None:
+            from ronde.watch.report import doctor_report
+
+            doctor_report(values, report)
+            console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
+        if values["refused"]:
+            raise typer.Exit(1)
+
+
+def _parse_apply(text: str | None) -> list[str]:
+    """``"1,2"`` or names of prescriptions.
+
+    Raises:
+        ArgumentError: nothing between the commas.
+    """
+    if text is None:
+        return []
+    words = [w.strip() for w in text.split(",")]
+    if not all(words) or any(w.lstrip("-").isdigit() and int(w) < 1 for w in words):
+        raise ArgumentError(f"--apply {text!r}: expected numbers or names of prescriptions with commas between them, as --apply 1,2.")
+    return words
+
+
+def _measured(command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any) -> dict[str, Any]:
+    """What the workers of the script found."""
+    from ronde.launch import Job, launch
+    from ronde.study.doctor import load
+
+    with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
+        out = Path(folder) / "doctor.json"
+        environment = {
+            "RONDE_STUDY": "doctor",
+            "RONDE_STUDY_FILE": str(out),
+            "RONDE_STUDY_OPTIONS": json.dumps(options),
+            "RONDE_RUNS": "none",
+            "RONDE_PROGRESS": "quiet",
+            "RONDE_RESUME": "0",
+            "RONDE_FEED": feed,
+        }
+
+        def heard(message: dict[str, Any]) -> None:
+            if "study" in message:
+                say(str(message["study"]))
+
+        say(f"starting {workers} worker{'s' if workers > 1 else ''}")
+        outcome = launch(Job(command, workers, Path(folder) / "run", environment), _discard, heard)
+        if outcome.interrupted:
+            typer.echo(
+                "stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended"
+            )
+            raise typer.Exit(outcome.status)
+        if outcome.status and not out.exists():
+            if outcome.traceback:
+                typer.echo(outcome.traceback.rstrip(), err=True)
+            raise RondeError(f"the script failed before it was examined: {outcome.error}")
+        return load(out)
+
+
+def _applied(
+    command: list[str],
+    workers: int,
+    script: str,
+    feed: str,
+    options: dict[str, Any],
+    values: dict[str, Any],
+    chosen: list[str],
+    console: Any,
+) -> dict[str, Any]:
+    """Write prescriptions to the settings file, measure again, and say what was gained against what was promised."""
+    from rich.text import Text
+
+    from ronde.feed.settings import FeedSettings, settings_file
+
+    def line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+
+    listed = values["prescriptions"]
+    by_name = {str(p["number"]): p for p in listed} | {p["id"]: p for p in listed}
+    picked = []
+    for word in chosen:
+        if word not in by_name:
+            known = ", ".join(f"{p['number']} ({p['id']})" for p in listed) or "none"
+            raise ArgumentError(f"--apply {word}: this time the doctor prescribes {known}.")
+        if by_name[word]["settings"] is None:
+            raise ArgumentError(f"--apply {word}: {by_name[word]['text']} takes more than settings.")
+        picked.append(by_name[word])
+    file = settings_file(script)
+    settings = FeedSettings() if feed == "none" else FeedSettings.load(Path(feed))
+    for p in picked:
+        settings = settings.merged(FeedSettings.from_dict(p["settings"]))
+    names = ", ".join(p["id"] for p in picked)
+    settings.save(file, f"Written by ronde doctor --apply: {names}. ronde run reads it; --feed none does not.")
+    line(("written  ", "bold"), f"{file}, which ronde run reads; --feed none leaves it out, deleting it undoes it")
+    with Doing(console) as say:
+        after = _measured(command, workers, str(file.absolute()), {**options, "verify": True}, say)
+    # Several together are promised what the best of them is: what they share is gained once.
+    promised = min(float(p["gap_here"]) for p in picked)
+    before_rate, after_rate = (float(v["samples_per_second"]["real"]) for v in (values, after))
+    gained = 100 * (float(values["gap"]) - float(after["gap"]))
+    hoped = 100 * (float(values["gap"]) - promised)
+    style = "green" if gained > 0.5 * hoped else "yellow"
+    line(
+        ("applied  ", "bold"),
+        f"gap {values['gap']:.0%} -> ",
+        (f"{after['gap']:.0%}", style),
+        f", promised {promised:.0%}; {_rate(before_rate)} -> {_rate(after_rate)} samples/s (x {after_rate / before_rate:.2f}); "
+        f"{gained:.0f} points gained of {hoped:.0f}",
+    )
+    if after["refused"]:
+        line(("careful  ", "bold yellow"), after["refused"])
+    elif gained < 0:
+        line(("careful  ", "bold yellow"), f"it did not help here: delete {file} to go back.")
+    return {
+        "prescriptions": [p["id"] for p in picked],
+        "settings": settings.to_dict(),
+        "file": str(file),
+        "gap": after["gap"],
+        "gap_low": after["gap_low"],
+        "gap_high": after["gap_high"],
+        "samples_per_second": after["samples_per_second"],
+        "promised_gap": promised,
+        "gained_points": gained,
+        "promised_points": hoped,
+        "refused": after["refused"],
+    }
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def _show(console: Any, values: dict[str, Any]) -> None:
+    """One screen."""
+    from rich.text import Text
+
+    lines = [Text.assemble(*parts) for parts in screen(values, max(60, min(console.width, 118)))]
+    for text in lines:
+        console.print(text, soft_wrap=True, highlight=False)
+
+
+Line = list[Any]
+
+
+def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
+    """What is shown: at most 24 lines, each a list of texts and ``(text, style)``."""
+    rates = values["samples_per_second"]
+    n = values["workers"]
+    gap, half = 100 * values["gap"], 50 * (values["gap_high"] - values["gap_low"])
+    top: list[Line] = [
+        [
+            ("ronde doctor", "bold"),
+            f" {values['script']}  ·  {values['model']}  ·  {n} worker{'s' if n > 1 else ''} on {values['device']}, {_loaders(values)}  ·  "
+            f"{values['measured_seconds']:.0f} s, {values['rounds']} rounds",
+        ],
+        [
+            f"  synthetic {_rate(rates['synthetic'])} samples/s   real {_rate(rates['real'])}   ",
+            (f"GAP {gap:.0f} %", "bold green" if values["healthy"] else "bold red"),
+            f" (± {half:.1f})",
+        ],
+        _headline(values),
+    ]
+    table: list[Line] = [
+        [(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}  {'':<8}", "dim")],
+        *(_row(r, width) for r in _shown(values["stages"])),
+        *_workers_rows(values, width),
+    ]
+    bottom = [*_scale(values), *_prescribed(values)]
+    room = _LINES - len(top) - len(bottom)
+    if len(table) > room:
+        table = table[: max(2, room)]
+    notes = [[("  note  ", "dim"), (_cut(text, width - 8), "dim")] for text in values["notes"]]
+    left = _LINES - len(top) - len(table) - len(bottom)
+    return [*top, *table, *bottom, *notes[: max(0, left)]][:_LINES]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
+
+
+def _loaders(values: dict[str, Any]) -> str:
+    if values["executor"] == "none":
+        return "samples read in the worker itself"
+    what = "loading threads" if values["executor"] == "threads" else "loading processes"
+    return f"{values['loaders']} {what} each"
+
+
+def _headline(values: dict[str, Any]) -> Line:
+    if values["refused"]:
+        return [("  NO VERDICT  ", "bold yellow"), values["refused"]]
+    cause = values["cause"]
+    if values["healthy"] or cause is None:
+        started = f"; the first batch takes {values['startup_seconds']:.1f} s" if values["startup_seconds"] > 1 else ""
+        return [("  healthy", "bold green"), f": the input keeps up with the devices, nothing to prescribe{started}"]
+    gap = 100 * values["gap"]
+    points = cause["points"]
+    where = ""
+    if cause.get("within"):
+        where = f", in {cause['within']}"
+    if "rank" in cause:
+        where += f", rank {cause['rank']}"
+    name = _NAMES.get(cause["stage"], cause["stage"])
+    of = f" of {gap:.0f}" if cause["stage"] not in ("exchange", "straggler") or cause.get("within") not in (None, "step") else ""
+    return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), f": {points:.0f}{of} points"]
+
+
+_NAMES = {
+    "read": "storage read",
+    "python": "Python in the data set",
+    "transport": "the way between processes",
+    "copy": "the copy to the device",
+    "neighbour": "noisy neighbour: loaders slow the step down",
+    "oversubscription": "too many compute threads in the loaders",
+    "exchange": "the exchange of gradients",
+    "straggler": "a straggler",
+    "unexplained": "not found",
+}
+
+
+def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every stage that costs something or stands for something: ten at most."""
+    kept = [r for r in stages if r["lost_points"] >= 0.5 or (r["wall_ms_per_sample"] or 0) > 0]
+    if len(kept) > 10:
+        most = sorted(kept, key=lambda r: -r["lost_points"])[:10]
+        kept = [r for r in kept if r in most]
+    return kept
+
+
+def _row(r: dict[str, Any], width: int) -> Line:
+    capacity = _rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
+    cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
+    lost = r["lost_points"]
+    style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
+    return [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style), "  " + _cut(r["note"] or "", width - 50)]
+
+
+def _workers_rows(values: dict[str, Any], width: int) -> list[Line]:
+    found: list[Line] = []
+    neighbour, straggler = values["neighbour"], values["straggler"]
+    if neighbour is not None and (neighbour["points"] >= 0.5 or neighbour["slowdown"] > 1.02):
+        text = f"step {100 * (neighbour['slowdown'] - 1):.0f} % slower beside the loaders" + (
+            f": {neighbour['cause']}" if neighbour["cause"] else ""
+        )
+        found.append([f"  {'noisy neighbour':<17}{'-':>11}{'-':>9}{neighbour['points']:>10.0f}  {_cut(text, width - 50)}"])
+    if values["workers"] > 1 and values["samples_per_second"]["alone"]:
+        found.append([f"  {'exchange':<17}{'-':>11}{'-':>9}{values['exchange_points']:>10.0f}  of the ideal, each worker by itself"])
+    if straggler is not None:
+        text = f"rank {straggler['rank']}, {straggler['slower']:.2f} x the others, {straggler['stage']}"
+        found.append([f"  {'straggler':<17}{'-':>11}{'-':>9}{straggler['points']:>10.0f}  {text}"])
+    return found
+
+
+def _scale(values: dict[str, Any]) -> list[Line]:
+    rows = values["scale"]
+    if len(rows) < 2 or values["refused"]:
+        return []
+    told = "   ".join(f"{r['devices']}: {r['gap']:.0%}" for r in rows)
+    wall = next((w for w in values["walls"] if w["devices"] > values["workers"]), None)
+    met = f"   <- {wall['stage']} wall at {wall['devices']}" if wall and wall["devices"] <= rows[-1]["devices"] else ""
+    return [["  gap at N devices   ", told, (met, "yellow")]]
+
+
+def _prescribed(values: dict[str, Any]) -> list[Line]:
+    found = values["prescriptions"]
+    if not found:
+        return []
+    here, largest = values["workers"], values["scale"][-1]["devices"] if values["scale"] else values["workers"]
+    lines: list[Line] = [[("  PRESCRIBE", "bold"), (f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}", "dim")]]
+    for p in found[:5]:
+        mark = "" if p["tried"] else "~"
+        lines.append(
+            [
+                f"   {p['number']} ",
+                (p["id"], "bold"),
+                f"  {p['text']}  ({p['label']})  ",
+                (f"{mark}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}", "green"),
+            ]
+        )
+    first = next((p for p in found if p["settings"] is not None), None)
+    if first is not None:
+        lines.append([(f"  apply and verify: ronde doctor --apply {first['number']} {values['script']}", "cyan")])
+    return lines

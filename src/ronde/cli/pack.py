@@ -1,0 +1,177 @@
+"""``ronde pack``: many small files into a few large ones, which disks and networks read many times faster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.plan import parse_bytes
+from ronde.cli.progress import console as terminal
+from ronde.world import ArgumentError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+OUT then holds shards and a manifest. feed.tar("OUT") and feed.images("OUT") give what they gave of FOLDER: same samples, labels, classes
+and order, so a training goes on from either. The same FOLDER gives the same bytes. If the command is stopped or killed, give it again: it
+goes on with the shard that it was writing.
+
+Examples:
+
+  ronde pack photos/train packed/train                       labels are the names of the folders in photos/train
+
+  ronde pack --labels labels.csv --suffixes jpg,png photos packed
+
+  ronde pack --format parquet --shard-size 1GiB photos/train packed/train
+
+  ronde pack --resize 256 --quality 90 photos/train small    changes pixels: shorter side 256, JPEG again
+
+  ronde pack --verify packed/train                           compare every byte with its checksum
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("pack", help="Pack a folder of small files into shards with an index.\n" + _EXAMPLES, no_args_is_help=True)
+    def pack(
+        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What is packed; with --verify, the pack.", show_default=False)],
+        out: Annotated[
+            Path | None, typer.Argument(metavar="OUT", help="A new or empty folder, or one where this pack was begun.", show_default=False)
+        ] = None,
+        kind: Annotated[str, typer.Option("--format", metavar="tar|parquet", help="Tars that WebDataset reads too, or Parquet.")] = "tar",
+        shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most bytes of a shard.")] = "256MiB",
+        labels: Annotated[
+            str,
+            typer.Option(
+                "--labels", metavar="folder|none|FILE.csv", help="Names of folders, none, or a CSV: a line of names, then file and label."
+            ),
+        ] = "folder",
+        suffixes: Annotated[
+            str | None, typer.Option("--suffixes", metavar="jpg,png", help="Endings that are packed. Default: all.", show_default=False)
+        ] = None,
+        pattern: Annotated[
+            str | None,
+            typer.Option("--pattern", metavar="GLOB", help="What the path below FOLDER must match, as '*/a*.jpg'.", show_default=False),
+        ] = None,
+        resize: Annotated[
+            int | None,
+            typer.Option("--resize", metavar="PIXELS", help="CHANGES PIXELS: make the shorter side so long, as JPEG.", show_default=False),
+        ] = None,
+        quality: Annotated[int, typer.Option("--quality", metavar="1-95", help="Of those JPEGs.")] = 90,
+        verify: Annotated[bool, typer.Option("--verify", help="Check a pack instead: every shard and sample.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    ) -> None:
+        from ronde.feed.pack import pack as write
+        from ronde.feed.pack import verify_pack
+
+        began = time.monotonic()
+        if verify:
+            if out is not None:
+                raise ArgumentError(f"--verify takes one folder, the pack: leave {out} out.")
+            with _bar("checking", as_json) as progress, _stoppable(folder, "nothing was changed"):
+                found = verify_pack(folder, progress)
+            _say_verified(found, as_json)
+            raise typer.Exit(1 if found.problems else 0)
+        if out is None:
+            raise ArgumentError("OUT is missing: ronde pack FOLDER OUT, or ronde pack --verify OUT.")
+        if kind not in ("tar", "parquet"):
+            raise ArgumentError(f"--format {kind}: choose tar or parquet.")
+        endings = [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
+        size = _size(shard_size)
+        with _bar("packing", as_json) as progress, _stoppable(out, "the same command goes on"):
+            result = write(
+                folder,
+                out,
+                kind=kind,  # type: ignore[arg-type]
+                shard_bytes=size,
+                labels=labels,
+                suffixes=endings,
+                pattern=pattern,
+                resize=resize,
+                quality=quality,
+                progress=progress,
+            )
+        if as_json:
+            print(json.dumps({**result.to_dict(), "seconds": round(time.monotonic() - began, 3)}, indent=1))
+            return
+        what = f"{result.samples:,} samples" + (f" of {len(result.classes):,} classes" if result.classes else "")
+        done = f"{what}, {_bytes(result.bytes)} in {result.shards:,} shard{'s' * (result.shards != 1)}"
+        if result.already:
+            line = f"{out} is packed already: {done}"
+        else:
+            went_on = f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
+            line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
+        if resize is not None:
+            line += f"\npixels were changed: shorter side {resize}, JPEG quality {quality}"
+        terminal().print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _size(text: str) -> int:
+    try:
+        return int(parse_bytes(text))
+    except ArgumentError:
+        raise ArgumentError(f"--shard-size {text}: expected a size as 256MiB or 1GB.") from None
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+@contextlib.contextmanager
+def _bar(what: str, as_json: bool) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere; gives what is called with samples done and in all."""
+    console = terminal()
+    if as_json or not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("samples"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _stoppable(place: Path, then: str) -> Iterator[None]:
+    """Ctrl-C is one line and exit status 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped by SIGINT; {then}: {place}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _say_verified(found: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return
+    console = terminal()
+    for problem in found.problems:
+        console.print("[bold red]damaged:[/] ", end="", highlight=False)
+        console.print(problem, highlight=False, soft_wrap=True, markup=False)
+    if not found.problems:
+        console.print(
+            f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, {_bytes(found.bytes)}, all as they were packed",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )

@@ -1,0 +1,326 @@
+"""``ronde scale``: how many devices are worth it? Speed-up and cost, synthetic and real, measured and extrapolated."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ronde.cli.progress import Doing
+from ronde.cli.progress import console as terminal
+from ronde.cli.run import _command, _discard, _feed
+from ronde.world import ArgumentError, RondeError, threads_per_worker, usable_cores
+
+if TYPE_CHECKING:
+    from ronde.study.scale import Scaling, Start
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+The script is started with each number of workers, several times in turns, up to ronde.distribute. There its steps are timed twice:
+on real batches that were read before and are used again (synthetic), and as it really reads them. Nothing is trained or written.
+
+Examples:
+
+  ronde scale train.py                                   1, 2, 4, … up to this machine's devices
+
+  ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  what follows the script is the script's own
+
+  ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 for each device and hour, in any currency
+
+  ronde scale --batch grow train.py                      the batch per worker stays, whatever the script says
+
+  ronde scale --json scale.json --report scale.html -m my.train
+
+Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by Ctrl-C.
+"""
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``"1,2,4"`` -> numbers of workers, in order.
+
+    Raises:
+        ArgumentError: not a list of whole numbers above 0.
+
+    Example:
+        >>> parse_sizes("4,1,2")
+        [1, 2, 4]
+    """
+    try:
+        found = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise ArgumentError(f"--workers {text!r}: expected whole numbers above 0 with commas between them, as --workers 1,2,4.")
+    return found
+
+
+def default_sizes(devices: int) -> list[int]:
+    """Powers of two up to the devices that there are, and those.
+
+    Example:
+        >>> default_sizes(6)
+        [1, 2, 4, 6]
+    """
+    found = []
+    n = 1
+    while n < devices:
+        found.append(n)
+        n *= 2
+    return [*found, devices]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "scale",
+        help="How many devices are worth it? Speed-up, efficiency and cost for each number of workers, and where to stop.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def scale(
+        arguments: Annotated[
+            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+        ] = None,
+        workers: Annotated[
+            str | None,
+            typer.Option("--workers", "-n", metavar="N,N,…", help="Sizes to measure. Default: 1, 2, 4, … all devices.", show_default=False),
+        ] = None,
+        to: Annotated[
+            int | None,
+            typer.Option(
+                "--to", metavar="N", help="Extrapolate up to N workers. Default: 64, or the largest size measured.", show_default=False
+            ),
+        ] = None,
+        seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long each rate is measured at a time.")] = 2.0,
+        rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often each size is started, in turns.")] = 2,
+        cost: Annotated[
+            float | None, typer.Option("--cost", metavar="PRICE", help="Of one device for one hour.", show_default=False)
+        ] = None,
+        batch: Annotated[
+            str | None,
+            typer.Option(
+                "--batch",
+                metavar="keep|grow",
+                help="The batch of all workers together stays (strong scaling), or that of each (weak). Default: as the script has it.",
+                show_default=False,
+            ),
+        ] = None,
+        feed: Annotated[
+            str | None,
+            typer.Option(
+                "--feed",
+                metavar="FILE|none",
+                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
+                show_default=False,
+            ),
+        ] = None,
+        module: Annotated[
+            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
+        ] = None,
+        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
+        report: Annotated[
+            Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
+        ] = None,
+    ) -> None:
+        from ronde.launch import check_workers
+        from ronde.launch.local import devices
+
+        command = _command(module, arguments or [])
+        count, kind = devices()
+        sizes = parse_sizes(workers) if workers is not None else default_sizes(count)
+        for n in sizes:
+            check_workers(n)
+        if to is not None and to < 1:
+            raise ArgumentError(f"--to {to} must be 1 or more.")
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
+        if rounds < 1:
+            raise ArgumentError(f"--rounds {rounds} must be 1 or more.")
+        if cost is not None and not 0 <= cost < float("inf"):
+            raise ArgumentError(f"--cost {cost:g} must be 0 or more.")
+        if batch not in (None, "keep", "grow"):
+            raise ArgumentError(f"--batch {batch}: choose keep or grow.")
+        for option, path in (("--json", file), ("--report", report)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        fetched, told_feed = _feed(feed, module or command[0])
+        if report is not None:
+            from ronde.watch.report import check_drawing
+
+            check_drawing()  # before minutes of measuring
+        console = terminal()
+        threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
+        with Doing(console) as say:
+            starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
+        from ronde.study.scale import summarise
+
+        name = f"-m {command[1]}" if command[0] == "-m" else command[0]
+        answer = summarise(
+            name,
+            starts,
+            to=to or max(64, sizes[-1]),
+            cores=float(usable_cores()),
+            per_node=max(1, count // (threads or 1)) if kind == "cpu" else count,
+            threads=threads,
+            price=cost,
+        )
+        if told_feed:
+            answer.notes.append(f"{told_feed}.")
+        show(console, answer)
+        values = answer.to_dict()
+        if file is not None:
+            temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
+            temporary.write_text(json.dumps(values, indent=2) + "\n")
+            temporary.rename(file)
+        if report is not None:
+            from ronde.watch.report import scale_report
+
+            scale_report(values, report)
+            console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _measured(
+    command: list[str], sizes: list[int], rounds: int, seconds: float, batch: str | None, threads: int | None, feed: str, say: Any
+) -> dict[int, list[Start]]:
+    """Every size, started in processes of its own."""
+    from ronde.launch import Job, launch
+    from ronde.study.scale import load, measure_sizes, start_options
+
+    with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
+        made = 0
+
+        def heard(message: dict[str, Any]) -> None:
+            if "study" in message:
+                say(str(message["study"]))
+
+        def start(n: int, first: bool) -> Start:
+            nonlocal made
+            made += 1
+            out = Path(folder) / f"{made}.json"
+            environment = {
+                "RONDE_STUDY": "scale",
+                "RONDE_STUDY_FILE": str(out),
+                "RONDE_STUDY_OPTIONS": start_options(2, seconds, batch, first),
+                "RONDE_RUNS": "none",
+                "RONDE_PROGRESS": "quiet",
+                "RONDE_RESUME": "0",
+                "RONDE_FEED": feed,
+                # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
+                **({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if threads else {}),
+            }
+            outcome = launch(Job(command, n, Path(folder) / f"run-{made}", environment), _discard, heard)
+            if outcome.interrupted:
+                typer.echo(
+                    "stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended"
+                )
+                raise typer.Exit(outcome.status)
+            if outcome.status and not out.exists():
+                if outcome.traceback:
+                    typer.echo(outcome.traceback.rstrip(), err=True)
+                who = f"{n} worker{'s' if n > 1 else ''}"
+                raise RondeError(f"the script failed with {who} before it was measured: {outcome.error}")
+            return load(out)
+
+        return measure_sizes(sizes, rounds, start, say)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def show(console: Any, answer: Scaling) -> None:
+    """The table, the fit, what is extrapolated, and the answer."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    def line(*parts: str | tuple[str, str]) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+
+    kind = "each step has" if answer.batch == "keep" else "one worker's step has"
+    line(("ronde scale", "bold"), f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {kind} {answer.batch_size} samples")
+    priced = answer.cost_per_hour is not None
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    for name in ("workers", "synthetic\nsamples/s", "real\nsamples/s", "gap", "synthetic\nspeed-up", "real\nspeed-up", "epoch"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("cost\nper epoch" if priced else "device-s\nper epoch", justify="right", no_wrap=True)
+
+    def cost(money: float | None, device_seconds: float) -> str:
+        return f"{money:,.3g}" if money is not None else f"{device_seconds:,.3g}"
+
+    def up(times: float, efficiency: float) -> str:
+        return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
+
+    for r in answer.rows:
+        table.add_row(
+            str(r.workers),
+            _rate(r.synthetic),
+            _rate(r.real),
+            f"{r.gap:.0%}",
+            up(r.speedup_synthetic, r.efficiency_synthetic),
+            up(r.speedup_real, r.efficiency_real),
+            _time(r.epoch_seconds),
+            cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
+        )
+    if answer.extrapolated:
+        table.add_section()
+        base, real = (getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real"))
+        for f in answer.extrapolated:
+            times = f.synthetic.value / base
+            table.add_row(
+                f"~{f.workers}",
+                _rate(f.synthetic.value),
+                f"{_rate(f.real.low)}…{_rate(f.real.high)}",
+                f"{f.gap:.0%}",
+                up(times, times / f.workers),
+                up(f.real.value / real, f.efficiency_real),
+                _time(f.epoch_seconds),
+                cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
+                style="dim italic",
+            )
+    console.print(table)
+    if answer.extrapolated:
+        line(("~", "dim"), " extrapolated, not measured: the real rate is given as its interval of 95 %")
+    for name in ("synthetic", "real"):
+        law = answer.laws.get(name)
+        if law is not None:
+            line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
+    if answer.wall is not None:
+        line(
+            ("wall  ", "bold"),
+            f"{answer.wall.stage} ({answer.wall.limit}) is met at {answer.wall.devices} worker{'s' if answer.wall.devices > 1 else ''}",
+        )
+    line(("so    ", "bold"), answer.sentence)
+    for note in answer.notes:
+        line(("note  ", "dim"), note)
+
+
+def describe(fit: Any) -> str:
+    """A fit in a line."""
+    share = fit.parameter("contention")
+    if fit.law == "amdahl":
+        text = f"Amdahl's law, {share.value:.1%} does not divide ({share.low:.1%} to {share.high:.1%})"
+    else:
+        pairs = fit.parameter("coherency")
+        text = (
+            f"universal scalability law, contention {share.value:.1%} ({share.low:.1%} to {share.high:.1%}), coherency {pairs.value:.2g} "
+            f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} workers"
+        )
+    of = f"{len(fit.points)} sizes"
+    return f"{text}; {of}, " + (
+        f"error of a point assumed {fit.error:.0%}"
+        if fit.assumed
+        else f"error of a point {fit.error:.1%}, {fit.freedom} degrees of freedom"
+    )
+
+
+def _time(seconds: float) -> str:
+    from ronde.watch import clock
+
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 100 else clock(seconds)

@@ -1,0 +1,402 @@
+"""What stands in for functions of others while a probe is installed: the same, with a look at the clock if a sample is being made."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from ronde.feed.account import Account, here, local
+from ronde.feed.replay import MISSING
+from ronde.feed.storage import in_cache
+
+__all__ = ["Named", "image_convert", "image_load", "image_open", "opener", "timed"]
+
+_READING = frozenset(("r", "rt", "tr", "rb", "br"))
+_WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
+_FILES = 256  # files that each thread writes down
+
+
+def suffix(path: Any) -> str:
+    """The end of a file's name, which says what kind it is."""
+    if isinstance(path, str | os.PathLike):
+        return os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122 - 0.5 µs, where a Path takes 3
+    return type(path).__name__
+
+
+def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
+    """A function that reads, decodes or augments.
+
+    Args:
+        first: what it takes first: ``path``, ``name`` or ``count``, or nothing of interest.
+    """
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        account: Account | None = getattr(local, "account", None)
+        if account is None or account.current < 0:
+            return original(*args, **kwargs)
+        number = account.slot.stage(stage)
+        # What augments by its name counts only where no stage is named around it; what reads or decodes counts everywhere.
+        if account.current == number or (stage == "augment" and account.current != account.python):
+            return original(*args, **kwargs)
+        if first == "path" or first == "name":
+            kind = suffix(args[0 if first == "path" else 1]) if len(args) > (first == "name") else ""
+        elif first == "count":
+            kind = str(args[1]) if len(args) > 1 else ""
+        else:
+            kind = type(args[0]).__name__ if args else ""
+        probe = account.probe
+        place = probe.place(account, stage, original, kind) if stage in probe.remove else None
+        if place is not None:
+            found = probe.earlier(account, place, args)
+            if found is not MISSING:
+                if first == "path" and stage == "decode":
+                    read_for(args[0] if args else None)  # taking out the decoding leaves the reading
+                return found
+        account.enter(number)
+        try:
+            value = original(*args, **kwargs)
+        finally:
+            account.leave()
+        if stage == "read":
+            if first == "count":
+                account.count_bytes(len(value))
+            elif first == "path" and args:
+                noted(account, args[0], not kwargs.get("mmap_mode"))
+        if place is not None:
+            probe.learn(account, place, value, args)
+        return value
+
+    return function
+
+
+def noted(account: Account, path: Any, all_of_it: bool) -> None:
+    """A function of others has read this file."""
+    try:
+        size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
+    except OSError:
+        return
+    if size and all_of_it:
+        account.count_bytes(size)
+    if size and account.files < _FILES:
+        account.files += 1
+        account.probe.note_file(os.fspath(path), size, None)
+
+
+def read_for(path: Any) -> None:
+    """Read a file that nobody will decode."""
+    if isinstance(path, str | os.PathLike):
+        with open(path, "rb") as file:
+            file.read()
+    elif hasattr(path, "read") and hasattr(path, "seek"):
+        path.seek(0)
+        path.read()
+
+
+class _TimedFile(io.FileIO):
+    """A file whose reads are a stage, if a sample is being made."""
+
+    ronde_large: str | None = None  # its kind, where it is too large to be replayed as a whole
+
+    def readinto(self, buffer: Any, /) -> int:
+        account = here()
+        if account is None or account.current == account.read:
+            return self._count(account, super().readinto(buffer))
+        probe = account.probe
+        place = None
+        if self.ronde_large is not None and "read" in probe.remove:
+            place = probe.place(account, "read", _TimedFile, f"{self.ronde_large} {len(buffer)}")
+            earlier = probe.earlier(account, place)
+            if earlier is not MISSING:
+                buffer[: len(earlier)] = earlier
+                return len(earlier)
+        account.enter(account.read)
+        try:
+            n = super().readinto(buffer)
+        finally:
+            account.leave()
+        if place is not None:
+            probe.learn(account, place, bytes(buffer[:n]), final=True)
+        return self._count(account, n)
+
+    def readall(self) -> bytes:
+        account = here()
+        if account is None or account.current == account.read:
+            data = super().readall()
+        else:
+            account.enter(account.read)
+            try:
+                data = super().readall()
+            finally:
+                account.leave()
+        self._count(account, len(data))
+        return data
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        buffer = bytearray(size)
+        n = self.readinto(memoryview(buffer))
+        return bytes(buffer[:n])
+
+    @staticmethod
+    def _count(account: Account | None, n: int | None) -> int:
+        if account is not None:
+            account.count_bytes(n or 0)
+        return n  # type: ignore[return-value]
+
+
+class _EarlierFile(io.BytesIO):
+    """The bytes of an earlier file under this one's name."""
+
+    def __init__(self, data: bytes, name: Any) -> None:
+        super().__init__(data)
+        self.name = name
+        self.mode = "rb"  # type: ignore[misc]
+
+
+def opener(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``open``: the file's reads are looked at while it is read, not only its opening."""
+
+    @functools.wraps(original)
+    def open(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        account: Account | None = getattr(local, "account", None)
+        if (
+            account is None
+            or account.current < 0
+            or account.current == account.read
+            or mode not in _READING
+            or isinstance(file, int)
+            or buffering == 1
+            or (buffering == 0 and "b" not in mode)
+        ):
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        name = os.fspath(file)
+        probe = account.probe
+        place = probe.place(account, "read", "open", suffix(file)) if "read" in probe.remove else None
+        if place is not None:
+            data = probe.earlier(account, place)
+            if data is not MISSING:
+                return _dressed(_EarlierFile(data, name), mode, encoding, errors, newline)
+        account.enter(account.read)
+        try:
+            raw = _TimedFile(name, "r", closefd, opener)
+            about = os.fstat(raw.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raw.close()
+                return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        finally:
+            account.leave()
+        size = about.st_size
+        if account.files < _FILES:
+            account.files += 1
+            account.enter(-1)
+            probe.note_file(os.fsdecode(name), size, in_cache(raw.fileno()) if size else None)
+            account.leave()
+        if place is not None and size:  # files of the system have none, and are what they are
+            if size <= _WHOLE:
+                account.enter(-1)
+                data = os.pread(raw.fileno(), size, 0)
+                account.leave()
+                probe.learn(account, place, data, final=True)
+            else:
+                raw.ronde_large = suffix(file)
+        if buffering == 0:
+            return raw
+        buffer = buffering if buffering > 1 else max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE
+        return _dressed(io.BufferedReader(raw, buffer), mode, encoding, errors, newline)
+
+    return open
+
+
+def _dressed(binary: Any, mode: str, encoding: str | None, errors: str | None, newline: str | None) -> Any:
+    if "b" in mode:
+        if encoding is not None or errors is not None or newline is not None:
+            binary.close()
+            name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
+            raise ValueError(f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument")
+        return binary
+    text = io.TextIOWrapper(binary, io.text_encoding(encoding), errors, newline)
+    text.mode = mode  # type: ignore[misc]
+    return text
+
+
+# Pillow opens first and decodes when the pixels are asked for.
+
+
+class _Picture:
+    """A decoded image that others are made from; they share its pixels until somebody writes into them."""
+
+    def __init__(self, image: Any) -> None:
+        self.kind: Any = type(image)
+        self.values = {**vars(image), "_im": image.im.copy(), "fp": None, "tile": [], "_readonly": 1}
+        self.nbytes = image.size[0] * image.size[1] * 4
+
+    def make(self) -> Any:
+        image = self.kind.__new__(self.kind)
+        image.__dict__.update(self.values)
+        image.info = dict(self.values["info"])
+        image.tile = []
+        return image
+
+
+def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``PIL.Image.open``."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or account.current == account.decode:
+            return original(*args, **kwargs)
+        probe = account.probe
+        removes = "decode" in probe.remove
+        place: Any = None
+        if removes:
+            place = probe.place(account, "decode", original, suffix(args[0] if args else kwargs.get("fp")))
+            picture = probe.earlier(account, place)
+            if picture is not MISSING:
+                read_for(args[0] if args else kwargs.get("fp"))
+                return picture.make()
+        account.enter(account.decode)
+        try:
+            image = original(*args, **kwargs)
+        finally:
+            account.leave()
+        if removes:
+            account.opened.append((image, place))
+        return image
+
+    return function
+
+
+def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+    """``PIL.ImageFile.ImageFile.load``, and those of the formats that have their own.
+
+    Args:
+        plain: it is that of ``ImageFile``, which has nothing to do where there are no tiles.
+    """
+
+    @functools.wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or (plain and not self.tile):
+            return original(self, *args, **kwargs)
+        if account.current == account.decode:
+            value = original(self, *args, **kwargs)
+        else:
+            account.enter(account.decode)
+            try:
+                value = original(self, *args, **kwargs)
+            finally:
+                account.leave()
+        if account.opened:
+            for i, (image, place) in enumerate(account.opened):
+                if image is self and not self.tile and not getattr(self, "fp", None):  # one that has more pictures to come is left alone
+                    del account.opened[i]
+                    account.probe.learn(account, place, _Picture(self), final=True)
+                    break
+        return value
+
+    return load
+
+
+def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]:
+    """``PIL.Image.Image.convert``: of a file it belongs to decoding, of any other image to augmenting."""
+
+    @functools.wraps(original)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None:
+            return original(self, *args, **kwargs)
+        file = isinstance(self, base)
+        number = account.decode if file else account.slot.stage("augment")
+        if account.current == number or not (file or account.current == account.python):
+            return original(self, *args, **kwargs)
+        probe, stage = account.probe, "decode" if file else "augment"
+        place = probe.place(account, stage, original, str(args[0]) if args else "") if stage in probe.remove else None
+        if place is not None:
+            found = probe.earlier(account, place, (self,))
+            if found is not MISSING:
+                return found
+        account.enter(number)
+        try:
+            value = original(self, *args, **kwargs)
+        finally:
+            account.leave()
+        if place is not None:
+            probe.learn(account, place, value)
+        return value
+
+    return convert
+
+
+def _original(value: Any) -> Any:
+    return value
+
+
+class Named:
+    """A callable of the user's that belongs to a stage. It passes for what it stands for, and is pickled as that."""
+
+    def __init__(self, value: Any, stage: str) -> None:
+        object.__setattr__(self, "_ronde_value", value)
+        object.__setattr__(self, "_ronde_stage", stage)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._ronde_value)
+
+    def _ronde_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        account = here()
+        if account is None:
+            return function(*args, **kwargs)
+        return account.probe.call(self._ronde_stage, function, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return self._ronde_call(self._ronde_value, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ronde_value, name)
+        if name.startswith(("encode", "batch_encode", "tokenize")) and callable(value):
+            return functools.partial(lambda function, *args, **kwargs: self._ronde_call(function, args, kwargs), value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ronde_value, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _original, (self._ronde_value,)
+
+    def __repr__(self) -> str:
+        return repr(self._ronde_value)
+
+    def __eq__(self, other: object) -> bool:
+        other = other._ronde_value if type(other) is Named else other
+        return bool(self._ronde_value == other)
+
+    def __hash__(self) -> int:
+        return hash(self._ronde_value)
+
+    def __bool__(self) -> bool:
+        return bool(self._ronde_value)
+
+    def __len__(self) -> int:
+        return len(self._ronde_value)
+
+    def __iter__(self) -> Any:
+        return iter(self._ronde_value)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._ronde_value[i]

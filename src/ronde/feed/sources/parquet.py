@@ -1,0 +1,357 @@
+"""Rows of Parquet files, by batch of ids: row groups are decoded whole and kept while memory lasts."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, digest, need
+from ronde.feed.sources.storage import BytesCache, Place, Store, expand, is_remote, local
+from ronde.feed.sources.tar import read_manifest
+from ronde.world import ArgumentError, SampleError
+
+__all__ = ["ParquetSource", "gather", "parquet", "to_columns"]
+
+Columns = dict[str, Any]
+
+
+class _Ranges(io.RawIOBase):
+    """A remote file of which some ranges are in memory; others are fetched when they are read."""
+
+    def __init__(self, store: Store, path: str, size: int, held: list[tuple[int, bytes]]) -> None:
+        self._store, self._path, self._size, self._held = store, path, size, held
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset + (0, self._place, self._size)[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._size - self._place if size < 0 else min(size, self._size - self._place)
+        start = self._place
+        self._place += length
+        for at, data in self._held:
+            if at <= start and start + length <= at + len(data):
+                return data[start - at : start - at + length]
+        return self._store.read([Place(self._path, start, length)])[0]
+
+
+def to_columns(table: Any, floats: frozenset[str], where: str) -> Columns:
+    """An Arrow table as columns: numbers as numpy arrays, lists of constant length as 2-D ones, all else as Arrow arrays.
+
+    Args:
+        floats: columns of whole numbers that hold nulls somewhere: they are floating-point everywhere, with NaN.
+        where: for errors.
+    """
+    import pyarrow as pa
+
+    found: Columns = {}
+    for name, chunked in zip(table.column_names, table.columns, strict=True):
+        column = chunked.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):  # of no chunk at all, or too long for one array
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        kind = column.type
+        if pa.types.is_decimal(kind):
+            column, kind = column.cast(pa.float64()), pa.float64()
+        whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+        if whole and name in floats:
+            column, kind = (
+                column.cast(pa.int8()).cast(pa.float64()) if pa.types.is_boolean(kind) else column.cast(pa.float64(), safe=False),
+                pa.float64(),
+            )
+        elif whole and column.null_count:
+            raise SampleError(f"{where}: the column {name!r} holds nulls, which its file does not say. Write it again with statistics.")
+        if pa.types.is_fixed_size_list(kind) and not column.null_count and pa.types.is_primitive(kind.value_type):
+            found[name] = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
+        elif pa.types.is_primitive(kind):
+            found[name] = column.to_numpy(zero_copy_only=False)
+        else:
+            found[name] = column
+    return found
+
+
+def gather(ids: np.ndarray[Any, np.dtype[np.int64]], starts: np.ndarray[Any, np.dtype[np.int64]], groups: dict[int, Columns]) -> Columns:
+    """Rows of several groups, in the order of ids; texts and bytes as lists.
+
+    Args:
+        starts: the first id of each group, and the end.
+        groups: columns of those groups that hold the ids.
+    """
+    import pyarrow as pa
+
+    of = np.searchsorted(starts, ids, side="right") - 1
+    by_group = np.argsort(of, kind="stable")
+    sorted_groups = of[by_group]
+    cuts = np.flatnonzero(np.diff(sorted_groups)) + 1
+    parts = np.split(by_group, cuts)
+    names = list(next(iter(groups.values())))
+    found: Columns = {}
+    rows = [(places, ids[places] - starts[of[places[0]]], groups[int(of[places[0]])]) for places in parts if len(places)]
+    for name in names:
+        columns = [columns[name] for _, _, columns in rows]
+        if all(isinstance(column, np.ndarray) for column in columns):
+            out = np.empty((len(ids), *columns[0].shape[1:]), dtype=np.result_type(*columns))
+            for places, local_rows, group in rows:
+                out[places] = group[name][local_rows]
+            found[name] = out
+        else:
+            values: list[Any] = [None] * len(ids)
+            for places, local_rows, group in rows:
+                for place, value in zip(places.tolist(), group[name].take(pa.array(local_rows)).to_pylist(), strict=True):
+                    values[place] = value
+            found[name] = values
+    return found
+
+
+def columns_bytes(columns: Columns) -> int:
+    """Bytes of memory."""
+    return sum(int(column.nbytes) for column in columns.values())
+
+
+class ParquetSource(BaseSource):
+    """See :func:`parquet`.
+
+    Attributes:
+        paths: the files.
+        columns: names of the columns that are read.
+        groups: row groups in all files.
+    """
+
+    def __init__(
+        self,
+        paths: list[str],
+        columns: Sequence[str] | None,
+        store: Store,
+        cache_bytes: int,
+        blocks: bool | None,
+        sample: tuple[str, str | None, str | None] | None,
+        manifest: dict[str, Any] | None,
+    ) -> None:
+        self.paths = paths
+        self._store = store
+        self._sample = sample
+        self._metadata: dict[int, Any] = {}
+        self._sizes = [store.size(path) for path in paths]
+        counts: list[int] = []
+        self._group_file: list[tuple[int, int]] = []
+        nulls: set[str] = set()
+        known: list[str] | None = None
+        bytes_of: list[int] = []
+        for f, path in enumerate(paths):
+            metadata = self._of_file(f)
+            schema = metadata.schema.to_arrow_schema()
+            names = list(schema.names)
+            if known is None:
+                known, first = names, schema
+                for name in columns or ():
+                    if name not in names:
+                        raise ArgumentError(f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.")
+                self.columns = list(columns) if columns is not None else names
+            else:
+                for name in self.columns:
+                    if name not in names or schema.field(name).type != first.field(name).type:
+                        has = schema.field(name).type if name in names else "missing"
+                        raise ArgumentError(
+                            f"feed.parquet: the column {name!r} is {first.field(name).type} in {paths[0]} and {has} in {path}."
+                        )
+            for g in range(metadata.num_row_groups):
+                group = metadata.row_group(g)
+                if not group.num_rows:
+                    continue
+                counts.append(group.num_rows)
+                self._group_file.append((f, g))
+                size = 0
+                for c in range(group.num_columns):
+                    chunk = group.column(c)
+                    name = chunk.path_in_schema.split(".", 1)[0]
+                    if name in self.columns:
+                        size += chunk.total_uncompressed_size
+                        if chunk.statistics is not None and chunk.statistics.has_null_count and chunk.statistics.null_count:
+                            nulls.add(name)
+                bytes_of.append(size)
+        if not counts:
+            raise ArgumentError(
+                f"feed.parquet: there is no row in {paths[0]}" + (f" and {len(paths) - 1} more." if len(paths) > 1 else ".")
+            )
+        self._nulls = frozenset(nulls)
+        self._starts = np.cumsum([0, *counts], dtype=np.int64)
+        self.groups = len(counts)
+        self._cache: BytesCache[int, Columns] = BytesCache(cache_bytes, columns_bytes)
+        if blocks if blocks is not None else is_remote(paths[0]) or sum(bytes_of) > cache_bytes:
+            self.blocks = tuple(counts)
+            self.window = int(min(64, max(2, cache_bytes // max(1, max(bytes_of)))))
+        if manifest is not None:
+            self.classes = manifest["classes"]
+        self._fingerprint = (
+            str(manifest["fingerprint"])
+            if manifest is not None
+            else digest("parquet", [p.rpartition("/")[2] for p in paths], self._sizes, counts, self.columns, sample)
+        )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        return f"parquet: {len(self):,} rows × {len(self.columns)} columns in {self.groups:,} row groups of {len(self.paths):,} files"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": {}}  # each process reads the footers that it needs
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the files' names, sizes and row groups, and the columns."""
+        return self._fingerprint
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The Arrow type of each column."""
+        schema = self._of_file(0).schema.to_arrow_schema()
+        return {name: schema.field(name).type for name in self.columns}
+
+    def _of_file(self, f: int) -> Any:
+        if f not in self._metadata:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            path = self.paths[f]
+            try:
+                if is_remote(path):
+                    size = self._sizes[f]
+                    tail = min(size, 64 << 10)
+                    held = [(size - tail, self._store.read([Place(path, size - tail, tail)])[0])]
+                    self._metadata[f] = pq.read_metadata(pa.PythonFile(_Ranges(self._store, path, size, held), mode="r"))
+                else:
+                    self._metadata[f] = pq.read_metadata(path)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ArgumentError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+        return self._metadata[f]
+
+    def _decode(self, wanted: list[int]) -> list[Columns]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        held = self._fetched(wanted)
+        found: list[Columns] = []
+        for number in wanted:
+            f, g = self._group_file[number]
+            path = self.paths[f]
+            try:
+                file: Any = pa.PythonFile(_Ranges(self._store, path, self._sizes[f], held[number]), mode="r") if held else path
+                # Without Arrow's own threads: the reader may be one of many, and a forked process has none of them.
+                with pq.ParquetFile(file, metadata=self._of_file(f), memory_map=not held, pre_buffer=False) as opened:
+                    table = opened.read_row_group(g, columns=self.columns, use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise SampleError(f"{path}, row group {g}, cannot be read: {str(error).splitlines()[0]}") from error
+            found.append(to_columns(table, self._nulls, f"{path}, row group {g}"))
+        return found
+
+    def _fetched(self, wanted: list[int]) -> dict[int, list[tuple[int, bytes]]]:
+        """The bytes of some row groups' columns, all in flight together; nothing for local files."""
+        if not is_remote(self.paths[0]):
+            return {}
+        places: list[tuple[int, Place]] = []
+        for number in wanted:
+            f, g = self._group_file[number]
+            group = self._of_file(f).row_group(g)
+            for c in range(group.num_columns):
+                chunk = group.column(c)
+                if chunk.path_in_schema.split(".", 1)[0] in self.columns:
+                    start = chunk.data_page_offset
+                    if chunk.dictionary_page_offset is not None:
+                        start = min(start, chunk.dictionary_page_offset)
+                    places.append((number, Place(self.paths[f], start, chunk.total_compressed_size)))
+        data = self._store.read([place for _, place in places])
+        held: dict[int, list[tuple[int, bytes]]] = {number: [] for number in wanted}
+        for (number, place), raw in zip(places, data, strict=True):
+            held[number].append((place.offset, raw))
+        return held
+
+    def take(self, ids: Sequence[int]) -> Columns:
+        """The rows of these ids as columns: numpy arrays for numbers, lists for texts and bytes."""
+        wanted = check_ids(ids, len(self))
+        if not wanted.size:
+            return {name: [] for name in self.columns}
+        groups = np.unique(np.searchsorted(self._starts, wanted, side="right") - 1).tolist()
+        return gather(wanted, self._starts, self._cache.get(groups, self._decode))
+
+    def read(self, ids: Sequence[int]) -> Any:
+        """The rows of these ids, in this order: dicts, or :class:`Sample` where ``data=`` was given.
+
+        Raises:
+            SampleError: a file cannot be read; it is named.
+        """
+        columns = self.take(ids)
+        if self._sample is None:
+            return Batch(columns)
+        data, label, name = self._sample
+        labels = [None] * len(ids) if label is None else columns[label]
+        labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
+        names = columns[name] if name is not None else [str(i) for i in ids]
+        return [Sample(d, one, n) for d, one, n in zip(columns[data], labels, names, strict=True)]
+
+
+def parquet(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    columns: Sequence[str] | None = None,
+    data: str | None = None,
+    label: str | None = None,
+    name: str | None = None,
+    blocks: bool | None = None,
+    cache_bytes: int = 512 << 20,
+    options: Mapping[str, Any] | None = None,
+) -> ParquetSource:
+    """Rows of Parquet files, read by batch of ids (extra ``tables``).
+
+    A batch is read column by column, never row by row, and torch's ``default_collate`` of it gives the columns as tensors. Row groups
+    are decoded whole and kept, up to ``cache_bytes`` in each process. Whole numbers with nulls become floating-point, with NaN.
+
+    Args:
+        paths: a file, a folder, a glob, URLs, or a list of such; or a pack of ``ronde pack --format parquet``.
+        columns: which are read; None for all.
+        data: a column of bytes: samples are then :class:`Sample` of it, ``label`` and ``name``, as :func:`folder` gives them.
+        label: the column of labels, with ``data``.
+        name: the column of names, with ``data``; the row's number where there is none.
+        blocks: whether the order goes by row groups (see :class:`Order`); None where files are remote, or larger than ``cache_bytes``. A
+            training can only be resumed under the order that it began with.
+        cache_bytes: memory for decoded row groups.
+        options: for fsspec.
+
+    Raises:
+        ArgumentError: no such file or column, files that do not agree; it says which.
+    """
+    need("pyarrow", "tables", "feed.parquet")
+    store = Store(options)
+    manifest = None
+    if isinstance(paths, str | os.PathLike):
+        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
+        manifest = read_manifest(text, store) if not text.endswith(".parquet") and not set("*[{") & set(text) else None
+        if manifest is not None:
+            if manifest["kind"] != "parquet":
+                raise ArgumentError(f"{text} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({text!r}).")
+            paths = [f"{text}/{shard['name']}" for shard in manifest["shards"]]
+            data, name = "data", "name"
+            label = "label" if manifest["labels"] else None
+        elif os.path.isdir(text):  # noqa: PTH112
+            paths = f"{text}/*.parquet"
+    if data is None and (label is not None or name is not None):
+        raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
+    if data is not None:
+        columns = [c for c in (data, label, name) if c is not None]
+    files = expand(paths, store, "feed.parquet")
+    return ParquetSource(files, columns, store, cache_bytes, blocks, (data, label, name) if data is not None else None, manifest)

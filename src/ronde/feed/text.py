@@ -1,0 +1,355 @@
+"""Text as training data: tokens of all documents on disk, cut into samples of one length, each found at once."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from ronde.feed.built import built, cache_root, files_of, identity
+from ronde.feed.pipeline import Pipeline
+from ronde.feed.sources.base import BaseSource, Batch, check_ids, digest
+from ronde.world import ArgumentError, SampleError
+
+__all__ = ["TextSource", "text"]
+
+_CHUNK = 16 << 20
+_VERSION = 1
+IGNORED = -100
+"""What targets hold where there is no token: ``cross_entropy`` leaves it out."""
+
+Tokens = npt.NDArray[Any]
+
+
+class _Bytes:
+    """Tokens are bytes."""
+
+    name = "bytes"
+    size = 256
+
+    def __call__(self, piece: str | bytes) -> Tokens:
+        return np.frombuffer(piece if isinstance(piece, bytes) else piece.encode("utf-8"), dtype=np.uint8)
+
+
+class _Characters:
+    """Tokens count the characters that occur, sorted."""
+
+    name = "chars"
+
+    def __init__(self, points: Tokens) -> None:
+        self.points = points
+        self.size = len(points)
+
+    def __call__(self, piece: str) -> Tokens:
+        return np.searchsorted(self.points, _points(piece))
+
+
+def _points(piece: str) -> Tokens:
+    return np.frombuffer(piece.encode("utf-32-le"), dtype=np.uint32)
+
+
+class _Given:
+    """A user's own: a function, or an object with ``encode``, as those of ``tokenizers`` and ``transformers``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._encode: Callable[[str], Any] = tokenizer.encode if hasattr(tokenizer, "encode") else tokenizer
+        self.size: int | None = None
+        if hasattr(tokenizer, "get_vocab_size"):
+            self.size = int(tokenizer.get_vocab_size())
+        elif hasattr(tokenizer, "__len__"):
+            self.size = len(tokenizer)
+        self.name = digest(*_described(tokenizer))
+
+    def __call__(self, piece: str) -> Tokens:
+        try:
+            # transformers would add its own tokens at both ends of every document.
+            found = self._encode(piece, **({"add_special_tokens": False} if hasattr(self.tokenizer, "encode") else {}))
+        except TypeError:
+            found = self._encode(piece)
+        return np.asarray(getattr(found, "ids", found))
+
+
+def _described(tokenizer: Any) -> list[Any]:
+    """What tells a tokenizer from another one."""
+    found: list[Any] = [type(tokenizer).__module__, type(tokenizer).__qualname__]
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if hasattr(backend, "to_str"):
+        return [*found, backend.to_str()]
+    if hasattr(tokenizer, "get_vocab"):
+        return [*found, sorted(tokenizer.get_vocab().items())]
+    code = getattr(tokenizer, "__code__", None)
+    if code is not None:
+        return [*found, tokenizer.__qualname__, code.co_code, repr(code.co_consts), code.co_names, repr(tokenizer.__defaults__)]
+    return [*found, getattr(tokenizer, "name", None), getattr(tokenizer, "name_or_path", None)]
+
+
+def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Text in order, each with whether a document ends there; ``whole`` gives documents in one piece, ``raw`` a text file's bytes."""
+    try:
+        if file.suffix == ".jsonl":
+            with open(file, encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        try:
+                            value = json.loads(line)[field]
+                        except (ValueError, KeyError, TypeError, IndexError):
+                            raise SampleError(f"{file}, line {number} is no JSON object with a field {field!r}.") from None
+                        if not isinstance(value, str):
+                            raise SampleError(f"{file}, line {number}: the field {field!r} is {type(value).__name__}, expected text.")
+                        yield value, True
+        elif file.suffix == ".parquet":
+            from ronde.feed.sources.base import need
+
+            need("pyarrow", "tables", f"feed.text of {file}")
+            import pyarrow.parquet as pq
+
+            opened = pq.ParquetFile(file)
+            if field not in opened.schema_arrow.names:
+                raise ArgumentError(f"{file} has no column {field!r}: choose field= among {', '.join(opened.schema_arrow.names)}.")
+            for batch in opened.iter_batches(batch_size=1024, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    yield value or "", True
+        elif whole:
+            yield file.read_text(encoding="utf-8"), True
+        else:
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            with open(file, "rb") as opened_file:
+                while chunk := opened_file.read(_CHUNK):
+                    yield chunk if raw else decoder.decode(chunk), False
+            yield b"" if raw else decoder.decode(b"", final=True), True
+    except UnicodeDecodeError as error:
+        raise SampleError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,} of a piece).") from None
+    except OSError as error:
+        raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
+
+
+def _choose(tokenizer: Any) -> Any:
+    if tokenizer == "bytes":
+        return _Bytes()
+    if tokenizer == "chars":
+        return None  # made when the characters are known
+    if isinstance(tokenizer, str) or not (callable(tokenizer) or hasattr(tokenizer, "encode")):
+        raise ArgumentError(f"tokenizer={tokenizer!r}: expected 'bytes', 'chars', a function of a text, or an object with encode().")
+    return _Given(tokenizer)
+
+
+def _end_of(end: Any, tokenizer: Any) -> int | bool:
+    """The token after each document, False for none, True for one that is made up beyond the vocabulary."""
+    if isinstance(end, bool):
+        if not end or isinstance(tokenizer, str):
+            return end
+    elif end is not None:
+        if not isinstance(end, int) or end < 0:
+            raise ArgumentError(f"end={end!r}: expected a token's number, True, False or None.")
+        return int(end)
+    if isinstance(tokenizer, str):
+        return True
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None and end is True:
+        raise ArgumentError("end=True: the tokenizer has no eos_token_id. Give the token's number.")
+    return False if own is None else int(own)
+
+
+def _tokenize(files: Sequence[Path], field: str, tokenizer: Any, end: int | bool, folder: Path) -> None:
+    """Write ``tokens.npy``, ``ends.npy`` (where each document ends) and ``about.json``."""
+    encoder = _choose(tokenizer)
+    whole = isinstance(encoder, _Given)
+    about: dict[str, Any] = {"version": _VERSION}
+    if encoder is None:
+        points = np.empty(0, dtype=np.uint32)
+        for file in files:
+            for piece, _ in _pieces(file, field, whole=False):
+                points = np.union1d(points, _points(piece))
+        encoder = _Characters(points)
+        about["characters"] = points.astype("<u4").tobytes().decode("utf-32-le")
+    size = encoder.size
+    last: int | None = None
+    if end is True:
+        last, size = size, size + 1
+    elif end is not False:
+        last = end
+        size = None if size is None else max(size, end + 1)
+    # A tokenizer that does not know how many tokens it has may give any number.
+    kind = np.dtype("<u4" if size is None or size > 1 << 16 else "<u2" if size > 256 else "u1")
+    ends, total, highest = [], 0, -1
+    raw = folder / "tokens.raw"
+    with open(raw, "wb") as out:
+        for file in files:
+            for piece, ended in _pieces(file, field, whole, isinstance(encoder, _Bytes)):
+                found = encoder(piece)
+                if len(found):
+                    if found.dtype.kind not in "iu" or found.ndim != 1:
+                        raise ArgumentError(
+                            f"the tokenizer gave {found.dtype} of shape {found.shape} for a document of {file}: expected a list of whole numbers."
+                        )
+                    low, high = int(found.min()), int(found.max())
+                    if low < 0 or high > np.iinfo(kind).max:
+                        raise ArgumentError(
+                            f"the tokenizer gave the token {low if low < 0 else high} for a document of {file}: its vocabulary has {size}."
+                        )
+                    highest = max(highest, high)
+                    out.write(found.astype(kind).tobytes())
+                    total += len(found)
+                if ended:
+                    if last is not None:
+                        out.write(np.asarray([last], dtype=kind).tobytes())
+                        total += 1
+                    ends.append(total)
+    about |= {
+        "total": total,
+        "documents": len(ends),
+        "dtype": kind.str,
+        "vocabulary": size if size is not None else max(highest, last or 0) + 1,
+        "end": last,
+    }
+    np.save(folder / "ends.npy", np.asarray(ends, dtype=np.int64))
+    (folder / "about.json").write_text(json.dumps(about))
+
+
+class TextSource(BaseSource):
+    """See :func:`text`.
+
+    Attributes:
+        length: tokens of each sample.
+        total: tokens of all documents, their ends included.
+        documents: how many there are.
+        vocabulary: how many different tokens there can be: the rows of an embedding.
+        characters: with ``tokenizer="chars"``: the characters by token; else None.
+        end: the token after each document, or None.
+    """
+
+    def __init__(self, folder: Path, key: str, length: int, pack: bool, pad: int) -> None:
+        about = json.loads((folder / "about.json").read_text())
+        self.length = length
+        self.pack = pack
+        self.pad = pad
+        self.total = int(about["total"])
+        self.documents = int(about["documents"])
+        self.vocabulary = int(about["vocabulary"])
+        self.characters: str | None = about.get("characters")
+        self.end: int | None = about["end"]
+        self._dtype = np.dtype(about["dtype"])
+        self._folder = folder
+        self._key = key
+        self._tokens: Any = None
+        if pack:
+            self._n = (self.total - 1) // length
+        else:
+            ends = np.load(folder / "ends.npy")
+            self._starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+            # A document of t tokens has t - 1 targets.
+            counts = np.maximum(0, -(-(np.diff(self._starts) - 1) // length))
+            self._first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+            self._n = int(self._first[-1])
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        return f"text: {len(self):,} samples of {self.length:,}, {self.total:,} tokens in {self.documents:,} documents"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokens": None}  # a memory map would be copied as an array
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the files, the tokenizer, and how samples are cut."""
+        return digest("text", self._key, self.length, self.pack, self.pad)
+
+    def _map(self) -> Tokens:
+        if self._tokens is None:
+            self._tokens = np.memmap(self._folder / "tokens.raw", dtype=self._dtype, mode="r", shape=(self.total,)).view(np.ndarray)
+        return cast("Tokens", self._tokens)
+
+    def read(self, ids: Sequence[int]) -> Batch:
+        """``(inputs, targets)``, int64, batch × length; the targets are one token further."""
+        wanted = check_ids(ids, len(self))
+        tokens, length = self._map(), self.length
+        inputs = np.empty((len(wanted), length), dtype=np.int64)
+        targets = np.empty((len(wanted), length), dtype=np.int64)
+        if self.pack:
+            for k, start in enumerate((wanted * length).tolist()):
+                inputs[k] = tokens[start : start + length]
+                targets[k] = tokens[start + 1 : start + length + 1]
+        else:
+            documents = np.searchsorted(self._first, wanted, side="right") - 1
+            starts = self._starts[documents] + (wanted - self._first[documents]) * length
+            for k, (start, end) in enumerate(zip(starts.tolist(), self._starts[documents + 1].tolist(), strict=True)):
+                n = min(length, end - 1 - start)
+                inputs[k, :n], inputs[k, n:] = tokens[start : start + n], self.pad
+                targets[k, :n], targets[k, n:] = tokens[start + 1 : start + n + 1], IGNORED
+        return Batch((torch.from_numpy(inputs), torch.from_numpy(targets)))
+
+
+def text(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    length: int,
+    tokenizer: Any = "bytes",
+    *,
+    pack: bool = True,
+    end: int | bool | None = None,
+    pad: int = 0,
+    field: str = "text",
+    cache: str | os.PathLike[str] | None = None,
+) -> Pipeline:
+    """Text for a language model: sample ``i`` is ``(inputs, targets)``, ``length`` tokens each, the targets one token further.
+
+    All documents are tokenized once, into a file of whole numbers that is mapped into memory and shared by all processes of a machine; it
+    is made whole or not at all, and made anew when a file or the tokenizer changes. Any sample is found at once, whatever the size.
+
+    Args:
+        path: a file, a folder, a glob, or a list of such. A text file is one document; of ``.jsonl`` each line, of ``.parquet`` each row.
+        length: tokens of a sample.
+        tokenizer: ``"bytes"``; ``"chars"`` (tokens count the characters that occur, sorted); a function from a text to whole numbers; or an
+            object with ``encode``, as of ``tokenizers`` and ``transformers``. A function that changes in what it calls, not in itself, is
+            not noticed: then empty the cache.
+        pack: cut the documents, one after the other, every ``length`` tokens; the last, shorter sample is left out. False begins a
+            sample with each document; what is missing at its end is ``pad`` in the inputs and -100 in the targets, which
+            ``torch.nn.functional.cross_entropy`` leaves out.
+        end: the token after each document. None: the tokenizer's own ``eos_token_id`` if it has one; with ``bytes`` and ``chars`` one
+            more token (256 for bytes). False for none.
+        pad: see ``pack``.
+        field: of ``.jsonl`` and ``.parquet``: the name of the text.
+        cache: folder for the tokens; ``$XDG_CACHE_HOME/ronde/text`` or ``~/.cache/ronde/text`` where None.
+
+    Returns:
+        A pipeline read by batch; its ``source`` is a :class:`TextSource`, with ``vocabulary``, ``total`` and ``documents``.
+
+    Raises:
+        ArgumentError: a value that cannot be used, or too little text for one sample.
+        SampleError: a file is no text, or not what its ending says; it is named.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> here = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (here / "a.txt").write_text("hello world")
+        >>> data = text(here / "a.txt", length=5, cache=here / "cache")
+        >>> [bytes(t.tolist()) for t in data[1]]
+        [b' worl', b'world']
+        >>> len(data), data.source.vocabulary
+        (2, 257)
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ArgumentError(f"feed.text: length={length!r} must be a whole number, 1 or more.")
+    encoder = _choose(tokenizer)
+    last = _end_of(end, tokenizer)
+    files = files_of(path, "feed.text")
+    key = digest("text", _VERSION, identity(files), "chars" if encoder is None else encoder.name, last, field)
+    folder = built(
+        cache_root(cache) / "text" if cache is None else cache_root(cache), key, lambda into: _tokenize(files, field, tokenizer, last, into)
+    )
+    source = TextSource(folder, key, length, pack, pad)
+    if not len(source):
+        raise ArgumentError(
+            f"feed.text: {source.total:,} tokens in {source.documents:,} documents are too few for a sample of length={length:,}."
+        )
+    return Pipeline(source, collate=default_collate)

@@ -1,0 +1,412 @@
+"""Why are the devices idle? Planted faults are named, healthy input is left alone, and the training is as it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import yaml
+
+from processes import child, python, ronde, ronde_batch, ronde_run
+from ronde.study.prescribe import Facts, outlook, prescriptions, remedies
+from ronde.study.verdict import Seen, StageSeen, judge
+
+# -- what the numbers say ----------------------------------------------------------------------------------------------
+
+
+def seen(rounds, stages=(), **more):
+    given = {"workers": 1, "loaders": 2, "executor": "processes", "cores": 8, "batch": 16, **more}
+    return Seen(rounds=tuple(rounds), stages=tuple(stages), **given)
+
+
+def rounds(n=3, **arms):
+    """The same rates in every round but for some thousandths."""
+    return [{name.replace("__", ":"): rate * (1 + 0.004 * ((i + len(name)) % 3 - 1)) for name, rate in arms.items()} for i in range(n)]
+
+
+STAGES = (
+    StageSeen("read", wall_seconds=0.0002, cpu_seconds=0.0001),
+    StageSeen("decode", wall_seconds=0.004, cpu_seconds=0.004),
+    StageSeen("augment", wall_seconds=0.0003, cpu_seconds=0.0003),
+    StageSeen("python", wall_seconds=0.0001, cpu_seconds=0.0001, removable=False),
+)
+
+
+def test_the_stage_whose_removal_closes_the_gap_is_the_cause():
+    found = judge(seen(rounds(synthetic=1000, real=400, without__decode=990, without__augment=425, beside=1000), STAGES)).values
+    assert found["cause"]["stage"] == "decode"
+    assert not found["healthy"] and found["refused"] is None
+    assert found["gap"] == pytest.approx(0.6, abs=0.02)
+    assert found["gap_low"] < 0.6 < found["gap_high"]
+    rows = {r["name"]: r for r in found["stages"]}
+    assert rows["decode"]["lost_points"] == pytest.approx(59, abs=2)
+    assert rows["decode"]["capacity_samples_per_second"] == pytest.approx(2 / 0.004)
+    assert rows["decode"]["cpu_ms_per_sample"] == pytest.approx(4)
+    # What overlaps is not counted twice.
+    assert sum(r["lost_points"] for r in rows.values()) <= 61
+
+
+def test_two_stages_that_each_close_the_gap_keep_it_between_them():
+    both = rounds(synthetic=1000, real=500, without__decode=990, without__read=930, beside=1000)
+    stages = (StageSeen("read", wall_seconds=0.002), StageSeen("decode", wall_seconds=0.0025))
+    rows = {r["name"]: r for r in judge(seen(both, stages)).values["stages"]}
+    assert rows["decode"]["lost_points"] + rows["read"]["lost_points"] <= 51
+    assert rows["read"]["alone_points"] == pytest.approx(43, abs=2)
+    assert "43 if it alone were free" in rows["read"]["note"]
+
+
+@pytest.mark.parametrize("real", [1000, 985, 960])
+def test_a_small_gap_is_healthy(real):
+    found = judge(seen(rounds(synthetic=1000, real=real), STAGES)).values
+    assert found["healthy"] and found["cause"] is None and found["refused"] is None
+    assert remedies(found, Facts(1, 2, "processes", 8)) == []
+
+
+def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
+    wild = [{"synthetic": s, "real": r} for s, r in ((1000, 900), (1000, 600), (1000, 880), (1000, 620))]
+    found = judge(seen(wild, STAGES)).values
+    assert "differs from itself" in found["refused"]
+    assert not found["healthy"] and found["cause"] is None
+    assert remedies(found, Facts(1, 2, "processes", 8)) == []
+
+
+def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
+    found = judge(seen(rounds(synthetic=1000, real=700, beside=720, without__decode=985), STAGES)).values
+    assert found["cause"]["stage"] == "neighbour"
+    assert found["neighbour"]["points"] == pytest.approx(28, abs=2)
+    assert "decode" in found["neighbour"]["cause"]
+    assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] < 3
+
+
+def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
+    found = judge(seen(rounds(synthetic=1000, real=300, limited=980, without__augment=985, beside=900), STAGES)).values
+    assert found["cause"]["stage"] == "oversubscription"
+    assert "augment" in found["cause"]["within"]
+    facts = Facts(1, 2, "processes", 8)
+    listed = prescriptions(found, facts, remedies(found, facts), 8)
+    assert listed[0]["id"] == "thread-limit" and listed[0]["settings"] == {"threads": 1}
+
+
+def test_what_is_left_when_samples_are_only_replayed_is_the_way_between_processes():
+    waits = {"replayed": 0.024, "real": 0.025}
+    found = judge(
+        seen(rounds(synthetic=1000, real=390, replayed=400, beside=1000), STAGES[:1], arm_waits=waits, waits=((0.025,),) * 3)
+    ).values
+    assert found["cause"]["stage"] == "transport"
+    assert found["cause"]["points"] == pytest.approx(60, abs=2)
+
+
+def test_a_rank_whose_step_is_slower_is_a_straggler():
+    alone = ((500.0, 330.0), (498.0, 331.0), (501.0, 329.0))
+    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone)).values
+    assert found["cause"] == {"stage": "straggler", "points": pytest.approx(34, abs=1), "rank": 1}
+    assert found["straggler"]["slower"] == pytest.approx(1.51, abs=0.02)
+    assert found["exchange_points"] < 3
+
+
+def test_a_slow_exchange_is_told_from_a_slow_step():
+    alone = ((500.0, 497.0), (498.0, 502.0), (501.0, 499.0))
+    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone)).values
+    assert found["cause"]["stage"] == "exchange"
+    assert found["exchange_points"] == pytest.approx(35, abs=1)
+    assert found["straggler"] is None
+
+
+def test_a_rank_whose_loaders_are_slow_is_a_straggler():
+    stages = (StageSeen("decode", wall_seconds=0.0025, wall_by_rank=(0.0005, 0.0045)),)
+    found = judge(
+        seen(rounds(synthetic=1000, real=440, without__decode=990, beside=1000), stages, workers=2, loaders=1, waits=((0.001, 0.02),) * 3)
+    ).values
+    assert found["cause"]["stage"] == "straggler" and found["cause"]["rank"] == 1
+    assert found["straggler"]["stage"] == "decode"
+
+
+def test_a_stage_that_cannot_be_taken_out_counts_by_its_time_and_never_more_than_is_waited():
+    stages = (StageSeen("parse", wall_seconds=0.004, removable=False), StageSeen("read", wall_seconds=0.0001))
+    found = judge(seen(rounds(synthetic=1000, real=500), stages, waits=((0.016,),) * 3)).values
+    assert found["cause"]["stage"] == "parse"
+    idle = judge(seen(rounds(synthetic=1000, real=500), stages, waits=((0.0,),) * 3)).values
+    assert idle["cause"]["stage"] == "unexplained"
+
+
+def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
+    values = judge(seen(rounds(synthetic=1000, real=980), STAGES)).values
+    rows, walls = outlook(values, Facts(1, 2, "processes", 8, devices_per_node=8), 16)
+    assert [r["devices"] for r in rows] == [1, 2, 4, 8, 16]
+    assert rows[0]["gap"] == values["gap"]
+    # 4.5 ms of the eight cores of a node for each sample: 1,770 a second, for devices that want 1,000 each.
+    assert rows[-1]["gap"] > 0.5
+    assert walls[0]["stage"] == "decode" and walls[0]["limit"] == "cores" and walls[0]["devices"] == 2
+
+
+def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
+    import dataclasses
+
+    values = judge(seen(rounds(synthetic=1000, real=400, without__read=990, beside=1000), (StageSeen("read", wall_seconds=0.005),))).values
+    facts = Facts(1, 2, "processes", 8)
+    found = remedies(values, facts)
+    assert {"loaders", "prefetch", "cache-read", "echo"} <= {r.id for r in found}
+    tried = [
+        dataclasses.replace(r, rate={"loaders": 950.0, "prefetch": 401.0}.get(r.id), tried=r.id in ("loaders", "prefetch")) for r in found
+    ]
+    listed = prescriptions(values, facts, tried, 1)
+    names = [p["id"] for p in listed]
+    assert "prefetch" not in names
+    assert names[-1] == "echo" and listed[-1]["label"] == "changes the training"
+    assert next(p for p in listed if p["id"] == "loaders")["gain_here_points"] == pytest.approx(55, abs=2)
+    assert [p["number"] for p in listed] == list(range(1, len(listed) + 1))
+
+
+# -- the script itself ---------------------------------------------------------------------------------------------------
+
+JOB = """
+import sys, time, torch, ronde
+from torch.utils.data import DataLoader, Dataset
+
+fault, loaders = sys.argv[1], int(sys.argv[2])
+print("said by the script")
+
+class Data(Dataset):
+    def __init__(self):
+        self.transform = self.change
+    def __len__(self):
+        return 512
+    @ronde.feed.stage("read")
+    def load(self, i):
+        if fault == "read":
+            time.sleep(0.02)
+        return torch.full((8,), float(i))
+    def change(self, x):
+        if fault == "augment":
+            time.sleep(0.01)
+        return x / 100
+    def __getitem__(self, i):
+        return self.transform(self.load(i)), torch.tensor([0.5])
+
+@ronde.feed.stage("copy")
+def copy(batch):
+    if fault == "copy":
+        time.sleep(0.06)
+    return batch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+    def forward(self, x):
+        time.sleep(0.03)
+        return self.layer(x)
+
+def forward(model, batch):
+    x, y = copy(batch)
+    return model(x), y
+
+if __name__ == "__main__":
+    model = Net()
+    size = 8 * ronde.world().size
+    data = DataLoader(Data(), batch_size=size, num_workers=loaders, shuffle=True)
+    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), data, loss=torch.nn.functional.mse_loss, forward=forward)
+    steps = 0
+    for batch in run.batches():
+        run.step(batch)
+        steps += 1
+        if steps == 3:
+            break
+    print("trained", run.plan.workers, run._taken.settings.num_workers)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "train.py").write_text(JOB)
+    return tmp_path
+
+
+def examine(job, *arguments, seconds="6", workers="1"):
+    out = job / "doctor.json"
+    done = ronde_run(
+        ["doctor", "--workers", workers, "--seconds", seconds, "--rounds", "2", "--json", str(out), "train.py", *arguments],
+        job,
+        timeout=150,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return json.loads(out.read_text()), done
+
+
+KEYS = {
+    "script", "workers", "device", "samples_per_second", "gap", "gap_low", "gap_high", "healthy", "refused", "stages", "exchange_points",
+    "straggler", "neighbour", "startup_seconds", "cold", "scale", "walls", "prescriptions", "notes", "cause",
+}  # fmt: skip
+
+
+def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
+    out = job / "doctor.json"
+    command = [
+        "doctor",
+        "--workers",
+        "1",
+        "--seconds",
+        "7",
+        "--rounds",
+        "2",
+        "--apply",
+        "loaders",
+        "--json",
+        str(out),
+        "train.py",
+        "read",
+        "1",
+    ]
+    done = ronde_run(command, job, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads(out.read_text())
+    assert values.keys() >= KEYS
+    assert values["cause"]["stage"] == "read"
+    assert not values["healthy"]
+    row = next(s for s in values["stages"] if s["name"] == "read")
+    assert row.keys() >= {"name", "capacity_samples_per_second", "cpu_ms_per_sample", "lost_points", "low", "high", "note"}
+    assert row["lost_points"] > 30
+    for p in values["prescriptions"]:
+        assert p.keys() >= {"number", "id", "text", "settings", "label", "gap_here", "gap_largest", "gain_here_points"}
+        assert p["label"] in ("same bits", "same distribution", "changes the training")
+    lines = done.stdout.splitlines()
+    assert "said by the script" not in done.stdout and "\x1b" not in done.stdout
+    assert len(lines[: next(i for i, line in enumerate(lines) if line.startswith("written"))]) <= 24
+    assert "CAUSE  storage read" in done.stdout and "points gained of" in done.stdout
+    settings = yaml.safe_load((job / "train.feed.yaml").read_text())
+    asked = next(p for p in values["prescriptions"] if p["id"] == "loaders")["settings"]
+    assert settings == asked and settings["workers"] > 1
+    assert values["applied"]["prescriptions"] == ["loaders"] and values["applied"]["gap"] < values["gap"]
+    assert not (job / "runs").exists()
+    ran = ronde_run(["run", "--workers", "1", "--runs", "none", "train.py", "read", "1"], job, timeout=60)
+    assert f"trained 1 {settings['workers']}" in ran.stdout
+    plain = ronde_run(["run", "--workers", "1", "--runs", "none", "--feed", "none", "train.py", "read", "1"], job, timeout=60)
+    assert "trained 1 1" in plain.stdout
+
+
+def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
+    values, done = examine(job, "augment", "0")
+    assert values["executor"] == "none"
+    assert values["cause"]["stage"] == "augment", done.stdout
+    assert values["neighbour"] is None
+
+
+def test_a_slow_copy_within_the_step_is_told_from_the_loaders(job):
+    values, done = examine(job, "copy", "1", workers="2")
+    assert values["cause"]["stage"] == "copy", done.stdout
+    assert values["workers"] == 2 and values["samples_per_second"]["alone"] > 0
+    assert not (job / "train.feed.yaml").exists()
+
+
+def test_ctrl_c_ends_every_process(job):
+    with child(ronde("doctor", "--workers", "1", "--seconds", "60", "train.py", "read", "2"), job) as started:
+        limit = time.monotonic() + 60
+        while len(__import__("processes").marked(started.mark)) < 4 and time.monotonic() < limit:  # command, worker, its loaders
+            time.sleep(0.1)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done(30)
+    assert done.returncode == 130
+    assert "every process has ended" in done.stdout
+
+
+def test_bad_arguments_are_refused_before_anything_starts(job):
+    cases = [
+        (["doctor", "--seconds", "0", "train.py"], "--seconds 0 must be above 0"),
+        (["doctor", "--rounds", "0", "train.py"], "--rounds 0 must be 1 or more"),
+        (["doctor", "--to", "0", "train.py"], "--to 0 must be 1 or more"),
+        (["doctor", "--nodes", "9", "--to", "8", "train.py"], "--nodes 9 is more than the 8 devices"),
+        (["doctor", "--apply", "1,,2", "train.py"], "--apply '1,,2': expected numbers or names"),
+        (["doctor", "--apply", "0", "train.py"], "--apply '0': expected numbers or names"),
+        (["doctor", "--json", "none/x.json", "train.py"], "--json none/x.json: there is no folder"),
+        (["doctor", "--workers", "none", "train.py"], "none"),
+        (["doctor", "--feed", "gone.yaml", "train.py"], "gone.yaml cannot be read"),
+        (["doctor", "gone.py"], "script not found: gone.py"),
+    ]
+    for (command, text), done in zip(cases, ronde_batch([c for c, _ in cases], job), strict=True):
+        assert done.returncode == 2, command
+        assert text in done.stderr.replace("\n", " "), (command, done.stderr)
+
+
+def test_a_script_that_fails_or_never_distributes_is_told(job):
+    (job / "broken.py").write_text("raise RuntimeError('no data here')")
+    (job / "idle.py").write_text("print('nothing')")
+    broken = ronde_run(["doctor", "--workers", "1", "broken.py"], job)
+    assert broken.returncode == 2 and "no data here" in broken.stderr
+    idle = ronde_run(["doctor", "--workers", "1", "idle.py"], job)
+    assert idle.returncode == 2 and "without calling ronde.distribute" in idle.stderr
+
+
+# -- it leaves the training as it found it ---------------------------------------------------------------------------------
+
+SAME = """
+import hashlib, random, sys, numpy, torch, ronde
+from torch.utils.data import DataLoader, Dataset
+
+examined = sys.argv[1] == "yes"
+
+class Data(Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, i):
+        return torch.full((6,), i / 96) + 0.1 * torch.randn(6), torch.tensor([random.random()])
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x) * (1 + 0.001 * self.calls)
+
+if __name__ == "__main__":
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=50)
+    loader = DataLoader(Data(), batch_size=12, num_workers=int(sys.argv[2]), shuffle=True)
+    run = ronde.distribute(model, optimizer, loader, loss=torch.nn.functional.mse_loss, scheduler=scheduler, clip_norm=1.0)
+    if examined:
+        run.doctor(seconds=0.5, rounds=2)
+    for epoch in run.epochs(2):
+        for i, batch in enumerate(run.batches()):
+            run.step(batch)
+            if examined and (epoch, i) == (0, 4):
+                found = run.doctor(seconds=0.5, rounds=2)
+                assert found["workers"] == run.world_size and found["samples_per_second"]["real"] > 0
+    left = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))]
+    digest = hashlib.sha256(b"".join(t.detach().double().numpy().tobytes() for t in left))
+    digest.update(repr((scheduler.state_dict()["_last_lr"], random.random(), float(torch.rand(())), numpy.random.rand(), model.calls)).encode())
+    print("left", run.rank, run.state.step, run.state.samples, digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize(("workers", "loaders"), [(1, 0), (1, 1), (2, 0)])
+def test_a_training_that_was_examined_goes_on_bit_for_bit(tmp_path, workers, loaders):
+    (tmp_path / "same.py").write_text(SAME)
+    said = []
+    for examined in ("yes", "no"):
+        if workers == 1:
+            done = python(["same.py", examined, str(loaders)], tmp_path, 90, {"RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet"})
+        else:
+            done = ronde_run(["run", "-q", "--workers", str(workers), "--runs", "none", "same.py", examined, str(loaders)], tmp_path, 120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append([line for line in done.stdout.splitlines() if line.startswith("left")])
+    assert said[0] and said[0] == said[1]
+
+
+def test_run_doctor_refuses_what_it_cannot_take(tmp_path):
+    (tmp_path / "same.py").write_text(
+        SAME.split("    if examined:")[0]
+        + """
+    for given in ({"seconds": 0}, {"seconds": "long"}, {"seconds": 1, "devices": 3}):
+        try:
+            run.doctor(**given)
+        except ronde.ArgumentError as error:
+            print("refused", error)
+"""
+    )
+    done = python(["same.py", "no", "0"], tmp_path, 60, {"RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet"})
+    assert done.stdout.count("refused run.doctor(") == 3, done.stdout + done.stderr

@@ -1,0 +1,914 @@
+"""Who loads, and what is never changed by it: the order, the bits, the training's own randomness. Bad samples, dead processes, settings."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+
+import ronde
+from processes import child, ronde_run
+from ronde import ArgumentError, CheckpointError, FeedError, SampleError
+from ronde.feed import Feed, FeedSettings, Order, Pipeline, apply_settings, asked_settings, key_of, read_settings, rng, rngs, take_over
+from ronde.feed.executor import Threads, parts_of
+from ronde.plan import shares
+
+EXECUTORS = ("none", "threads", "processes")
+
+
+def loading() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("ronde-")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    limit = time.monotonic() + 10
+    while loading() and time.monotonic() < limit:
+        import gc
+
+        gc.collect()
+        time.sleep(0.01)
+    assert not loading()
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+
+
+def with_executor(taken, executor, workers=2, **more):
+    return apply_settings(taken, FeedSettings(executor=executor, workers=0 if executor == "none" else workers, **more))
+
+
+def read(taken, size=1, batch=6, micro=None, epochs=(0,), offset=0, seed=0, evaluate=False, say=None):
+    """Micro-batches of every rank, in the order of the global batches, those of empty shares left out."""
+    steps = []
+    for rank in range(size):
+        feed = Feed(taken.dataset, taken.order, taken.settings, seed, evaluate=evaluate, say=say)
+        k = 0
+        for epoch in epochs:
+            start = offset if epoch == epochs[0] else 0
+            for share, batches in feed.read(
+                lambda rank=rank, epoch=epoch, start=start: shares(epoch, start, taken.order.epoch_samples, batch, rank, size, micro)
+            ):
+                if rank == 0:
+                    steps.append([])
+                steps[k] += [b for b, (low, high) in zip(batches, share.micro, strict=True) if high > low]
+                k += 1
+        feed.close()
+    return [b for step in steps for b in step]
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def whole(job, most):
+    return [(job, low, high) for low, high in parts_of(12, most)]
+
+
+def joined(job, parts):
+    return job, [x for part in parts for x in part]
+
+
+def test_threads_hand_out_in_order_bounded_and_stay_for_the_next_epoch():
+    threads = Threads(3, 4)
+    asked, handed = 0, 0
+    draw = random.Random(1)
+
+    def jobs():
+        nonlocal asked
+        for job in range(25):
+            asked += 1
+            assert asked - handed <= 4, "further ahead than is allowed"
+            yield job
+
+    def slow(part):
+        job, low, high = part
+        if job % 7 == 3:
+            time.sleep(0.02)  # those behind it wait
+        time.sleep(draw.random() * 0.002)
+        return list(range(low, high))
+
+    names = None
+    for _ in range(2):
+        asked = handed = 0
+        for expected, (job, (of, samples)) in enumerate(threads.run(jobs(), whole, slow, joined)):
+            handed += 1
+            assert job == of == expected and samples == list(range(12))
+        assert handed == 25
+        now = {t.ident for t in threading.enumerate() if t.name.startswith("ronde-load")}
+        assert len(now) == 3 and names in (None, now)
+        names = now
+    threads.stop()
+    assert threads.running == 0
+
+
+def test_the_first_batch_is_read_by_all_threads_and_no_part_is_tiny():
+    seen = []
+    threads = Threads(3, 3)
+    for _ in threads.run(iter(range(2)), whole, lambda part: seen.append(part[1:]) or [], joined):
+        pass
+    assert {(0, 4), (4, 8), (8, 12)} <= set(seen)
+    assert parts_of(7, 8) == [(0, 7)] and parts_of(64, 3) == [(0, 21), (21, 42), (42, 64)] and parts_of(0, 2) == [(0, 0)]
+    threads.stop()
+
+
+@pytest.mark.parametrize("how", ["break", "read", "join", "collected"])
+def test_threads_end_with_the_loop(how):
+    threads = Threads(2, 4)
+
+    def bad(part):
+        if how == "read" and part[0] == 5:
+            raise KeyError(f"{part[1]}")
+        return [part]
+
+    def bad_join(job, parts):
+        if how == "join" and job == 5:
+            raise ValueError("no batch")
+        return parts
+
+    def go():
+        done = []
+        for job, _ in threads.run(iter(range(50)), whole, bad, bad_join):
+            done.append(job)
+            if how == "break" and job == 5:
+                break
+        return done
+
+    if how == "break":
+        assert go() == list(range(6))
+    elif how == "collected":
+        go()
+        assert threads.running == 2
+        del threads
+        return  # the fixture sees that they are gone
+    else:
+        with pytest.raises((KeyError, ValueError)) as error:
+            go()
+        assert str(error.value) in ("'0'", "no batch")  # of several bad parts the first
+    assert threads.running == 0
+    assert [j for j, _ in threads.run(iter(range(3)), whole, lambda p: [p], joined)] == [0, 1, 2]  # they start again
+    threads.stop()
+
+
+class Reports(Dataset):
+    """Who reads, and with how many compute threads."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return torch.tensor([i, torch.get_num_threads(), threading.current_thread() is threading.main_thread()])
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_compute_threads_of_loading_threads_are_limited_and_no_others(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rows = torch.cat(read(with_executor(take_over_(Reports(), shuffle=False), "threads", threads=threads))).tolist()
+        assert torch.get_num_threads() == 3
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [3]
+    finally:
+        torch.set_num_threads(before)
+    assert [row[0] for row in rows] == list(range(40))
+    assert {tuple(row[1:]) for row in rows} == {(threads or 1, 0)}
+
+
+# -- the same order and the same bits ----------------------------------------------------------------------------------
+
+
+def take_over_(data, seed=0, batch_size=None, shuffle=None, evaluate=False):
+    return take_over(
+        data, seed=seed, batch_size=batch_size, shuffle=shuffle, shuffle_dataset=not evaluate, drop_last=False, evaluate=evaluate
+    )
+
+
+def by_hand(seed: int, epoch: int, key: int, purpose: int = 1) -> np.random.Generator:
+    """What a sample's generator must be: Philox under a key of (seed, purpose, epoch, sample)."""
+    return np.random.Generator(np.random.Philox(key=key_of(seed, purpose, epoch, key)))
+
+
+class Rows:
+    """A source. ``bad`` maps an id to what is wrong with it."""
+
+    def __init__(self, n=50, bad=None, named=True, fingerprint="rows"):
+        self.n, self.bad, self.named, self.fingerprint = n, bad or {}, named, fingerprint
+
+    def __len__(self):
+        return self.n
+
+    def name(self, i):
+        return f"row-{i}.bin" if self.named else None
+
+    def read(self, ids):
+        for i in ids:
+            if self.bad.get(i) == "read":
+                raise SampleError(f"row-{i}.bin is truncated")
+        return [np.full(3 if self.bad.get(i) == "shape" else 2, float(i)) for i in ids]
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        return np.array([float(i), rng().random(), rng().random()])
+
+
+class Many(Plain):
+    """Makes all samples in one call, and asks for random numbers there."""
+
+    def __getitems__(self, ids):
+        return [self[i] for i in ids]
+
+
+def draw_two(row):
+    return np.array([row[0], rng().random(), 0.0])
+
+
+def draw_more(row):
+    return row + np.array([0.0, 0.0, rng().random()])
+
+
+def draw_for_all(rows):
+    return [np.array([row[0], *(r.random() for _ in range(2))]) for row, r in zip(rows, rngs(len(rows)), strict=True)]
+
+
+def noisy(samples):
+    return default_collate(samples), torch.tensor(rng().random())
+
+
+DATA = {
+    "data set": Plain(),
+    "__getitems__": Many(),
+    "two steps": Pipeline(Rows()).map(draw_two).map(draw_more),
+    "batched step": Pipeline(Rows()).map(draw_for_all, batched=True),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_workers(kind):
+    for executor, size in itertools.product(EXECUTORS, (1, 2)):
+        if executor == "processes" and size == 2 and kind not in ("data set", "two steps"):
+            continue
+        taken = with_executor(take_over_(DATA[kind], seed=3), executor)
+        rows = torch.cat(read(taken, size, batch=7, epochs=(0, 1), seed=3)).tolist()
+        expected = [(e, i) for e in (0, 1) for i in Order(50, 3).ids(e, 0, 50).tolist()]
+        assert [row[0] for row in rows] == [i for _, i in expected], (executor, size)
+        for row, (epoch, i) in zip(rows, expected, strict=True):
+            drawn = by_hand(3, epoch, i)
+            assert row[1:] == [drawn.random(), drawn.random()], (executor, size, epoch, i)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_resumed_epoch_and_micro_batches_are_the_rest_of_the_same(executor):
+    taken = with_executor(take_over_(Plain(), seed=3), executor)
+    all_rows = torch.cat(read(with_executor(take_over_(Plain(), seed=3), "none"), seed=3)).tolist()
+    assert torch.cat(read(taken, batch=10, micro=3, offset=20, size=2, seed=3)).tolist() == all_rows[20:]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_sampler_draws_a_sample_several_times_each_time_with_another_augmentation(executor):
+    data = Plain()
+    taken = with_executor(take_over_(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 50, 60)), seed=3), executor)
+    rows = torch.cat(read(taken, 2, batch=7, seed=3)).tolist()
+    assert len(rows) == 60 > len({row[0] for row in rows})
+    assert [row[1] for row in rows] == [by_hand(3, 0, position).random() for position in range(60)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_collate_function_has_random_numbers_of_its_own(executor):
+    taken = with_executor(take_over_(DataLoader(Plain(), collate_fn=noisy), seed=3), executor)
+    ids = Order(50, 3, False).ids(0, 0, 50).tolist()
+    assert [float(noise) for _, noise in read(taken, batch=20, seed=3)] == [
+        torch.tensor(by_hand(3, 0, ids[first], purpose=2).random()).item() for first in (0, 20, 40)
+    ]
+
+
+def test_rows_of_tensors_and_streams_under_threads():
+    data = TensorDataset(torch.arange(50), torch.randn(50, 3))
+    expected = read(take_over_(data))
+    for a, b in zip(read(with_executor(take_over_(data), "threads")), expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    class Stream(IterableDataset):
+        def __len__(self):
+            return 17
+
+        def __iter__(self):
+            return iter(range(17))
+
+    assert torch.cat(read(with_executor(take_over_(Stream()), "threads"))).tolist() == list(range(17))
+
+
+# -- the generators that all share --------------------------------------------------------------------------------------
+
+
+class Global(Dataset):
+    """Draws from the global generators, from sample ``start`` on."""
+
+    def __init__(self, start=0, n=300):
+        self.start, self.n = start, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        drawn = [float(torch.rand((), dtype=torch.float64)), random.random(), float(np.random.rand())] if i >= self.start else [0.0] * 3
+        return torch.tensor([float(i), *drawn], dtype=torch.float64)
+
+
+def state():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize(("asked", "got"), [("threads", "none"), ("auto", "processes")])
+def test_what_draws_from_global_generators_is_not_read_by_threads(asked, got):
+    expected = read(with_executor(take_over_(Global(n=60)), "none"))
+    before, told = state(), []
+    taken = with_executor(take_over_(Global(n=60)), asked)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0, say=lambda text, warning: told.append((text, warning)))
+    found = [b for _, bs in feed.read(lambda: shares(0, 0, 60, 6, 0, 1)) for b in bs]
+    feed.close()
+    assert feed.executor == got and len(told) == 1 and "global generator" in told[0][0] and told[0][1] == (asked == "threads")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert state() == before
+
+
+def test_one_that_begins_to_draw_late_is_found_and_read_under_keys():
+    expected = torch.cat(read(with_executor(take_over_(Global(200), shuffle=False), "none")))
+    told = []
+    found = torch.cat(read(with_executor(take_over_(Global(200), shuffle=False), "threads"), say=lambda *said: told.append(said)))
+    assert torch.equal(found, expected) and float(found[250, 1]) != 0.0
+    assert len(told) == 1 and "from here on" in told[0][0] and told[0][1]
+
+
+def test_loading_threads_leave_the_trainings_randomness_alone():
+    """A training that draws between batches, as dropout does, draws what it would have without them."""
+    taken = take_over_(DATA["two steps"])
+
+    def train(executor):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        feed_ = with_executor(taken, executor)
+        feed = Feed(feed_.dataset, feed_.order, feed_.settings, 0)
+        found = []
+        for _, (batch,) in feed.read(lambda: shares(0, 0, 50, 6, 0, 1)):
+            found.append((batch.tolist(), float(torch.rand(())), random.random(), np.random.rand()))
+        feed.close()
+        return found, state()
+
+    assert train("threads") == train("none")
+
+
+# -- auto ----------------------------------------------------------------------------------------------------------------
+
+
+class Works(Dataset):
+    def __init__(self, work, n=200):
+        self.work, self.n = work, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.work()
+        return torch.tensor(i)
+
+
+def waits():
+    time.sleep(0.002)
+
+
+def computes():
+    total = 0
+    for k in range(30_000):
+        total += k
+
+
+class Holds(Works):
+    def __init__(self, path):
+        super().__init__(waits)
+        self.file = path.open("rb")
+
+
+class Shared(Works):
+    """Not for threads: what one of them reads, another may have changed meanwhile."""
+
+    def __init__(self):
+        super().__init__(waits)
+        self.now = 0
+
+    def __getitem__(self, i):
+        self.now = i
+        self.work()
+        return torch.tensor([i, self.now])
+
+
+def test_auto_chooses_by_what_samples_are_like(tmp_path):
+    (tmp_path / "data").write_bytes(b"x")
+    cases = {
+        "threads": (Works(waits), "threads read"),
+        "processes": (Works(computes), "Python's lock|threads read"),
+        "none": (Works(int), "a sample takes"),
+    }
+    for expected, (data, why) in cases.items():
+        told = []
+        taken = with_executor(take_over_(data), "auto")
+        feed = Feed(taken.dataset, taken.order, taken.settings, 0, say=lambda text, warning, told=told: told.append(text))
+        found = [b for _, bs in feed.read(lambda: shares(0, 0, 24, 8, 0, 1)) for b in bs]
+        assert feed.executor == expected and len(told) == 1 and any(w in told[0] for w in why.split("|")), told
+        assert torch.cat(found).tolist() == Order(200, 0).ids(0, 0, 24).tolist()
+        assert [b for _, bs in feed.read(lambda: shares(0, 0, 24, 8, 0, 1)) for b in bs] and len(told) == 1  # decided once
+        feed.close()
+    for data, why in ((Holds(tmp_path / "data"), "Holds.file"), (Shared(), "not the same when several threads")):
+        told = []
+        torch.cat(read(with_executor(take_over_(data), "auto"), say=lambda text, warning, told=told: told.append(text)))
+        assert "executor processes" in told[0] and why in told[0]
+    assert take_over_(DATA["two steps"]).settings.executor == "auto"
+    assert take_over_(DataLoader(DATA["two steps"], num_workers=3)).settings.chosen == "processes"
+    assert take_over_(Works(int)).settings.chosen == "none"
+
+
+# -- bad samples ---------------------------------------------------------------------------------------------------------
+
+
+def decode(row):
+    if row[0] == 11:
+        raise OSError("cannot identify image file")
+    return torch.from_numpy(row)
+
+
+def brighten(row):
+    return row + rng().random()
+
+
+def stop_all(rows):
+    if any(float(row[0]) == 17 for row in rows):
+        raise ValueError("one of them is wrong")
+    return rows
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        ({7: "read"}, r"^sample 7: row-7\.bin is truncated$"),
+        ({}, r"^sample 11( \(row-11\.bin\))?, stage decode: OSError: cannot identify image file$"),
+        ({9: "shape"}, r"^sample 9 \(row-9\.bin\), stage collate: it is \[3\] float64, where the others are \[2\] float64"),
+    ],
+)
+def test_a_bad_sample_is_an_error_that_names_it(executor, bad, where):
+    pipeline = Pipeline(Rows(40, bad)).map(decode if not bad else torch.from_numpy, "decode").map(brighten)
+    with pytest.raises(SampleError, match=where):
+        read(with_executor(take_over_(pipeline), executor))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_error_of_a_plain_data_set_keeps_its_type_and_says_of_which_sample(executor):
+    class Broken(Plain):
+        def __getitem__(self, i):
+            if i == 33:
+                raise ZeroDivisionError("no width")
+            return super().__getitem__(i)
+
+    with pytest.raises(ZeroDivisionError, match="no width") as error:
+        read(with_executor(take_over_(Broken(), shuffle=False), executor))
+    assert "while sample 33 of the data set was read" in str(getattr(error.value, "__notes__", "")) + str(error.value)
+
+
+BAD = {7: "read", 23: "shape", 31: "read"}
+
+
+def stand_in(seed: int, epoch: int, i: int, n: int, bad) -> tuple[int, float]:
+    """By hand: which sample stands in, and its first random number."""
+    for attempt in range(16):
+        other = key_of(seed, 6, epoch, i, attempt) % n
+        if other not in bad:
+            return other, np.random.Generator(np.random.Philox(key=key_of(seed, 1, epoch, i, attempt + 1))).random()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("steps", ["single", "batched"])
+def test_skipped_samples_have_the_same_stand_ins_everywhere(steps):
+    pipeline = Pipeline(Rows(40, BAD)).map(decode, "decode")
+    if steps == "batched":
+        pipeline = pipeline.map(stop_all, "look", batched=True)
+    pipeline = pipeline.map(brighten).skip_bad(0.2)
+    bad = {*BAD, 11} | ({17} if steps == "batched" else set())
+    for executor, size in itertools.product(EXECUTORS, (1, 3)):
+        if executor == "processes" and size == 3:
+            continue
+        taken = with_executor(take_over_(pipeline, seed=2), executor)
+        rows = torch.cat(read(taken, size, batch=8, epochs=(0, 1), seed=2)).tolist()
+        expected = []
+        for epoch in (0, 1):
+            for i in Order(40, 2).ids(epoch, 0, 40).tolist():
+                of, noise = stand_in(2, epoch, i, 40, bad) if i in bad else (i, by_hand(2, epoch, i).random())
+                expected.append([of + noise] * 2)
+        assert rows == expected, (executor, size)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_skipped_samples_are_counted_and_too_many_are_an_error(executor):
+    pipeline = Pipeline(Rows(40, BAD)).map(torch.from_numpy)
+    taken = with_executor(take_over_(pipeline.skip_bad(0.075)), executor)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    for _ in range(2):
+        batches = [b for _, bs in feed.read(lambda: shares(0, 0, 40, 8, 0, 1)) for b in bs]
+        assert sum(len(b) for b in batches) == 40 and sorted(i for i, _ in feed.skipped) == [7, 23, 31]
+    told = dict(feed.skipped)
+    assert "row-7.bin" in told[7] and "row-23.bin" in told[23] and "[3] float64" in told[23]
+    feed.close()
+    with pytest.raises(FeedError, match=r"[123] of 40 samples were skipped, more than the share of 0.05 .*row-"):
+        read(with_executor(take_over_(pipeline.skip_bad(0.05)), executor))
+
+
+def test_a_set_without_a_good_sample_says_so():
+    pipeline = Pipeline(Rows(5, dict.fromkeys(range(5), "read"))).skip_bad(1.0)
+    with pytest.raises(SampleError, match=r"16 samples in a row cannot be used.*row-\d.bin is truncated"):
+        read(take_over_(pipeline))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_evaluation_leaves_bad_samples_out(executor):
+    pipeline = Pipeline(Rows(40, {**BAD, 8: "read", 9: "read"})).map(torch.from_numpy).skip_bad(0.5)
+    taken = with_executor(take_over_(pipeline, evaluate=True), executor)
+    found, missing = [], []
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0, evaluate=True)
+    for share, batches in feed.read(lambda: shares(0, 0, 40, 4, 0, 2, 2)):
+        for batch, (low, high), left in zip(batches, share.micro, feed.left_out, strict=True):
+            missing.append(left)
+            found += batch[: high - low - left, 0].tolist()
+            assert len(batch) == max(1, high - low - left)  # all are bad: something of that shape, which counts for nothing
+    feed.close()
+    mine = [p for start in range(0, 40, 4) for p in (start, start + 1)]
+    assert found == [float(i) for i in mine if i not in {*BAD, 8, 9}] and sum(missing) == 2 and max(missing) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "said"), [(lambda p: p.skip_bad(1.5), "from 0 to 1"), (lambda p: Pipeline(p.source, on_error="drop"), "'raise' or 'skip'")]
+)
+def test_wrong_policies_are_refused(call, said):
+    with pytest.raises(ArgumentError, match=said):
+        call(DATA["two steps"])
+
+
+# -- loading processes that die ----------------------------------------------------------------------------------------
+
+
+class Kills(Works):
+    def __init__(self, at, number):
+        super().__init__(int)
+        self.at, self.number = at, number
+
+    def __getitem__(self, i):
+        if i == self.at:
+            os._exit(3) if self.number is None else os.kill(os.getpid(), self.number)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, r"was killed by signal 9 \(SIGKILL\): .*want of memory"),
+        (signal.SIGBUS, r"was killed by signal 7 \(SIGBUS\): .*shared memory .*/dev/shm"),
+        (None, "ended with exit status 3: .*executor: none"),
+    ],
+)
+def test_a_loading_process_that_dies_is_named(number, said):
+    with pytest.raises(FeedError, match=rf"loading process 1 of 2 \(pid \d+\) of training rank 0 {said}"):
+        read(with_executor(take_over_(Kills(7, number), shuffle=False), "processes"))
+
+
+def test_one_that_dies_meanwhile_is_told_at_the_next_batch_not_within_the_step():
+    taken = with_executor(take_over_(Works(int), shuffle=False), "processes", prefetch=1)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    batches = feed.read(lambda: shares(0, 0, 200, 6, 0, 1))
+    before = {p.pid for p in psutil.Process().children()}
+    next(batches)
+    (victim, _) = [p for p in psutil.Process().children() if p.pid not in before]
+    stepped = 0
+    victim.kill()
+    limit = time.monotonic() + 20
+    while victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+        time.sleep(0.01)
+    for _ in range(1000):  # a step, through which no error passes
+        stepped += 1
+    with pytest.raises(FeedError, match=rf"\(pid {victim.pid}\) of training rank 0 was killed by signal 9"):
+        list(batches)
+    assert stepped == 1000
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_change_how_samples_are_read_and_nothing_else(tmp_path):
+    taken = take_over_(DataLoader(Plain(), batch_size=8, num_workers=3, prefetch_factor=4, pin_memory=False), seed=1)
+
+    def applied(**settings):
+        return apply_settings(taken, FeedSettings(**settings), local_size=1)
+
+    for settings in (applied(), applied(executor="threads"), applied(workers=1), applied(prefetch=5, threads=2, pin_memory=True)):
+        assert settings.order == taken.order and settings.dataset is taken.dataset and settings.batch_size == 8
+    assert applied().settings.chosen == "processes" and applied().settings.num_workers == 3
+    assert applied(executor="threads").settings.num_workers == 3 and applied(executor="none").settings.num_workers == 0
+    assert applied(workers=0).settings.chosen == "none"
+    assert applied(prefetch=5).settings.options.get("prefetch_factor") is None and applied(prefetch=5).settings.prefetch == 5
+    assert applied(pin_memory=True).settings.options["pin_memory"] is True
+    bare = apply_settings(take_over_(Plain()), FeedSettings(executor="threads"), local_size=10_000)
+    assert bare.settings.num_workers == 1  # cores shared out among the workers of a node
+    file = tmp_path / "x.feed.yaml"
+    FeedSettings(executor="threads", workers=2).save(file)
+    assert read_settings(file) == read_settings(str(file)) == read_settings({"executor": "threads", "workers": 2})
+    for wrong in (5, {"worker": 2}, {"workers": -1}, {"executor": "fibers"}, tmp_path / "none.yaml"):
+        with pytest.raises(ArgumentError, match=r"feed|setting"):
+            read_settings(wrong)
+
+
+SCRIPT = """
+import os, sys, threading, torch, ronde
+from ronde.feed import rng
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return torch.tensor([float(i), rng().random()]), torch.tensor([float(i)])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-4), Data(), loss=torch.nn.functional.mse_loss, batch_size=8)
+run.fit(2)
+print("rank", run.rank, run._feed.executor, run._feed.settings.num_workers, model.weight.tolist(), flush=True)
+"""
+
+
+def said(output: str, rank: int) -> tuple[str, str]:
+    line = next(x for x in output.splitlines() if x.startswith(f"rank {rank} "))
+    _, _, executor, workers, weights = line.split(" ", 4)
+    return f"{executor} {workers}", weights
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in text.strip().strip("[]").split(",")]
+
+
+def test_ronde_run_reads_the_settings_beside_the_script_and_says_so(tmp_path, nothing_kept, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.feed.yaml").write_text("executor: threads\nworkers: 2\n")
+    (tmp_path / "other.yaml").write_text("executor: processes\nworkers: 1\n")
+    exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+    here = said(capsys.readouterr().out, 0)
+    assert here[0] == "none 0"
+    for workers, options, expected in (
+        ("2", (), "train.feed.yaml (executor threads, workers 2)"),
+        ("1", ("--feed", "other.yaml"), "other.yaml (executor processes, workers 1)"),
+    ):
+        done = ronde_run(["run", "--workers", workers, "--runs", "none", *options, "train.py"], tmp_path, 150)
+        assert done.returncode == 0, done.stderr
+        assert [x for x in done.stdout.splitlines() if x.startswith("feed: ")] == [f"feed: {expected}"]
+        executor, weights = said(done.stdout, 0)
+        assert executor == ("threads 2" if workers == "2" else "processes 1")
+        assert numbers(weights) == pytest.approx(numbers(here[1]), rel=1e-5)  # the same training, but for the order of float32 sums
+
+
+def test_only_ronde_run_reads_the_file_beside_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.feed.yaml").write_text("workers: 2\nprefetch: 3\n")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert asked_settings(None) == FeedSettings() and asked_settings({"workers": 1}) == FeedSettings(workers=1)
+    monkeypatch.setenv("RONDE_FEED", str(tmp_path / "train.feed.yaml"))
+    assert asked_settings({"workers": 1, "threads": 4}) == FeedSettings(workers=2, prefetch=3, threads=4)
+    monkeypatch.setenv("RONDE_FEED", "none")
+    assert asked_settings({"workers": 1}) == FeedSettings(workers=1)
+
+
+def test_which_settings_ronde_run_takes(tmp_path, monkeypatch):
+    from ronde.cli.run import _feed
+
+    monkeypatch.chdir(tmp_path)
+    assert _feed(None, "train.py") == ("none", "")
+    (tmp_path / "train.feed.yaml").write_text("workers: 2\n")
+    (tmp_path / "my.train.feed.yaml").write_text("threads: 1\n")
+    (tmp_path / "other.yaml").write_text("")
+    assert _feed(None, "train.py") == (str(tmp_path / "train.feed.yaml"), "feed: train.feed.yaml (workers 2)")
+    assert _feed(None, "my.train")[1] == "feed: my.train.feed.yaml (threads 1)"
+    assert _feed("none", "train.py") == ("none", "")
+    assert _feed("other.yaml", "train.py")[1] == "feed: other.yaml (nothing set)"
+    monkeypatch.setenv("RONDE_FEED", "other.yaml")
+    assert _feed(None, "train.py")[0] == str(tmp_path / "other.yaml") and _feed("train.feed.yaml", "x.py")[0].endswith("train.feed.yaml")
+    for wrong in ("missing.yaml", "train.py"):
+        (tmp_path / "train.py").write_text("import ronde: no")
+        with pytest.raises(ArgumentError, match=wrong):
+            _feed(wrong, "train.py")
+
+
+def test_ctrl_c_ends_a_training_whose_threads_are_reading(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace("return torch.tensor([float(i)", "__import__('time').sleep(0.05); return torch.tensor([float(i)").replace(
+            "run.fit(2)", "print('ready', flush=True); run.fit(1000)"
+        )
+    )
+    file = tmp_path / "slow.yaml"
+    file.write_text("executor: threads\nworkers: 3\n")
+    import sys
+
+    with child([sys.executable, "train.py"], tmp_path, {"RONDE_RUNS": "none", "RONDE_FEED": str(file)}) as started:
+        started.wait_for("ready", 60)
+        time.sleep(0.5)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done(20)
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------------
+
+
+def plus_noise(batch):
+    """On the device: two numbers of each sample's own."""
+    return batch + torch.tensor([[r.random(), 0.0] for r in rngs(len(batch))], dtype=batch.dtype)
+
+
+def linear():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def forward(model, batch):
+    return (model(batch),)
+
+
+def loss_of(out):
+    return (out**2).mean()
+
+
+@pytest.mark.parametrize("feed", [None, {"executor": "threads", "workers": 2}, FeedSettings(executor="none")])
+def test_what_is_done_on_the_device_is_done_in_training_and_evaluation(nothing_kept, feed):
+    pipeline = Pipeline(Rows(20)).map(torch.from_numpy).on_device(plus_noise).on_device(torch.Tensor.double)
+    model, optimizer = linear()
+    run = ronde.distribute(model, optimizer, pipeline, loss=loss_of, forward=forward, batch_size=8, seed=4, feed=feed)
+    seen = []
+    for epoch in run.epochs(2):
+        for batch in run.batches():
+            seen.append((epoch, batch.tolist()))
+            run.step(batch)
+    rows = [(epoch, row) for epoch, batch in seen for row in batch]
+    expected = [(e, i) for e in (0, 1) for i in Order(20, 4).ids(e, 0, 20).tolist()]
+    for (epoch, row), (e, i) in zip(rows, expected, strict=True):
+        assert epoch == e and row == [i + by_hand(4, e, i, purpose=7).random(), float(i)]
+    means = run.evaluate(pipeline, metrics={"first": lambda out: out[:, 0]})
+    with torch.no_grad():
+        batch = torch.tensor([[i + by_hand(4, 0, i, purpose=7).random(), float(i)] for i in range(20)], dtype=torch.float64)
+        assert means["loss"] == pytest.approx(float(loss_of(model(batch))), rel=1e-12)
+    sample = run._work.sample(3)
+    first = Order(20, 4).ids(0, 0, 3).tolist()
+    assert sample.tolist() == [[i + by_hand(4, 0, i, purpose=7).random(), float(i)] for i in first]
+    run._feed.close()
+    for evaluation in run._evaluations.values():
+        evaluation.feed.close()
+
+
+def test_skipped_samples_are_told_at_the_end_of_an_epoch_and_left_out_of_evaluations(nothing_kept, capsys):
+    pipeline = Pipeline(Rows(40, {7: "read", 23: "read"})).map(torch.from_numpy).skip_bad(0.1)
+    model, optimizer = linear()
+    run = ronde.distribute(model, optimizer, pipeline, loss=loss_of, forward=forward, batch_size=8, feed={"executor": "none"})
+    for _ in run.epochs(1):
+        for batch in run.batches():
+            run.step(batch)
+    result = run.evaluate(pipeline)
+    told = "".join(capsys.readouterr())
+    for where in (
+        "epoch 1: 2 samples of 40 (5.00%) could not be used and were replaced by others: ",
+        "evaluation: 2 samples of 40 (5.00%) could not be used and were left out: ",
+    ):
+        assert where in told and "row-7.bin is truncated" in told.split(where)[1].splitlines()[0]
+    good = torch.tensor([[float(i)] * 2 for i in range(40) if i not in (7, 23)], dtype=torch.float64)
+    with torch.no_grad():
+        assert result["loss"] == pytest.approx(float(loss_of(model(good))), rel=1e-12)
+
+
+SKIPPING = """
+import numpy as np, torch, ronde
+from ronde import FeedError, SampleError
+from ronde.feed import Pipeline
+
+class Rows:
+    fingerprint = "x"
+    def __len__(self):
+        return 40
+    def read(self, ids):
+        if any(i % 10 == 3 for i in ids):
+            raise SampleError(f"file-{[i for i in ids if i % 10 == 3][0]} is truncated")
+        return [np.full(2, float(i)) for i in ids]
+
+def train(most):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    pipeline = Pipeline(Rows()).map(torch.from_numpy).skip_bad(most)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = ronde.distribute(model, optimizer, pipeline, loss=lambda out: (out ** 2).mean(), forward=lambda m, b: (m(b),), batch_size=8)
+    run.fit(1, validate=pipeline)
+    return run, model
+
+run, model = train(0.1)
+print("rank", run.rank, "weights", model.weight.tolist(), flush=True)
+try:
+    train(0.099)
+except FeedError as error:
+    print("refused", error, flush=True)
+"""
+
+
+def test_skipped_samples_are_counted_over_all_workers(tmp_path, nothing_kept, capsys):
+    exec(compile(SKIPPING, "train.py", "exec"), {"__name__": "__main__"})
+    here = capsys.readouterr().out
+    (tmp_path / "train.py").write_text(SKIPPING)
+    done = ronde_run(["run", "--workers", "2", "--runs", "none", "train.py"], tmp_path, 150)
+    assert done.returncode == 0, done.stderr
+    weights = []
+    for told in (here, done.stdout):
+        assert "epoch 1: 4 samples of 40 (10.00%)" in told and "evaluation: 4 samples of 40" in told
+        assert "refused 4 of 40 samples were skipped" in told
+        weights.append(numbers(told.split("weights ")[1].splitlines()[0]))
+    assert weights[0] == pytest.approx(weights[1], rel=1e-12)
+
+
+def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path / "runs"))
+
+    def start(data, steps, resume=True):
+        monkeypatch.setenv("RONDE_RESUME", "1" if resume else "0")
+        model, optimizer = linear()
+        run = ronde.distribute(
+            model, optimizer, data, loss=loss_of, forward=forward, batch_size=8, seed=4, name="x", feed={"executor": "none"}
+        )
+        for batch in itertools.islice(run.batches(), steps):
+            run.step(batch)
+        run.save()
+        run._finish("completed")
+        return run
+
+    def rows(fingerprint):
+        return Pipeline(Rows(40, fingerprint=fingerprint)).map(torch.from_numpy)
+
+    class Same(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return torch.full((2,), float(i), dtype=torch.float64)
+
+    start(Same(), 1, resume=False)  # written as by a version that knew no fingerprints
+    assert start(rows("one"), 1).state.step == 2
+    with pytest.raises(CheckpointError, match=r"its fingerprint was one then and is two now.*Restore the data set, or start a new run"):
+        start(rows("two"), 1)
+    assert start(rows("one"), 1).state.step == 3
+
+
+# -- echo ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
+    class Counts(Plain):
+        read = 0
+
+        def __getitem__(self, i):
+            Counts.read += 1
+            return super().__getitem__(i)
+
+    data = Counts()
+    plain = torch.cat(read(with_executor(take_over_(data, batch_size=8), "none"), batch=8)).tolist()
+    expected = [row for start in range(0, 48, 8) for _ in range(3) for row in plain[start : start + 8]] + plain[48:] * 3
+    taken = with_executor(take_over_(data, batch_size=8), executor, echo=3)
+    assert taken.order.epoch_samples == 150
+    Counts.read = 0
+    for size in (1, 2):
+        assert torch.cat(read(taken, size, batch=8)).tolist() == expected
+    if executor == "none":
+        assert Counts.read == 2 * (48 + 6)  # each batch once; the short one at the end is too short to be told apart
+    for offset in (8, 40):
+        assert torch.cat(read(taken, 1, batch=8, offset=offset)).tolist() == expected[offset:]
+    with pytest.raises(ArgumentError, match="sampler of the script's own"):
+        with_executor(take_over_(DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 60))), executor, echo=2)
