@@ -9,7 +9,7 @@ What the prediction may see: the runs at 1 and 2 devices (synthetic, real, the l
 seconds of core per sample, how much the time between two batches wavers, the number of cores, the length of the queues, the share that the
 cache answers. It is written down before 4, 8 and 16 are run.
 
-    python benchmarks/doctor_scale_truth.py            # about 10 minutes, nearly all of it asleep
+    python benchmarks/doctor_scale_truth.py            # about 15 minutes, nearly all of it asleep
     python benchmarks/doctor_scale_truth.py --quick    # 3 cases
 """
 

@@ -338,7 +338,7 @@ CONTESTS: dict[str, dict[str, tuple[Callable[[Path], Batches], str | None]]] = {
         "Hugging Face datasets, own batches": (lambda data: hf_table(data, True), "datasets"),
     },
 }
-TURN = {"images": 8, "tokens": 100, "rows": 8}  # batches
+TURN = {"images": 8, "tokens": 400, "rows": 8}  # batches
 SETTLE = 4  # batches that may stand in queues: read before the clock starts
 
 

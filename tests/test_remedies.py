@@ -252,6 +252,9 @@ def test_a_picture_that_is_not_pillows_yet_behaves_as_one(large):
     def ways(image):
         yield "array", np.array(image)
         yield "bytes", image.tobytes()
+        seen = np.asarray(image.crop((0, 0, 30, 30)))  # the picture is gone, the array is not
+        cut = image.crop((3, 3, 30, 30))
+        yield "arrays of its own", (seen, seen.flags.writeable, *[np.asarray(cut) for _ in range(5)])
         yield "crop", np.asarray(image.crop((10, 20, 110.4, 95)))
         yield "crop beyond", np.asarray(image.crop((-5, 0, 10, 10)))
         yield "crop twice", np.asarray(image.crop((50, 50, 350, 250)).crop((1, 2, 30, 40)))
@@ -302,7 +305,7 @@ def test_a_picture_that_is_not_pillows_yet_behaves_as_one(large):
     dataset = All()
     swapped, _ = apply(Large(large, to_tensor), LoaderSettings(), FeedSettings(decoder="simplejpeg"))
     swapped.dataset = dataset
-    for i in (0, 5):
+    for i in (0,):
         for mine, theirs in zip(swapped[i], dataset[i], strict=True):
             for name in theirs:
                 np.testing.assert_equal(mine[name], theirs[name], err_msg=name)

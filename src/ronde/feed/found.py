@@ -45,7 +45,6 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("zlib", "decompress", "decode", ""),
     ("bz2", "decompress", "decode", ""),
     ("lzma", "decompress", "decode", ""),
-    ("cv2", "imread", "decode", "path"),
     ("cv2", "imdecode", "decode", ""),
     ("simplejpeg", "decode_jpeg", "decode", ""),
     ("simplejpeg", "decode_jpeg_header", "decode", ""),

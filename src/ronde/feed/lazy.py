@@ -33,9 +33,14 @@ def smaller(pixels: Any, size: tuple[int, int], resample: int | None) -> Any:
     mode = {2: "bilinear", 3: "bicubic", None: "bicubic"}.get(resample)
     if mode is None or min(size) < 1:
         return None
-    given = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).unsqueeze(0)
+    # Batch first, then the channels' turn: so torch sees, and gives back, channels that lie side by side.
+    given = _tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(given, size=(size[1], size[0]), mode=mode, antialias=True, align_corners=False)
-    return made[0].permute(1, 2, 0).contiguous().numpy()
+    return made.permute(0, 2, 3, 1)[0].contiguous().numpy()
+
+
+def _tensor(pixels: Any) -> torch.Tensor:
+    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
 
 
 def _plain(size: tuple[int, int], data: bytes, info: dict[Any, Any]) -> Any:
@@ -61,6 +66,7 @@ def _class() -> Any:
             self.info = info
             self._ronde_pixels = pixels
             self._ronde_resizes = resizes
+            self._ronde_shown: Any = None
 
         def _ronde_fill(self) -> None:
             pixels, self._ronde_pixels = self._ronde_pixels, None
@@ -93,8 +99,11 @@ def _class() -> Any:
         def __array_interface__(self) -> dict[str, Any]:
             if self._ronde_pixels is None:
                 return dict(base.__array_interface__.fget(self))
-            # Bytes of its own, as Pillow gives them: nobody writes through them into the image.
-            return {"shape": self._ronde_pixels.shape, "typestr": "|u1", "version": 3, "data": self._ronde_pixels.tobytes()}
+            # Not to be written through, as Pillow's own. Whoever looks holds the image, and the image holds the memory.
+            if self._ronde_shown is None:
+                self._ronde_shown = np.ascontiguousarray(self._ronde_pixels)
+            shown = self._ronde_shown
+            return {"shape": shown.shape, "typestr": "|u1", "version": 3, "data": (shown.ctypes.data, True)}
 
         def tobytes(self, *args: Any, **kwargs: Any) -> bytes:
             if self._ronde_pixels is None or args or kwargs:
@@ -119,7 +128,7 @@ def _class() -> Any:
         def transpose(self, method: Any) -> Any:
             if self._ronde_pixels is None or method not in (Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM):
                 return base.transpose(self, method)
-            return self._ronde_like(self._ronde_pixels[:, ::-1] if method == Image.Transpose.FLIP_LEFT_RIGHT else self._ronde_pixels[::-1])
+            return self._ronde_like(_tensor(self._ronde_pixels).flip(1 if method == Image.Transpose.FLIP_LEFT_RIGHT else 0).numpy())
 
         def resize(self, size: Any, resample: Any = None, box: Any = None, reducing_gap: Any = None) -> Any:
             pixels = self._ronde_pixels
@@ -139,7 +148,7 @@ def _class() -> Any:
                     one._ronde_fill()
             return bool(base.__eq__(self, other))
 
-        __hash__ = None
+        __hash__ = None  # type: ignore[assignment]
 
         def __reduce__(self) -> Any:
             return _plain, (self._size, self.tobytes(), self._copy_info())

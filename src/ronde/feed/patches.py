@@ -9,11 +9,13 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ronde.feed.account import Account, here, local
 from ronde.feed.replay import MISSING
 from ronde.feed.storage import in_cache
 
-__all__ = ["Named", "image_convert", "image_load", "image_open", "opener", "timed"]
+__all__ = ["Named", "image_convert", "image_load", "image_open", "opener", "split_imread", "timed"]
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
 _WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
@@ -341,6 +343,37 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
         return value
 
     return convert
+
+
+def split_imread(original: Callable[..., Any], wanted: Callable[[], bool] = lambda: here() is not None) -> Callable[..., Any]:
+    """``cv2.imread`` in two: the file is read here, and OpenCV decodes the bytes, which gives the same pixels.
+
+    Args:
+        wanted: whether to do so; else it is left to OpenCV.
+    """
+
+    @functools.wraps(original)
+    def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        flags = args[0] if args else kwargs.get("flags", 1)
+        if (
+            not wanted()
+            or len(args) > 1
+            or not isinstance(flags, int)
+            or set(kwargs) - {"flags"}
+            or not isinstance(filename, str | os.PathLike)
+        ):
+            return original(filename, *args, **kwargs)
+        import cv2
+
+        try:
+            with open(filename, "rb") as file:
+                data = np.frombuffer(file.read(), dtype=np.uint8)
+            found = cv2.imdecode(data, flags) if data.size else None
+        except OSError:
+            found = None
+        return original(filename, *args, **kwargs) if found is None else found
+
+    return imread
 
 
 def _original(value: Any) -> Any:

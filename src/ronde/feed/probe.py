@@ -27,7 +27,7 @@ from ronde.feed import found, layers, stages
 from ronde.feed.account import Account, local
 from ronde.feed.board import BLOCK, FIELDS, SAMPLES, Slot, StageTimes, read_board, read_notes
 from ronde.feed.limits import ThreadLimit
-from ronde.feed.patches import Named, image_convert, image_load, image_open, opener, timed
+from ronde.feed.patches import Named, image_convert, image_load, image_open, opener, split_imread, timed
 from ronde.feed.replay import MISSING, Rings
 from ronde.world import ArgumentError, RondeError
 
@@ -258,6 +258,8 @@ class Probe:
                     self._replace(module, "open", opener, replaced)
             for owner, name, stage, first in found.places():
                 self._replace(owner, name, functools.partial(timed, stage=stage, first=first), replaced)
+            if "cv2" in sys.modules:
+                self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
             if "PIL.Image" in sys.modules and "PIL.ImageFile" in sys.modules:
                 self._patch_pillow(replaced)
             if replaced:

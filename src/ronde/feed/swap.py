@@ -27,6 +27,7 @@ from ronde.feed.cache import CacheReport, _Cache
 from ronde.feed.decode import DECODERS, format_of
 from ronde.feed.encoding import decode as decoded
 from ronde.feed.encoding import encode
+from ronde.feed.patches import split_imread
 from ronde.feed.stages import stage
 
 __all__ = ["FileCache", "Plan", "Remedied", "Seen", "traced"]
@@ -441,7 +442,7 @@ def _pixels(image: Any, jpeg: _Jpeg) -> Any:
         return None
     decoder = jpeg.plan.decoder
     if jpeg.pixels is None and image.mode == "RGB" and decoder not in (None, "pillow"):
-        with contextlib.suppress(Exception):  # a broken file, another colour space: Pillow is the judge
+        with contextlib.suppress(Exception), _own():  # a broken file, another colour space: Pillow is the judge
             jpeg.pixels = DECODERS[str(decoder)].call(jpeg.data, jpeg.shrink)
             jpeg.kept(jpeg.pixels)
     found = jpeg.pixels
@@ -523,22 +524,10 @@ def _resize_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return resize
 
 
-def _imread_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenCV reads files by itself: the bytes are read here, and it is given them."""
-
-    @functools.wraps(original)
-    def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        making = _now()
-        if making is None or (making.plan.reads is None and making.plan.pack is None) or not isinstance(filename, str | os.PathLike):
-            return original(filename, *args, **kwargs)
-        import cv2
-
-        with open(filename, "rb") as file:
-            data = file.read()
-        found = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), *(args or (cv2.IMREAD_COLOR,)), **kwargs)
-        return original(filename, *args, **kwargs) if found is None else found
-
-    return imread
+def _wants_bytes() -> bool:
+    """Whether OpenCV's files are read for it: they come from elsewhere, or are to be seen."""
+    making = _now()
+    return making is not None and (making.plan.reads is not None or making.plan.pack is not None or making.seen is not None)
 
 
 # -- in place -------------------------------------------------------------------------------------------------------------
@@ -593,7 +582,7 @@ class _Layers:
                 ]
             if "cv2" not in self.laid and "cv2" in sys.modules:
                 self.laid.add("cv2")
-                self.undo.append(layers.put(sys.modules["cv2"], "imread", _imread_layer, 1))
+                self.undo.append(layers.put(sys.modules["cv2"], "imread", functools.partial(split_imread, wanted=_wants_bytes), 1))
 
 
 _layers = _Layers()

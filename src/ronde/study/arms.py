@@ -46,12 +46,15 @@ if TYPE_CHECKING:
 __all__ = ["Arm", "ArmResult", "Bench", "Timed", "measure"]
 
 _RECYCLED = 8  # batches, at least
+_FEWEST_RECYCLED = 3
 _SMALL_BYTES = 64 << 20  # twice as many of batches that take less than this together
 _FEWEST_STEPS = 4
 _WARM_SHARE = 1.0  # of a window: how long its queues may take to come to rest
 _LEARN_SHARE = 5.0  # of a window: how long loaders may take to make the samples that they then replay
 _LEARNT = 17  # samples that a loader makes before it replays them, see ronde.feed.replay
 _LEARNT_BATCHES = 5
+_ATTEMPTS = 3
+_PATIENCE_SECONDS, _PATIENCE = 15.0, 20.0  # how long a batch may take: so long, and so many times the first
 
 
 @dataclass(frozen=True)
@@ -305,6 +308,10 @@ class Bench:
     Args:
         run: what ``distribute`` gave, between two steps. Every rank makes one, and calls it alike.
 
+    Attributes:
+        files: that samples were read from in the last timed window of this rank.
+        patience: seconds that reading the recycled batches may take.
+
     Example:
         >>> with Bench(run) as bench:  # doctest: +SKIP
         ...     ceiling = bench.window(Arm("synthetic"), seconds=2.0)
@@ -314,10 +321,13 @@ class Bench:
         self.run = run
         self.batch_samples = min(run.plan.batch_size, run._taken.order.epoch_samples)
         self.in_step = _InStep()
+        self.patience = 10.0
+        self.files: list[str] = []
         self._held: list[tuple[Share, list[Any]]] = []
         self._host: list[list[Any]] = []
         self._estimates: dict[Arm, float] = {}
         self._warmed = False
+        self._slowest_first = 0.0
         self._executor: Executor | None = None
         self._step = 0
         self._windows = 0
@@ -407,23 +417,30 @@ class Bench:
                 probe = Probe(board, remove, arm.threads)
                 stack.callback(probe.uninstall)
                 settings = dataclasses.replace(settings, probe=probe)
+            if self._slowest_first and "timeout" not in settings.options and not self.is_stream:
+                options = {**settings.options, "timeout": _PATIENCE_SECONDS + _PATIENCE * self._slowest_first}
+                settings = dataclasses.replace(settings, options=options)
             _let_go_of_threads()
             feed = Feed(taken.dataset, taken.order, settings, self.run.plan.seed)
             stack.callback(feed.close)
             yield feed, board
 
     def _recycle(self) -> None:
-        """Hold some real batches on the device."""
+        """Hold some real batches on the device: eight, twice as many of small ones, fewer where each takes seconds to be read."""
         size = 0
+        start = time.perf_counter()
         with self.feed(Arm("real")) as (feed, _), contextlib.closing(self._read(feed)) as reader:  # type: ignore[type-var]
             for share, micros in reader:
+                self._slowest_first = self._slowest_first or time.perf_counter() - start
                 self._executor = feed.executor
                 self._held.append((share, on_device(feed, share, micros, self.run.device)))
                 size += _bytes_of(micros)
                 if self.run.device.type != "cpu":
                     self._host.append(micros)
-                # As many on every rank: those of a small batch twice as many, for kernels whose time depends on the data.
-                if len(self._held) >= (2 * _RECYCLED if size * 2 < _SMALL_BYTES and self.run.world_size == 1 else _RECYCLED):
+                n, spent = len(self._held), time.perf_counter() - start
+                quick = 2 * size < _SMALL_BYTES and spent < 0.5
+                enough = n >= (2 * _RECYCLED if quick else _RECYCLED) or (n >= _FEWEST_RECYCLED and spent > self.patience)
+                if broadcast_json(self.run._me, enough):  # as many on every rank
                     break
 
     @contextlib.contextmanager
@@ -499,7 +516,8 @@ class Bench:
     def _agreed_steps(self, seconds: float, estimate: float, multiple: int = 1) -> int:
         """How many steps fill a window on the slowest rank."""
         slowest = max(gather_json(self.run._me, estimate))
-        steps = max(_FEWEST_STEPS, round(seconds / max(float(slowest), 1e-6)))
+        fewest = _FEWEST_STEPS if slowest < seconds else 2
+        steps = max(fewest, round(seconds / max(float(slowest), 1e-6)))
         return -(-steps // multiple) * multiple
 
     def _recycled(self, arm: Arm, seconds: float) -> ArmResult:
@@ -544,12 +562,7 @@ class Bench:
         kept = len(self._held)
         turn = itertools.cycle(range(kept))
         with contextlib.ExitStack() as stack:
-            feed, board = stack.enter_context(self.feed(arm))
-            reader = self._read(feed)
-            stack.callback(reader.close)  # type: ignore[attr-defined]
-            started = time.perf_counter()
-            share, _ = next(reader)
-            first = time.perf_counter() - started
+            feed, board, reader, share, first = self._begin(arm, stack)
             stack.enter_context(self._listening())
             drain = stack.enter_context(_Drain(reader)) if arm.kind == "beside" else None
             waits: list[float] = []
@@ -580,7 +593,7 @@ class Bench:
             while True:  # the queues come to rest; as many steps on every rank
                 one()
                 done += 1
-                if done % multiple == 0 and done >= _FEWEST_STEPS:
+                if done % multiple == 0 and done >= min(_FEWEST_STEPS, 2 * multiple):
                     spent = time.perf_counter() - start
                     learnt = done >= learn or spent > _LEARN_SHARE * seconds
                     enough = learnt and (done >= rest + learn or spent > _WARM_SHARE * seconds)
@@ -603,8 +616,36 @@ class Bench:
             cpu = time.process_time() - cpu
             timed = _timed(board_before, read_board(board)) if board is not None else {}
             notes = read_notes(board) if board is not None else []
+            if board is not None and arm.timed:
+                from ronde.feed.probe import read_files
+
+                self.files = [file.path for file in read_files(board)]
             others = threads.share() if threads is not None else 0.0
         return self._result(arm, ends, waits, cpu, first, timed, others, notes)
+
+    def _begin(self, arm: Arm, stack: contextlib.ExitStack) -> tuple[Feed, Path | None, Iterator[Any], Share, float]:
+        """A feed that has given its first batch, which is left out: it and all its loaders end with the stack.
+
+        A process that is forked while another of its threads makes itself known to Python may hang at once (Python 3.11). Training forks once
+        or once an epoch; an examination so often that it is seen. It is noticed, and done again.
+        """
+        for attempt in itertools.count(1):
+            with contextlib.ExitStack() as mine:
+                feed, board = mine.enter_context(self.feed(arm))
+                reader = self._read(feed)
+                mine.callback(reader.close)  # type: ignore[attr-defined]
+                started = time.perf_counter()
+                try:
+                    share, _ = next(reader)
+                except RuntimeError as error:
+                    if "timed out" not in str(error) or attempt == _ATTEMPTS:
+                        raise
+                    continue
+                first = time.perf_counter() - started
+                self._slowest_first = max(self._slowest_first, first)
+                stack.push(mine.pop_all())
+                return feed, board, reader, share, first
+        raise AssertionError
 
     def _depth(self, arm: Arm) -> tuple[int, int]:
         """Batches that the loaders may be ahead, and how many load at once."""

@@ -129,6 +129,7 @@ class _Study:
         self.bench = bench
         self.tell = tell
         seconds = float(options.get("seconds") or _SECONDS)
+        bench.patience = 0.15 * seconds
         self.rounds = int(options.get("rounds") or _ROUNDS)
         self.window = min(max(seconds / 40, 0.35), 2.5)
         self.grace = 0.15 * seconds  # that trying remedies may take beyond
@@ -320,21 +321,26 @@ class _Study:
         return verdict
 
     def _affordable(self, arms: Mapping[str, Arm], basic: Mapping[str, Arm], left: float) -> dict[str, Arm]:
-        """The arms that the rest of the time allows in a round, what promises most first; always three."""
+        """The arms that the rest of the time allows in a round, what promises most first; always two."""
         rounds = max(1, self.rounds - len(self.found))
         left = left / rounds - sum(self.costs.get(n, 0.0) for n in basic)
         chosen: dict[str, Arm] = {}
         for name, arm in arms.items():
             cost = self.costs.get(name, 3 * self.window)
-            if len(chosen) < 3 or left >= cost or any(name in r for r in self.found):
+            if len(chosen) < (3 if left > 0 else 2) or left >= cost or any(name in r for r in self.found):
                 chosen[name] = arm
                 left -= cost
         return chosen
 
     # -- what would help -------------------------------------------------------------------------------------------
 
-    def facts(self, sick: bool) -> Facts:
-        """What remedies depend on. ``sick``: look at some samples too, to see which of them the data set could have."""
+    def facts(self, sick: bool, cold: Mapping[str, Any] | None = None) -> Facts:
+        """What remedies depend on.
+
+        Args:
+            sick: look at some samples too, to see which remedies the data set could have.
+            cold: what :meth:`look_at_storage` found.
+        """
         run, taken = self.run, self.run._taken
         settings = taken.settings
         timed = {s.name: s for s in self.stages()}
@@ -385,9 +391,32 @@ class _Study:
                     decoded_bytes=seen.decoded_bytes or (0.0 if seen.draws else seen.sample_bytes),
                     batched=seen.batched,
                 )
+        if cold is not None and found.sample_bytes:
+            swept = tuple((row["readers"], row["bytes_per_second"] / found.sample_bytes) for row in cold["cold"] if row["bytes_per_second"] > 0)
+            found = dataclasses.replace(found, storage_sweep=swept)
         told = broadcast_json(run._me, dataclasses.asdict(found))
+        told["storage_sweep"] = tuple((int(n), float(r)) for n, r in told["storage_sweep"])
         told["loading_sweep"] = tuple((int(n), float(r)) for n, r in told["loading_sweep"])
         return Facts(**told)
+
+    def look_at_storage(self) -> dict[str, Any] | None:
+        """What the storage itself gives for the files that were read: from memory, and from where they lie. Rank 0 asks."""
+        found: dict[str, Any] | None = None
+        if self.run.is_main:
+            from ronde.feed.storage import cached_share, storage_sweep
+
+            files = self.bench.files
+            if not files:
+                self.notes.append("--cold: no file was seen to be read for a sample.")
+            else:
+                shares = [s for s in map(cached_share, files[:64]) if s is not None]
+                found = {"files": len(files), "cached_share": statistics.fmean(shares) if shares else None}
+                for name, cold in (("warm", False), ("cold", True)):
+                    self.tell(f"reading {len(files)} files, {name}")
+                    sweep = storage_sweep(files, (1, 4, 16), 0.5, cold)
+                    found[name] = [{"readers": n, "files_per_second": f, "bytes_per_second": b} for n, (f, b) in sweep.items()]
+        told: dict[str, Any] | None = broadcast_json(self.run._me, found)
+        return told
 
     def ask_for_more(self, values: Mapping[str, Any]) -> None:
         """Twice as many loaders, without training: does what they wait for give more?"""
@@ -414,7 +443,12 @@ class _Study:
                     usable = False
             if not all(gather_json(self.run._me, usable)):
                 continue
-            if remedy.can_try and remedy.settings is not None and not self.bench.is_stream and self.clock.left() > -self.grace:
+            if (
+                remedy.can_try
+                and remedy.settings is not None
+                and not self.bench.is_stream
+                and self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0)
+            ):
                 self.tell(f"trying: {remedy.text}")
                 rates = [self.measure(f"try:{remedy.id}", Arm("real", settings=remedy.settings), None).samples_per_second for _ in range(2)]
                 remedy = dataclasses.replace(
@@ -461,7 +495,9 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         if not verdict.healthy and verdict.refused is None and not options.get("verify"):
             study.ask_for_more(values)
         values["loading_samples_per_second"] = study.seen().loading
-        facts = study.facts(not verdict.healthy and verdict.refused is None and not options.get("verify"))
+        if options.get("cold") and not options.get("verify"):
+            values["cold"] = study.look_at_storage()
+        facts = study.facts(not verdict.healthy and verdict.refused is None and not options.get("verify"), values["cold"])
         if not options.get("verify"):
             found = study.try_out(values, remedies(values, facts))
     told: dict[str, Any] = {}

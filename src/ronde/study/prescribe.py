@@ -48,6 +48,7 @@ class Facts:
         pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
         step_cpu_seconds: of one sample, in the training process.
         loading_sweep: ``(loaders at once, samples per second)`` without training.
+        storage_sweep: ``(readers at once, samples per second)`` of files that are not in memory; empty where it was not asked.
     """
 
     workers: int
@@ -72,6 +73,7 @@ class Facts:
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
     loading_sweep: tuple[tuple[int, float], ...] = ()
+    storage_sweep: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,8 +298,8 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     cpu = sum(float(r["cpu_ms_per_sample"] or 0.0) for r in rows) / 1e3
     stages = tuple(StageCapacity(r["name"], float(r["cpu_ms_per_sample"] or 0.0) / 1e3) for r in rows if r["cpu_ms_per_sample"])
     # Loaders that were asked for more at once and gave no more, with cores to spare: they wait for something that all share.
-    sweep: Sequence[tuple[int, float]] = ()
-    if len(facts.loading_sweep) > 1:
+    sweep: Sequence[tuple[int, float]] = facts.storage_sweep
+    if not sweep and len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
         if ended and cpu * best < 0.8 * facts.cores and _points(_rows(values), "read") > 5:
             sweep = facts.loading_sweep
