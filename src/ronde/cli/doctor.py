@@ -286,7 +286,7 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     ]
     table: list[Line] = [
         [(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}  {'':<8}", "dim")],
-        *(_row(r, width) for r in _shown(values["stages"])),
+        *(_row(r, values, width) for r in _shown(values["stages"])),
         *_workers_rows(values, width),
     ]
     bottom = [*_scale(values), *_prescribed(values)]
@@ -350,12 +350,17 @@ def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _row(r: dict[str, Any], width: int) -> Line:
+def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> Line:
+    note = r["note"] or ""
     capacity = _rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
     lost = r["lost_points"]
+    if r["name"] == "read" and values["cold"]:
+        cold = values["cold"]
+        share = f", {cold['cached_share']:.0%} in memory" if cold["cached_share"] is not None else ""
+        note = f"cold {cold['cold_bytes_per_second'] / 1e6:,.0f} MB/s{share}" + (f"; {note}" if note else "")
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
-    return [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style), "  " + _cut(r["note"] or "", width - 50)]
+    return [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style), "  " + _cut(note, width - 50)]
 
 
 def _workers_rows(values: dict[str, Any], width: int) -> list[Line]:

@@ -260,7 +260,7 @@ class Probe:
                 self._replace(owner, name, functools.partial(timed, stage=stage, first=first), replaced)
             if "cv2" in sys.modules:
                 self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
-            if "PIL.Image" in sys.modules and "PIL.ImageFile" in sys.modules:
+            if "PIL.Image" in sys.modules:
                 self._patch_pillow(replaced)
             if replaced:
                 # from simplejpeg import decode_jpeg: the name in the user's module holds the function itself.
@@ -281,7 +281,10 @@ class Probe:
             replaced[id(original)] = (original, getattr(owner, name))
 
     def _patch_pillow(self, replaced: dict[int, tuple[Any, Any]]) -> None:
-        image, base = sys.modules["PIL.Image"], sys.modules["PIL.ImageFile"].ImageFile
+        from PIL import Image, ImageFile  # Pillow itself imports the second when it first opens something
+
+        image: Any = Image
+        base = ImageFile.ImageFile
         self._replace(image, "open", image_open, replaced)
         self._replace(image.Image, "convert", functools.partial(image_convert, base=base), replaced)
         kinds, own = [base], []

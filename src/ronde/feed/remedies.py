@@ -31,6 +31,7 @@ from ronde.world import ArgumentError
 __all__ = ["DatasetFacts", "Judged", "apply", "batched_access", "facts", "judge"]
 
 _LOOKED_AT = 8  # samples
+_MOST_PIXELS = 8_000_000
 
 
 # -- what a data set does ------------------------------------------------------------------------------------------------
@@ -167,6 +168,18 @@ def _cpu(dataset: Any, i: int) -> int:
     return min(found)
 
 
+def _some(seen: Seen) -> list[bytes]:
+    """Images to judge a decoder by: not so many large ones that it takes seconds."""
+    found: list[bytes] = []
+    pixels = 0
+    for data, (_, width, height, _) in zip(seen.jpegs, [i for i in seen.images if i[0] == "JPEG"], strict=False):
+        if found and pixels + width * height > _MOST_PIXELS:
+            break
+        found.append(data)
+        pixels += width * height
+    return found
+
+
 def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     """What some samples of a data set show about it. Reads them, and changes nothing: random numbers are put back.
 
@@ -191,7 +204,7 @@ def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
     n = max(1, seen.samples)
-    jpegs = seen.jpegs[:samples]
+    jpegs = _some(seen)
     others = [name for name in available() if name in AUTO and name != "pillow"]
     fit = None if isinstance(dataset, Pipeline) else _fit(seen)
     shrink = 1
@@ -284,7 +297,7 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
                 f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so there is nothing to decode otherwise."
             )
         if decoder != "pillow":
-            judged = judge(decoder, seen.jpegs)
+            judged = judge(decoder, _some(seen))
             if not judged.images:
                 raise ArgumentError(f"feed setting decoder: {decoder} can decode none of these images {looked}.")
             plan.decoder = decoder

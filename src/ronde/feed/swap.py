@@ -7,6 +7,7 @@ replaced. What cannot be done the other way (another format, a broken file) is d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -108,7 +109,7 @@ class FileCache(_Cache):
             self._checked[place] = 1
         self._hits += 1
         self._hit_bytes += len(found.data)
-        if self._hits >= 64:
+        if self._hits >= 16:
             self._tell()
         return kept[2]
 
@@ -122,7 +123,7 @@ class FileCache(_Cache):
     def report(self) -> CacheReport:
         """See :meth:`ronde.feed.cache.CachedDataset.report`; some hits of other processes may not be told yet."""
         self._tell()
-        return super().report()
+        return dataclasses.replace(super().report(), samples=self._n // PLACES)
 
     def put(self, place: int, name: str, state: Callable[[], str], value: Any) -> None:
         """Keep something, as long as there is room. Another file's record stays where it is."""
@@ -560,7 +561,7 @@ class _Layers:
         """Nothing has been imported since that would need a layer."""
         return (
             "files" in self.laid
-            and ("pillow" in self.laid or "PIL.ImageFile" not in sys.modules)
+            and ("pillow" in self.laid or "PIL.Image" not in sys.modules)
             and ("cv2" in self.laid or "cv2" not in sys.modules)
         )
 
@@ -571,9 +572,11 @@ class _Layers:
             if "files" not in self.laid:
                 self.laid.add("files")
                 self.undo += [layers.put(module, "open", _open_layer, 1) for module in (builtins, io)]
-            if "pillow" not in self.laid and "PIL.ImageFile" in sys.modules:
+            if "pillow" not in self.laid and "PIL.Image" in sys.modules:
+                from PIL import Image as image
+                from PIL import ImageFile as file
+
                 self.laid.add("pillow")
-                image, file = sys.modules["PIL.Image"], sys.modules["PIL.ImageFile"]
                 self.undo += [
                     layers.put(image, "open", _image_open_layer, 1),
                     layers.put(image.Image, "resize", _resize_layer, 1),

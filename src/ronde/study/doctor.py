@@ -142,6 +142,7 @@ class _Study:
         self.collate_seconds: float | None = None
         self.costs: dict[str, float] = {}
         self.notes: list[str] = []
+        self.swept: dict[int, tuple[float, float]] = {}  # readers -> files and bytes a second, cold
 
     # -- measuring -------------------------------------------------------------------------------------------------
 
@@ -334,13 +335,8 @@ class _Study:
 
     # -- what would help -------------------------------------------------------------------------------------------
 
-    def facts(self, sick: bool, cold: Mapping[str, Any] | None = None) -> Facts:
-        """What remedies depend on.
-
-        Args:
-            sick: look at some samples too, to see which remedies the data set could have.
-            cold: what :meth:`look_at_storage` found.
-        """
+    def facts(self, sick: bool) -> Facts:
+        """What remedies depend on. ``sick``: look at some samples too, to see which of them the data set could have."""
         run, taken = self.run, self.run._taken
         settings = taken.settings
         timed = {s.name: s for s in self.stages()}
@@ -391,8 +387,8 @@ class _Study:
                     decoded_bytes=seen.decoded_bytes or (0.0 if seen.draws else seen.sample_bytes),
                     batched=seen.batched,
                 )
-        if cold is not None and found.sample_bytes:
-            swept = tuple((row["readers"], row["bytes_per_second"] / found.sample_bytes) for row in cold["cold"] if row["bytes_per_second"] > 0)
+        if self.swept and found.sample_bytes:
+            swept = tuple((n, rate / found.sample_bytes) for n, (_, rate) in self.swept.items() if rate > 0)
             found = dataclasses.replace(found, storage_sweep=swept)
         told = broadcast_json(run._me, dataclasses.asdict(found))
         told["storage_sweep"] = tuple((int(n), float(r)) for n, r in told["storage_sweep"])
@@ -413,8 +409,10 @@ class _Study:
                 found = {"files": len(files), "cached_share": statistics.fmean(shares) if shares else None}
                 for name, cold in (("warm", False), ("cold", True)):
                     self.tell(f"reading {len(files)} files, {name}")
-                    sweep = storage_sweep(files, (1, 4, 16), 0.5, cold)
-                    found[name] = [{"readers": n, "files_per_second": f, "bytes_per_second": b} for n, (f, b) in sweep.items()]
+                    self.swept = storage_sweep(files, (1, 4, 16), 0.5, cold)
+                    most = max(self.swept.values())
+                    found |= {f"{name}_files_per_second": most[0], f"{name}_bytes_per_second": most[1]}
+                    found[f"{name}_readers"] = ", ".join(f"{n} at once: {rate:,.0f} files/s" for n, (rate, _) in self.swept.items())
         told: dict[str, Any] | None = broadcast_json(self.run._me, found)
         return told
 
@@ -497,7 +495,7 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         values["loading_samples_per_second"] = study.seen().loading
         if options.get("cold") and not options.get("verify"):
             values["cold"] = study.look_at_storage()
-        facts = study.facts(not verdict.healthy and verdict.refused is None and not options.get("verify"), values["cold"])
+        facts = study.facts(not verdict.healthy and verdict.refused is None and not options.get("verify"))
         if not options.get("verify"):
             found = study.try_out(values, remedies(values, facts))
     told: dict[str, Any] = {}

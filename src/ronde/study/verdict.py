@@ -17,10 +17,10 @@ import numpy as np
 
 __all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge"]
 
-HEALTHY_POINTS = 5.0
+HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 
-_SURELY = 2.0  # points that a gap must have at least, for all the noise
+_SURELY = 5.0  # points that it must have at least, for all the noise
 _EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
