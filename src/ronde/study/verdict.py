@@ -448,7 +448,7 @@ def judge(seen: Seen) -> Verdict:
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed)
     healthy = healthy_input and cause is None and refused is None
-    rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else len(_ORDER) - 3.5)
+    rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
     return Verdict(
         {
             "workers": seen.workers,
