@@ -257,7 +257,9 @@ def test_every_option_of_ronde_run_is_documented() -> None:
             assert p.param_type_name != "option" or any(o in text for o in p.opts), f"run.md does not name {p.opts} of ronde {verb}"
 
 
-@pytest.mark.parametrize(("verb", "page"), [("plan", "plan.md"), ("prove", "prove.md"), ("doctor", "doctor.md"), ("scale", "scale.md"), ("cluster", "plan.md")])
+@pytest.mark.parametrize(
+    ("verb", "page"), [("plan", "plan.md"), ("prove", "prove.md"), ("doctor", "doctor.md"), ("scale", "scale.md"), ("cluster", "plan.md")]
+)
 def test_every_option_of_the_studies_is_documented(verb: str, page: str) -> None:
     import typer.main
 
