@@ -57,6 +57,22 @@ def test_two_stages_that_each_close_the_gap_keep_it_between_them():
     assert "43 if it alone were free" in rows["read"]["note"]
 
 
+def test_stages_that_follow_each_other_share_the_gap_by_their_time():
+    stages = [StageSeen(n, wall_seconds=t) for n, t in (("read", 0.001), ("decode", 0.006), ("augment", 0.003))]
+    rates = rounds(synthetic=1000, real=1 / 0.011, without__read=100, without__decode=200, without__augment=125)
+    found = judge(seen(rates, stages, loaders=0, executor="none")).values
+    rows = {r["name"]: r for r in found["stages"]}
+    assert found["cause"]["stage"] == "decode"
+    assert found["cause"]["points"] == rows["decode"]["lost_points"]
+    assert sum(r["lost_points"] for r in rows.values()) == pytest.approx(100 * found["gap"], abs=2)
+    assert rows["decode"]["lost_points"] == pytest.approx(55, abs=5)  # 11 by itself, and its share of the rest
+    assert "11 if it alone were free" in rows["decode"]["note"]
+    # Where their times do not account for what is lost, nothing is laid at their door.
+    short = [StageSeen(s.name, wall_seconds=s.wall_seconds / 4) for s in stages]
+    rows = {r["name"]: r for r in judge(seen(rates, short, loaders=0, executor="none")).values["stages"]}
+    assert rows["decode"]["lost_points"] == pytest.approx(11, abs=1)
+
+
 @pytest.mark.parametrize("real", [1000, 985, 960])
 def test_a_small_gap_is_healthy(real):
     found = judge(seen(rounds(synthetic=1000, real=real), STAGES)).values

@@ -2,7 +2,8 @@
 
 What a stage costs is what taking it out gains, one at a time, in points: hundredths of the synthetic rate. Where several stages overlap,
 such gains need not add up to the gap: the largest keeps its own, the others share what is left of the gap by their gains, and what each
-would gain by itself is said beside it where the two differ.
+would gain by itself is said beside it where the two differ. Where they follow each other, each alone gains little and all together a lot:
+then what is left is shared by the time that each takes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _SURELY = 5.0  # points that it must have at least, for all the noise
 _EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
+_EXPLAINED = 0.7  # of the time that is lost: what the stages' own times must account for, to share it out among them
 _UNCLEAR = 0.10  # two halves of the same arm that differ by more say nothing, however small the gap
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
@@ -396,6 +398,27 @@ def _settle(rows: list[dict[str, Any]], gap: float) -> None:
         row["low"] = min(row["low"], row["lost_points"])
 
 
+def _share_rest(rows: list[dict[str, Any]], seen: Seen, j: _Judge, cause: dict[str, Any] | None) -> None:
+    """Stages that follow each other: no single one brings back much, all of them together do. What is left of the gap is shared by the time
+    that each takes, if their times account for it."""
+    timed = [r for r in rows if r["where"] == "loading" and r["wall_ms_per_sample"]]
+    left = 100 * j.gap - sum(r["lost_points"] for r in rows)
+    if cause is None or cause["stage"] not in {r["name"] for r in timed} or left < max(10.0, 25 * j.gap):
+        return
+    total = sum(r["wall_ms_per_sample"] for r in timed) / 1e3
+    available = seen.workers * (seen.loaders / j.real if seen.loaders else 1 / j.real - 1 / j.ceiling)
+    if total < _EXPLAINED * available:
+        return
+    for row in timed:
+        alone = row["alone_points"]
+        row["lost_points"] += left * row["wall_ms_per_sample"] / 1e3 / total
+        row["high"] = max(row["high"], row["lost_points"])
+        if row["lost_points"] - alone > 3:
+            row["note"] = f"{alone:.0f} if it alone were free"
+    first = max(timed, key=lambda r: r["lost_points"])
+    cause.update(stage=first["name"], points=first["lost_points"])
+
+
 def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
     """Points that another cause accounts for are not counted twice."""
     for row in sorted(rows, key=lambda r: -r["lost_points"]):
@@ -445,6 +468,7 @@ def judge(seen: Seen) -> Verdict:
             cause = {"stage": "straggler", "points": straggler["points"], "rank": straggler["rank"]}
         elif exchange >= _EXCHANGE_POINTS:
             cause = {"stage": "exchange", "points": exchange}
+    _share_rest(rows, seen, j, cause)
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed)
     healthy = healthy_input and cause is None and refused is None
