@@ -359,7 +359,7 @@ def same(a, b) -> bool:
         (0.9, 0.999), {"a": {"b": (1,)}}, {1: "x", -2: "y"}, {(1, 2): 3, None: 4, 1.5: 5}, {"__ronde__": "tuple", "items": []},
         Counter([3, 3, 7]), Counter(), OrderedDict([("b", 1), ("a", 2)]), deque([1, 2], maxlen=3), deque(),
         torch.tensor(1.5), torch.tensor([math.nan, math.inf, -0.0]), torch.arange(6).reshape(2, 3), torch.tensor([True, False]),
-        torch.randn(3, dtype=torch.float64), torch.randn(4).to(torch.bfloat16), torch.tensor([], dtype=torch.int8), torch.zeros(0, 3),
+        torch.tensor([0.1, -1 / 3, 1e-300], dtype=torch.float64), torch.tensor([0.1, -2.5, 1e30, 3]).to(torch.bfloat16), torch.tensor([], dtype=torch.int8), torch.zeros(0, 3),
     ],
     ids=repr,
 )  # fmt: skip
