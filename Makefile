@@ -24,7 +24,7 @@ demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py
 
 test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## look at format, style, types and who imports whom
 	@$(BIN)/ruff format --check .

@@ -593,8 +593,9 @@ class Bench:
             while True:  # the queues come to rest; as many steps on every rank
                 one()
                 done += 1
-                if done % multiple == 0 and done >= min(_FEWEST_STEPS, 2 * multiple):
-                    spent = time.perf_counter() - start
+                spent = time.perf_counter() - start
+                settled = done >= min(_FEWEST_STEPS, 2 * multiple) or spent > 2 * seconds
+                if done % multiple == 0 and (settled if self.run.world_size == 1 else broadcast_json(self.run._me, settled)):
                     learnt = done >= learn or spent > _LEARN_SHARE * seconds
                     enough = learnt and (done >= rest + learn or spent > _WARM_SHARE * seconds)
                     if broadcast_json(self.run._me, enough):

@@ -283,6 +283,7 @@ class _Study:
             waits=tuple(self.waits),
             arm_waits={name: min(r.usual_wait_seconds for r in results) for name, results in self.results.items()},
             step_seconds=statistics.median(r.step_seconds for r in synthetic),
+            real_step_seconds=statistics.median(r.step_seconds for r in self.results["real"]),
             collate_seconds=self.collate_seconds,
             loading=self.results["loading"][-1].samples_per_second if "loading" in self.results else None,
             startup_seconds=statistics.median(r.first_batch_seconds for r in self.results["real"]),

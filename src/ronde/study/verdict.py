@@ -78,7 +78,7 @@ class Seen:
         alone: per round, samples per second of each rank by itself; empty with one worker, or where it cannot be measured.
         waits: per real round, seconds per step that each rank waits for its batch.
         arm_waits: arm -> the usual wait of the rank that waits longest, in the round in which it was shortest.
-        step_seconds: of one synthetic step.
+        step_seconds: of one synthetic step; ``real_step_seconds`` of a real one without its wait.
         stages: as timed.
         collate_seconds: CPU time of one sample in the training process itself, to be told from the way between processes; None if not
             measured.
@@ -101,6 +101,7 @@ class Seen:
     waits: tuple[tuple[float, ...], ...] = ()
     arm_waits: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float = 0.0
+    real_step_seconds: float | None = None
     collate_seconds: float | None = None
     loading: float | None = None
     startup_seconds: float = 0.0
@@ -136,14 +137,14 @@ def _column(seen: Seen, arm: str) -> list[float]:
     return [r[arm] for r in seen.rounds if arm in r]
 
 
-def _noise(seen: Seen) -> tuple[float, int]:
-    """Relative standard deviation of one window, over all arms that were measured more than once, and its degrees of freedom."""
+def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
+    """Standard deviation of one window as a share of the ceiling, over all arms that were measured more than once; degrees of freedom."""
     squares, freedom = 0.0, 0
     for arm in {a for r in seen.rounds for a in r}:
         values = _column(seen, arm)
         if len(values) > 1:
             mean = statistics.fmean(values)
-            squares += sum((v / mean - 1.0) ** 2 for v in values)
+            squares += sum(((v - mean) / ceiling) ** 2 for v in values)
             freedom += len(values) - 1
     return (math.sqrt(squares / freedom), freedom) if freedom else (0.05, 1)
 
@@ -175,7 +176,7 @@ class _Judge:
             self.factor = step / max(step - blocked, 0.05 * step)
         self.ceiling = synthetic * self.factor
         self.real = real
-        self.noise, self.freedom = _noise(seen)
+        self.noise, self.freedom = _noise(seen, self.ceiling)
         paired = [1.0 - r["real"] / (r["synthetic"] * self.factor) for r in seen.rounds if "real" in r and "synthetic" in r]
         self.gap = statistics.median(paired) if paired else 1.0 - real / self.ceiling
         # Loaders that nobody waits for can gain nothing but what they disturb.
@@ -184,7 +185,7 @@ class _Judge:
         step = seen.batch / real
         self.unwaited = seen.batch / max(step - waited, 0.01 * step)
         n = max(1, len(paired))
-        self.half = _t95(self.freedom) * self.noise * math.sqrt(2.0 / n) * (1.0 - self.gap)
+        self.half = _t95(self.freedom) * self.noise * math.sqrt(2.0 / n)
 
     def lift(self, arm: str) -> Interval | None:
         """Points gained by an arm over the real one, measured in the same rounds."""
@@ -192,8 +193,7 @@ class _Judge:
         if not found:
             return None
         value = statistics.median(found)
-        rate = self.real / self.ceiling
-        half = _t95(self.freedom) * self.noise * math.hypot(rate + value, rate) / math.sqrt(len(found))
+        half = _t95(self.freedom) * self.noise * math.sqrt(2.0 / len(found))
         return Interval(100 * value, 100 * (value - half), 100 * (value + half))
 
     # -- the input ---------------------------------------------------------------------------------------------------
@@ -320,8 +320,13 @@ class _Judge:
         if beside is None or synthetic is None:
             return None
         slowdown = synthetic / beside
-        points = max(0.0, 100 * (1.0 - 1.0 / slowdown)) if slowdown > 0 else 0.0
-        return {"slowdown": slowdown, "points": min(points, max(0.0, 100 * self.gap)), "cause": ""}
+        # What the step loses to the loaders in the real training too; the rest of that it waits.
+        step = self.seen.batch / self.real
+        slower = self.seen.batch / beside - self.seen.batch / synthetic
+        if self.seen.workers == 1 and self.seen.real_step_seconds is not None and self.seen.step_seconds:
+            slower = min(slower, self.seen.real_step_seconds - self.seen.step_seconds)
+        rate = min(self.seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
+        return {"slowdown": slowdown, "points": max(0.0, 100 * (rate - self.real) / self.ceiling), "cause": ""}
 
     # -- the workers -------------------------------------------------------------------------------------------------
 
