@@ -58,7 +58,7 @@ MATRICES = {
 STOP, END = 3, 6
 
 
-def fork(size: int, work: Callable[[], None], seconds: float = 60.0) -> None:
+def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
     """Run ``work`` as every rank of a world of that size; raises where one of them did, or took too long."""
     port = free_port()
     children = {}

@@ -383,12 +383,12 @@ if __name__ == "__main__":
     loader = DataLoader(Data(), batch_size=12, num_workers=int(sys.argv[2]), shuffle=True)
     run = ronde.distribute(model, optimizer, loader, loss=torch.nn.functional.mse_loss, scheduler=scheduler, clip_norm=1.0)
     if examined:
-        run.doctor(seconds=0.5, rounds=2)
+        run.doctor(seconds=0.3, rounds=1)
     for epoch in run.epochs(2):
         for i, batch in enumerate(run.batches()):
             run.step(batch)
             if examined and (epoch, i) == (0, 4):
-                found = run.doctor(seconds=0.5, rounds=2)
+                found = run.doctor(seconds=0.3, rounds=1)
                 assert found["workers"] == run.world_size and found["samples_per_second"]["real"] > 0
     left = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))]
     digest = hashlib.sha256(b"".join(t.detach().double().numpy().tobytes() for t in left))

@@ -131,7 +131,7 @@ class _Study:
         seconds = float(options.get("seconds") or _SECONDS)
         bench.patience = 0.15 * seconds
         self.rounds = int(options.get("rounds") or _ROUNDS)
-        self.window = min(max(seconds / 40, 0.35), 2.5)
+        self.window = min(max(seconds / 40, 0.35 if seconds >= 5 else 0.1), 2.5)
         self.grace = 0.15 * seconds  # that trying remedies may take beyond
         self.clock = _Clock(run, seconds)
         self.found: list[dict[str, float]] = []

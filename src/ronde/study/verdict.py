@@ -371,8 +371,10 @@ class _Judge:
         if usual <= 0 or totals[worst] < 1.3 * usual:
             return None
         waits = [statistics.median(r[k] for r in seen.waits) for k in range(seen.workers)] if seen.waits else []
-        if waits and waits[worst] < max(waits):
-            return None
+        step = seen.batch / self.real
+        excess_seconds = (totals[worst] - usual) * seen.batch / seen.workers / max(1, seen.loaders)
+        if excess_seconds < 0.05 * step or (waits and (waits[worst] < max(waits) or waits[worst] < 0.3 * self.gap * step)):
+            return None  # it does not matter, or is not what they wait for
         # As the others are: each rank feeds itself, the slowest decides.
         loaders = max(1, seen.loaders)
         if seen.loaders:
