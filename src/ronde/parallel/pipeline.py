@@ -34,8 +34,10 @@ from ronde.parallel.shard import adopt, local, replica_mesh
 from ronde.parallel.staged import Guards, Program, StageRun, has_guards, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
+from ronde.plan.intercept import watching
+from ronde.plan.nested import tensors_in
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
-from ronde.plan.trace import Trace, bounds_of, follow, tensors_in, watching
+from ronde.plan.trace import Trace, bounds_of, follow
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.agree import broadcast_json
 

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ronde.plan.trace import NUMBERS, Event, Given, Interceptor, Trace, Value, build, data_shaped, flatten, tensors_in
+from ronde.plan.intercept import NUMBERS, Interceptor, data_shaped
+from ronde.plan.nested import build, flatten, tensors_in
+from ronde.plan.trace import Event, Given, Trace, Value
 from ronde.world import RondeError
 
 __all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]

@@ -13,44 +13,29 @@ from __future__ import annotations
 
 import logging
 import random as python_random
-import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ronde.plan.intercept import (
+    NUMBERS,
+    Interceptor,
+    compiled,
+    data_shaped,
+    eagerly,
+)
+from ronde.plan.nested import Opaque, flatten, tensors_in
 from ronde.world import ArgumentError
 
-__all__ = [
-    "NUMBERS",
-    "Call",
-    "Event",
-    "Given",
-    "Interceptor",
-    "Point",
-    "Trace",
-    "Value",
-    "bounds_of",
-    "build",
-    "data_shaped",
-    "flatten",
-    "follow",
-    "is_random",
-    "name_of",
-    "not_an_event",
-    "tensors_in",
-]
+__all__ = ["Call", "Event", "Given", "Point", "Trace", "Value", "bounds_of", "follow"]
 
 _CONTAINERS = (
     nn.Sequential,
@@ -63,144 +48,10 @@ _CONTAINERS = (
     nn.TransformerDecoderLayer,
 )
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_RANDOM = re.compile(
-    "rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel|cauchy|geometric|rrelu|binomial|_standard_gamma|"
-    "_sample_dirichlet|fractional_max_pool"
-)
-_NAMES_NOT_EVENTS = _words(
-    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex is_signed "
-    "get_device is_same_size __len__ __hash__ is_shared is_pinned untyped_storage storage "
-    "requires_grad_ has_names is_inference is_set_to is_conj is_neg result_type promote_types "
-    "is_tensor is_storage is_grad_enabled get_default_dtype set_default_dtype can_cast finfo iinfo is_autocast_enabled "
-    "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
-)
-_TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
-# Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
-NUMBERS = _words("item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy")
 _MOST_NUMBERS = 4096
-# Functions whose result's shape depends on what is in a tensor.
-_DATA_SHAPED = _words("nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _ELSEWHERE = "is changed in place through another tensor"
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
-_kinds: dict[Any, tuple[str, bool, bool]] = {}
-
-
-def name_of(function: Any) -> str:
-    """Of a torch function; of a tensor's property, the property's."""
-    name = getattr(function, "__name__", None) or str(function)
-    if name in ("__get__", "__set__", "__delete__"):
-        return str(getattr(function.__self__, "__name__", name))
-    return str(name)
-
-
-def not_an_event(function: Any) -> bool:
-    """Whether a torch function only looks at a tensor's shape, type or place."""
-    return kind_of(function)[1]
-
-
-def is_random(name: str) -> bool:
-    """Whether a function of that name draws random numbers."""
-    return _RANDOM.search(name) is not None
-
-
-def kind_of(function: Any) -> tuple[str, bool, bool]:
-    """Name, whether it is no event, whether it draws random numbers."""
-    found = _kinds.get(function)
-    if found is None:
-        name = name_of(function)
-        how = getattr(function, "__name__", "")
-        if how in ("__get__", "__set__", "__delete__"):
-            passive = name not in _TENSOR_PROPERTIES
-        else:
-            passive = name in _NAMES_NOT_EVENTS
-        found = (name, passive, not passive and is_random(name))
-        if len(_kinds) < 10_000:
-            _kinds[function] = found
-    return found
-
-
-class _Opaque(Exception):
-    """A value holds tensors where nobody can get at them."""
-
-
-def flatten(value: Any, leaves: list[Any]) -> Any:
-    """Take a value apart: tensors and constants go to ``leaves``, the answer says how to put it together again."""
-    if isinstance(value, torch.Tensor) or value is None or isinstance(value, bool | int | float | str | bytes):
-        leaves.append(value)
-        return None
-    if isinstance(value, PackedSequence):
-        return (PackedSequence, [flatten(v, leaves) for v in value])
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return (type(value), [flatten(v, leaves) for v in value])
-    if type(value) in (list, tuple):
-        return (type(value), [flatten(v, leaves) for v in value])
-    if type(value) is dict:
-        return (dict, list(value), [flatten(v, leaves) for v in value.values()])
-    if pytree.is_structseq(value) or type(value) not in pytree.SUPPORTED_NODES:
-        if type(value).__module__.startswith("torch.return_types"):
-            return (type(value), [flatten(v, leaves) for v in value])
-        if _holds_tensors(value):
-            raise _Opaque
-        leaves.append(value)
-        return None
-    parts, spec = pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
-    return ((type(value), spec), [flatten(v, leaves) for v in parts])
-
-
-def _holds_tensors(value: Any) -> bool:
-    inside = list(getattr(value, "__dict__", {}).values())
-    if isinstance(value, list | tuple | set):
-        inside += list(value)
-    elif isinstance(value, Mapping):
-        inside += list(value.values())
-    return any(isinstance(v, torch.Tensor) or (isinstance(v, list | tuple | dict) and bool(tensors_in(v))) for v in inside)
-
-
-def build(shape: Any, leaves: Iterator[Any]) -> Any:
-    """Put together what :func:`flatten` took apart."""
-    if shape is None:
-        return next(leaves)
-    kind = shape[0]
-    if kind is dict:
-        return dict(zip(shape[1], [build(s, leaves) for s in shape[2]], strict=True))
-    parts = [build(s, leaves) for s in shape[1]]
-    if type(kind) is tuple:
-        return pytree.SUPPORTED_NODES[kind[0]].unflatten_fn(parts, kind[1])
-    if kind is PackedSequence or hasattr(kind, "_fields"):
-        return kind(*parts)
-    return kind(parts)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in an argument or a result, as far as can be seen."""
-    found: list[torch.Tensor] = []
-    _gather(value, found)
-    return found
-
-
-def _gather(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
-        pass
-    elif isinstance(value, tuple | list | set):
-        for v in value:
-            _gather(v, found)
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            _gather(v, found)
-    elif isinstance(value, slice):
-        for v in (value.start, value.stop, value.step):
-            _gather(v, found)
-    elif type(value) in pytree.SUPPORTED_NODES:
-        for v in pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
-            _gather(v, found)
 
 
 class Given(NamedTuple):
@@ -349,152 +200,6 @@ class Point:
         return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
 
 
-_entered: list[Interceptor] = []  # the last one sees
-_plain: list[Any] = []  # what was there before
-_depth = 0
-
-
-def _begin() -> None:
-    """Let module calls, autograd functions and scripted functions pass by who has entered. To replace a method of a class that has many
-    heirs takes 100 µs: :func:`watching` does it once for many passes."""
-    global _depth
-    _depth += 1
-    if _depth > 1:
-        return
-    plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    plain_script = torch.jit.ScriptFunction.__call__
-    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script]
-
-    def seen() -> Interceptor | None:
-        # A checkpointed function is called again in the backward pass, when nobody looks on.
-        if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
-            return None
-        return _entered[-1]
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            if _entered and _entered[-1].used and threading.get_ident() == _entered[-1]._thread:
-                _entered[-1].used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
-            return plain_call(module, *args, **kwargs)
-        return interceptor.on_call(module, args, kwargs)
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            return plain_apply(cls, *args, **kwargs)
-
-        def run(*a: Any, **k: Any) -> Any:
-            return plain_apply(cls, *a, **k)
-
-        run.__name__ = cls.__name__
-        with interceptor.pause():
-            return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
-
-    def script(function: Any, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            return plain_script(function, *args, **kwargs)
-        what = (function.name, False, is_random(function.name))
-        with interceptor.pause():
-            return interceptor.on_function(lambda *a, **k: plain_script(function, *a, **k), args, kwargs, what)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
-
-
-def _end() -> None:
-    global _depth
-    _depth -= 1
-    if not _depth:
-        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = _plain  # type: ignore[method-assign]
-
-
-@contextmanager
-def watching() -> Iterator[None]:
-    """Several passes are to be looked at: what is put in place for one stays for the next."""
-    _begin()
-    try:
-        yield
-    finally:
-        _end()
-
-
-class Interceptor(TorchFunctionMode):
-    """Sees every module call and every torch function of this thread while it is entered; what to do with them is for heirs to say."""
-
-    used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
-
-    def __enter__(self) -> Any:
-        self._thread = threading.get_ident()
-        self._off = False
-        _begin()
-        _entered.append(self)
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._off = True
-        _entered.remove(self)
-        _end()
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._off:
-            return func(*args, **kwargs)
-        what = _kinds.get(func) or kind_of(func)
-        if what[1]:
-            return func(*args, **kwargs)
-        self._off = True  # a function written in Python may call modules or others: it is one event
-        try:
-            if func is torch.Tensor.__iter__:
-                return iter(self.on_function(torch.Tensor.unbind, args, {}, ("unbind", False, False)))
-            return self.on_function(func, args, kwargs, what)
-        finally:
-            self._off = False
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Nothing is seen inside."""
-        was, self._off = self._off, True
-        depth = torch._C._len_torch_function_stack()
-        mine = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
-        if mine:
-            torch._C._pop_torch_function_stack()
-        try:
-            yield
-        finally:
-            if mine:
-                torch._C._push_on_torch_function_stack(self)
-            self._off = was
-
-    def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call as if nobody watched, but what it calls is seen."""
-        if _compiled(module):  # what was compiled would not be seen
-            return eagerly(module)(*args, **kwargs)
-        return _plain[0](module, *args, **kwargs)
-
-    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called."""
-        raise NotImplementedError
-
-    def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
-        """A torch function is called, outside of modules that are one event."""
-        raise NotImplementedError
-
-
-def _compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def eagerly(module: nn.Module) -> Callable[..., Any]:
-    """The call of a compiled module without what was compiled."""
-    inner: Any = getattr(module, "_orig_mod", module)
-    call: Callable[..., Any] = inner._call_impl
-    return call
-
-
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -510,16 +215,6 @@ def _changes_in_place(name: str, kwargs: Any) -> bool:
     if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
         return True
     return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
-
-
-def data_shaped(name: str, args: Any) -> bool:
-    """Whether the shape of what a function gives depends on what is in the tensors that it takes."""
-    if name in _DATA_SHAPED or (name == "where" and len(args) == 1):
-        return True
-    if name == "__getitem__":
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) for k in keys)
-    return name in ("repeat_interleave", "tensor_split") and any(isinstance(a, torch.Tensor) for a in args[1:])
 
 
 def _look(value: Any, depth: int = 3) -> Any:
@@ -710,7 +405,7 @@ class _Follower(Interceptor):
         leaves: list[Any] = []
         try:
             shape = flatten(result, leaves)
-        except _Opaque:
+        except Opaque:
             shape, opaque, leaves = None, True, []
         if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
             opaque = True
@@ -794,7 +489,7 @@ class _Follower(Interceptor):
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
 
     def _leaf(self, module: nn.Module) -> bool:
-        if isinstance(module, torch.jit.ScriptModule) or (_compiled(module) and self.paths[id(module)]):
+        if isinstance(module, torch.jit.ScriptModule) or (compiled(module) and self.paths[id(module)]):
             return True
         if not type(module).__module__.startswith("torch.nn.") or isinstance(module, _CONTAINERS) or self._hooked(module):
             return False
@@ -811,7 +506,7 @@ class _Follower(Interceptor):
         start = len(self.events)
         if self._leaf(module):
             with self.pause():
-                function = eagerly(module) if _compiled(module) else module
+                function = eagerly(module) if compiled(module) else module
                 result = self._record("call", path, False, module, function, args, kwargs)
             event = self.events[-1]
             self.calls.append(Call(path, nth, module, start, start + 1, None if event.opaque else event))
@@ -848,7 +543,7 @@ class _Follower(Interceptor):
         leaves: list[Any] = []
         try:
             shape = flatten(result, leaves)
-        except _Opaque:
+        except Opaque:
             return None
         inner = self.events[start:]
         if any(e.opaque or e.loose for e in inner) or self._state(module, args, kwargs) != state:
