@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -463,41 +464,60 @@ def show(which: str, result: dict[str, Any]) -> None:
 
 # -- the cure ----------------------------------------------------------------------------------------------------------
 
+PLAIN = "DataLoader + Pillow, as it is"
 ARMS = {
     "synthetic": ["--synthetic"],
-    "DataLoader + Pillow, 0 workers": ["--workers", "0"],
-    "DataLoader + Pillow, 1 worker": ["--workers", "1"],
-    "ronde.feed": ["--feed"],
+    PLAIN: ["--workers", "0"],
+    "the same, 2 workers of torch's": ["--workers", "2"],
+    "the same, as ronde doctor prescribes": ["--workers", "0"],
+    "ronde.feed.images": ["--feed"],
 }
+PRESCRIBED = "the same, as ronde doctor prescribes"
+
+
+def lengthen(data: Path, times: int) -> None:
+    """Each file under several names: an epoch of some length, since loading begins anew with each."""
+    for file in sorted(data.glob("*/*.jpg")):
+        for k in range(1, times):
+            (file.parent / f"{file.stem}-{k}.jpg").hardlink_to(file)
+
+
+def prescription(data: Path, folder: Path, rate: float, env: dict[str, str]) -> dict[str, Any]:
+    """What `ronde doctor --apply 1` finds and writes for the plain job."""
+    job, out = folder / "feed_job.py", folder / "doctor.json"
+    shutil.copy(HERE / "feed_job.py", job)
+    (folder / "feed_job.feed.yaml").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "ronde", "doctor", "--workers", "1", "--apply", "1", "--json", str(out), str(job)]
+    done = subprocess.run([*command, "--data", str(data), "--rate", str(rate)], env=env, capture_output=True, text=True, timeout=600)
+    if done.returncode or not (folder / "feed_job.feed.yaml").exists():
+        raise SystemExit(f"ronde doctor prescribed nothing:\n{done.stdout}\n{done.stderr[-2000:]}")
+    values = json.loads(out.read_text())
+    return {"gap": values["gap"], "cause": values["cause"], "applied": values["applied"]}
 
 
 def cure(data: Path, rounds: int, rate: float, seconds: float) -> dict[str, Any]:
     """The job of feed_job.py, on all cores, its device simulated."""
     found: dict[str, list[float]] = {name: [] for name in ARMS}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_RUNS": str(data / "runs"), "RONDE_PROGRESS": "quiet", "RONDE_FEED": "none"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet"}
+    doctor = prescription(data, data.parent, rate, env)
+    print(
+        f"  ronde doctor: {doctor['gap']:.0%} lost, prescribes {', '.join(doctor['applied']['prescriptions'])}: {doctor['applied']['settings']}"
+    )
     for i in range(rounds):
         names = list(ARMS)
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            command = [
-                sys.executable,
-                str(HERE / "feed_job.py"),
-                "--data",
-                str(data / "photos"),
-                "--rate",
-                str(rate),
-                "--seconds",
-                str(seconds),
-                "--json",
-                *ARMS[name],
-            ]
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+            command = [sys.executable, str(HERE / "feed_job.py"), "--data", str(data), "--rate", str(rate), "--seconds", str(seconds)]
+            settings = str(data.parent / "feed_job.feed.yaml") if name == PRESCRIBED else "none"
+            done = subprocess.run(
+                [*command, "--json", *ARMS[name]], env={**env, "RONDE_FEED": settings}, capture_output=True, text=True, timeout=300
+            )
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             if not lines:
                 raise SystemExit(f"{name} failed:\n{done.stderr[-2000:]}")
             found[name].append(json.loads(lines[-1])["images_per_second"])
     rates = {name: statistics.median(values) for name, values in found.items()}
     gaps = {name: statistics.median(1 - v / s for v, s in zip(values, found["synthetic"], strict=True)) for name, values in found.items()}
-    return {"images_per_second": rates, "gap": gaps, "device_images_per_second": rate, "all": found}
+    return {"images_per_second": rates, "gap": gaps, "device_images_per_second": rate, "doctor": doctor, "all": found}
 
 
 def main() -> None:
@@ -506,7 +526,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--core", type=int, help="to pin the contestants to; the first that this process may use")
     parser.add_argument("--images", type=int, default=512, help="JPEG files that are made")
-    parser.add_argument("--rate", type=float, default=500.0, help="images a second of the simulated device, in `cure`")
+    parser.add_argument(
+        "--rate", type=float, action="append", help="images a second of the simulated device, in `cure`; default: 220 and 400"
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, in `cure`")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "feed.json")
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
@@ -536,10 +558,14 @@ def main() -> None:
         )
         for which in args.only or [*CONTESTS, "cure"]:
             if which == "cure":
-                results["cure"] = cure(data, max(3, args.rounds // 2), args.rate, args.seconds)
-                print(f"\nA training on JPEG files, its device simulated at {args.rate:.0f} images a second; all cores")
-                for name, rate in results["cure"]["images_per_second"].items():
-                    print(f"  {name:42} {rate:8.0f} images/s     gap {results['cure']['gap'][name]:6.1%}")
+                make_photographs(data / "many", 2048)
+                lengthen(data / "many", 4)
+                results["cure"] = {}
+                for rate in args.rate or [220.0, 400.0]:
+                    print(f"\nA training on JPEG files, its device simulated at {rate:.0f} images a second; all cores")
+                    found = results["cure"][f"{rate:.0f}"] = cure(data / "many", max(3, args.rounds // 2), rate, args.seconds)
+                    for name, value in found["images_per_second"].items():
+                        print(f"  {name:42} {value:8.0f} images/s     gap {found['gap'][name]:6.1%}")
             else:
                 results[which] = contest(which, data, args.rounds, core)
                 results[which]["load"] = os.getloadavg()

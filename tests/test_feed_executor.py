@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import os
 import random
@@ -13,13 +15,28 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
 
 import ronde
 from processes import child, ronde_run
 from ronde import ArgumentError, CheckpointError, FeedError, SampleError
-from ronde.feed import Feed, FeedSettings, Order, Pipeline, apply_settings, asked_settings, key_of, read_settings, rng, rngs, take_over
+from ronde.feed import (
+    Feed,
+    FeedSettings,
+    Order,
+    Pipeline,
+    apply_settings,
+    asked_settings,
+    key_of,
+    read_settings,
+    rng,
+    rngs,
+    stages,
+    take_over,
+)
 from ronde.feed.executor import Threads, parts_of
+from ronde.feed.receive import Receiver
 from ronde.plan import shares
 
 EXECUTORS = ("none", "threads", "processes")
@@ -34,8 +51,6 @@ def no_thread_is_left():
     yield
     limit = time.monotonic() + 10
     while loading() and time.monotonic() < limit:
-        import gc
-
         gc.collect()
         time.sleep(0.01)
     assert not loading()
@@ -121,6 +136,43 @@ def test_the_first_batch_is_read_by_all_threads_and_no_part_is_tiny():
         pass
     assert {(0, 4), (4, 8), (8, 12)} <= set(seen)
     assert parts_of(7, 8) == [(0, 7)] and parts_of(64, 3) == [(0, 21), (21, 42), (42, 64)] and parts_of(0, 2) == [(0, 0)]
+    threads.stop()
+
+
+def test_a_loop_that_was_left_does_not_end_the_threads_of_the_next():
+    threads = Threads(2, 4)
+    left = threads.run(iter(range(50)), whole, lambda part: [part], joined)
+    next(left)
+    done = []
+    for job, _ in threads.run(iter(range(30)), whole, lambda part: [part], joined):
+        done.append(job)
+        if job == 3:
+            left.close()  # as when it is collected
+            assert threads.running == 2
+    assert done == list(range(30))
+    threads.stop()
+
+
+def test_a_read_that_hangs_takes_no_task_of_the_threads_that_come_after(monkeypatch):
+    from ronde.feed import executor
+
+    monkeypatch.setattr(executor, "_PATIENCE_SECONDS", 0.2)
+    threads, held = Threads(1, 2), threading.Event()
+    hangs = True
+
+    def read(part):
+        if hangs and part[0] == 1:
+            held.wait(60)
+        return [part]
+
+    for job, _ in threads.run(iter(range(9)), whole, read, joined):
+        if job == 0:
+            break  # the next one hangs, and is given up
+    hangs = False
+    again = threads.run(iter(range(9)), whole, read, joined)
+    assert next(again)[0] == 0
+    held.set()  # it comes back in the middle
+    assert [job for job, _ in again] == list(range(1, 9))
     threads.stop()
 
 
@@ -571,6 +623,27 @@ def test_wrong_policies_are_refused(call, said):
         call(DATA["two steps"])
 
 
+class OwnDraws(Dataset):
+    """It draws from a generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return torch.tensor([float(i), self.rng.random()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_choosing_an_executor_draws_nothing_from_a_data_sets_own_generator(workers):
+    expected = torch.cat(read(take_over_(DataLoader(OwnDraws(), 10, num_workers=workers), shuffle=False), batch=10))
+    found = torch.cat(read(with_executor(take_over_(OwnDraws(), batch_size=10, shuffle=False), "auto", workers=1), batch=10))
+    assert torch.equal(found, expected)
+
+
 # -- loading processes that die ----------------------------------------------------------------------------------------
 
 
@@ -615,6 +688,94 @@ def test_one_that_dies_meanwhile_is_told_at_the_next_batch_not_within_the_step()
     with pytest.raises(FeedError, match=rf"\(pid {victim.pid}\) of training rank 0 was killed by signal 9"):
         list(batches)
     assert stepped == 1000
+
+
+class Drawn(torch.utils.data.Sampler):
+    """A sampler of the script's own, which draws from torch's global generator."""
+
+    def __init__(self, n):
+        self.n, self.threads = n, set()
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.threads.add(threading.current_thread().name)
+        return iter(torch.randperm(self.n).tolist())
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_batches_are_received_ahead_in_order_and_a_loop_may_be_left(stay):
+    sampler = Drawn(200)
+    loader = DataLoader(Works(int), 5, sampler=sampler, num_workers=2, persistent_workers=stay)
+    taken = take_over_(loader)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    expected = [b.tolist() for b in read(with_executor(taken, "none"), batch=5)]
+    for stop in (3, 40, 1):
+        found, begun = [], torch.get_rng_state()
+        batches = feed.read(lambda: shares(0, 0, 200, 5, 0, 1))
+        for k, (_, (batch,)) in enumerate(batches, 1):
+            found.append(batch.tolist())
+            if k == stop:
+                break
+        assert "ronde-receive" in loading()  # it stays, and waits
+        batches.close()
+        assert found == expected[:stop] and torch.equal(begun, torch.get_rng_state())
+    assert sampler.threads == {"MainThread"}
+    feed.close()
+    assert "ronde-receive" not in loading()
+
+
+@pytest.mark.parametrize("stay", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_is_left_of_loading_processes_for_the_garbage_collector(stay, whole):
+    """torch's iterator over processes waits 5 s for each of them where it is collected as part of a cycle, whoever's turn it is then."""
+
+    def left():
+        return [type(one).__name__ for one in gc.get_objects() if type(one).__name__ == "_MultiProcessingDataLoaderIter"]
+
+    gc.collect()
+    assert not left()
+    taken = take_over_(DataLoader(Works(int), 10, num_workers=2, persistent_workers=stay), shuffle=False)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    gc.disable()
+    try:
+        for _ in range(2):
+            batches = feed.read(lambda: shares(0, 0, 200, 10, 0, 1))
+            for k, _ in enumerate(batches):
+                if k == 3 and not whole:
+                    break
+            batches.close()
+        del batches
+        feed.close()
+        assert not left()
+    finally:
+        gc.enable()
+
+
+def test_memory_is_let_go_of_where_nobody_waits_for_it():
+    gone = []
+
+    class Tracked:
+        def __init__(self, k):
+            self.k = k
+
+        def __del__(self):
+            gone.append((self.k, threading.current_thread().name))
+
+    receiver = Receiver()
+    reading = receiver.read(Tracked(k) for k in range(6))
+    taken = 0
+    with pytest.raises(StopIteration):
+        while True:
+            batch = reading.take()
+            assert batch.k == taken
+            taken += 1
+    del batch
+    assert taken == 6 and reading.close(10)
+    receiver.close()
+    assert sorted(k for k, _ in gone) == list(range(6))
+    assert all(name == "ronde-receive" for k, name in gone if k < 4)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------
@@ -702,23 +863,26 @@ def test_only_ronde_run_reads_the_file_beside_the_script(tmp_path, monkeypatch):
 
 
 def test_which_settings_ronde_run_takes(tmp_path, monkeypatch):
-    from ronde.cli.run import _feed
+    from ronde.cli.script import feed_of
 
     monkeypatch.chdir(tmp_path)
-    assert _feed(None, "train.py") == ("none", "")
+    assert feed_of(None, "train.py") == ("none", "")
     (tmp_path / "train.feed.yaml").write_text("workers: 2\n")
     (tmp_path / "my.train.feed.yaml").write_text("threads: 1\n")
     (tmp_path / "other.yaml").write_text("")
-    assert _feed(None, "train.py") == (str(tmp_path / "train.feed.yaml"), "feed: train.feed.yaml (workers 2)")
-    assert _feed(None, "my.train")[1] == "feed: my.train.feed.yaml (threads 1)"
-    assert _feed("none", "train.py") == ("none", "")
-    assert _feed("other.yaml", "train.py")[1] == "feed: other.yaml (nothing set)"
+    assert feed_of(None, "train.py") == (str(tmp_path / "train.feed.yaml"), "feed: train.feed.yaml (workers 2)")
+    assert feed_of(None, "my.train")[1] == "feed: my.train.feed.yaml (threads 1)"
+    assert feed_of("none", "train.py") == ("none", "")
+    assert feed_of("other.yaml", "train.py")[1] == "feed: other.yaml (nothing set)"
     monkeypatch.setenv("RONDE_FEED", "other.yaml")
-    assert _feed(None, "train.py")[0] == str(tmp_path / "other.yaml") and _feed("train.feed.yaml", "x.py")[0].endswith("train.feed.yaml")
-    for wrong in ("missing.yaml", "train.py"):
+    assert feed_of(None, "train.py")[0] == str(tmp_path / "other.yaml") and feed_of("train.feed.yaml", "x.py")[0].endswith(
+        "train.feed.yaml"
+    )
+    (tmp_path / "latin.yaml").write_bytes("# größe\nworkers: 2\n".encode("latin-1"))
+    for wrong in ("missing.yaml", "train.py", "latin.yaml"):
         (tmp_path / "train.py").write_text("import ronde: no")
         with pytest.raises(ArgumentError, match=wrong):
-            _feed(wrong, "train.py")
+            feed_of(wrong, "train.py")
 
 
 def test_ctrl_c_ends_a_training_whose_threads_are_reading(tmp_path):
@@ -886,6 +1050,54 @@ def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_
     assert start(rows("one"), 1).state.step == 3
 
 
+def test_an_order_that_is_kept_cannot_be_written_to():
+    ids = Order(10).ids(0, 0, 10)
+    before = ids.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        ids.sort()
+    assert Order(10).ids(0, 0, 10).tolist() == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_images_are_finished_alike_in_loading_threads_and_in_the_training(tmp_path, workers, on_cpu):
+    for i in range(20):
+        place = tmp_path / f"class{i % 2}" / f"{i}.png"
+        place.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 30, 3), np.uint8)).save(place)
+    (tmp_path / "class0" / "bad.png").write_bytes(b"no image")
+    data = ronde.feed.images(tmp_path, size=16).skip_bad(0.2)
+    where = set()
+
+    class Listens:
+        def call(self, name, function, args, kwargs):
+            if name == "finish":
+                where.add(threading.current_thread().name.rstrip("0123456789"))
+            return function(*args, **kwargs)
+
+        def enter(self, name): ...
+        def leave(self, name): ...
+
+    found = {}
+    for executor in ("none", "threads"):
+        taken = with_executor(take_over_(data, batch_size=8), executor, workers=workers)
+        feed = Feed(taken.dataset, taken.order, taken.settings, 0, on_cpu=on_cpu)
+        before = stages.listen(Listens())
+        try:
+            found[executor] = [
+                feed.finish(share, micros)[0]
+                for share, micros in feed.read(lambda n=taken.order.epoch_samples: shares(0, 0, n, 8, 0, 1, None))
+            ]
+        finally:
+            stages.listen(before)
+            feed.close()
+        assert where == {"ronde-load-" if on_cpu and executor == "threads" else "MainThread"}
+        assert [text for _, text in feed.skipped if "bad.png" in text]
+        where.clear()
+    for (x, y), (u, v) in zip(found["none"], found["threads"], strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, u) and torch.equal(y, v)
+
+
 # -- echo ----------------------------------------------------------------------------------------------------------------
 
 
@@ -903,6 +1115,8 @@ def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
     expected = [row for start in range(0, 48, 8) for _ in range(3) for row in plain[start : start + 8]] + plain[48:] * 3
     taken = with_executor(take_over_(data, batch_size=8), executor, echo=3)
     assert taken.order.epoch_samples == 150
+    by_blocks = dataclasses.replace(taken.order, of=dataclasses.replace(taken.order.of, blocks=(25, 25), shuffle=True))
+    assert by_blocks.kind != taken.order.kind  # a run is not resumed under another order
     Counts.read = 0
     for size in (1, 2):
         assert torch.cat(read(taken, size, batch=8)).tolist() == expected

@@ -172,6 +172,24 @@ def test_ctrl_c_is_clean(tmp_path):
     assert pack(files, out, shard_bytes=512 << 10).resumed > 0 and verify_pack(out).problems == ()
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch, kind):
+    packing = sys.modules["ronde.feed.pack"]  # the function has the module's name
+    files = folder(tmp_path / "files", 50)
+    opened = packing._Summed.__init__
+
+    def interrupted(self, path):
+        opened(self, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packing._Summed, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(files, tmp_path / "out", kind=kind)
+    assert not list((tmp_path / "out").glob("*.writing"))
+    monkeypatch.undo()
+    assert pack(files, tmp_path / "out", kind=kind).samples == 50 + 6
+
+
 def test_two_at_once(tmp_path):
     import fcntl
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
@@ -117,9 +117,9 @@ class Arena:
         self.memory = memory
         self.pid = os.getpid()
         self._lock = threading.Lock()
-        self._fds = _join(folder)
-        self._lock_fd, self._index, self._records = self._fds
-        self._verified = bytearray(samples)
+        self._fds = list(_join(folder))  # -1 each once it was left: those numbers may be another file's by then
+        self.users: WeakSet[Any] = WeakSet()
+        self._verified = bytearray(samples if memory else 0)
         self._refused = 0
         self._stopped_until = 0.0
         self._looked_at, self._since_look = -1.0, 0
@@ -128,12 +128,26 @@ class Arena:
             self.limit = self._found_or_made(limit, default, about)
 
     @property
+    def _lock_fd(self) -> int:
+        return self._fds[0]
+
+    @property
+    def _index(self) -> int:
+        return self._fds[1]
+
+    @property
+    def _records(self) -> int:
+        return self._fds[2]
+
+    @property
     def _index_bytes(self) -> int:
         return _HEADER + self.samples * _ENTRY.size
 
     def _found_or_made(self, limit: int | None, default: Callable[[], int], about: dict[str, Any]) -> int:
         head = self._head()
         if head is not None and head[0] == self.samples:
+            if not self.memory:
+                self._mend_tail(head[1], head[2])
             return limit if limit is not None else head[2]
         # Without a beginning it is new, or whoever made it was killed: nobody has used it. Otherwise it is damaged.
         if any(os.pread(self._index, _HEAD.size, 0)) and not self._only_user():
@@ -145,6 +159,22 @@ class Arena:
         _write(self.folder / "about.json", json.dumps(about, indent=1).encode())
         self._set_head(0, chosen)
         return chosen
+
+    def _mend_tail(self, tail: int, limit: int) -> None:
+        """Nothing orders the pages that reach a disk: after a power loss the header may be older than entries, whose room it would give out
+        again. While the machine runs no entry lies behind the header, so that this changes nothing for others that use the arena.
+        """
+        end = tail
+        for at in range(_HEADER, self._index_bytes, 1 << 20):
+            block = os.pread(self._index, min(1 << 20, self._index_bytes - at), at)
+            rows = np.frombuffer(block, "<u8", len(block) // _ENTRY.size * (_ENTRY.size // 8)).reshape(-1, _ENTRY.size // 8)
+            ends = rows[:, 0] + rows[:, 1]
+            for k in np.flatnonzero(ends > end).tolist():
+                entry = block[k * _ENTRY.size : (k + 1) * _ENTRY.size]
+                if _entry_sum(entry, (at - _HEADER) // _ENTRY.size + k) == _ENTRY.unpack(entry)[3]:
+                    end = max(end, int(ends[k]))
+        if end > tail:
+            self._set_head(end + -end % _ALIGN, limit)
 
     def _head(self) -> tuple[int, int, int] | None:
         """Samples, bytes given out and the first user's limit; None where it is damaged."""
@@ -170,6 +200,8 @@ class Arena:
     def _alone(self) -> Iterator[None]:
         """Among the threads of this process and all others that use the arena."""
         with self._lock:
+            if self._lock_fd < 0:
+                raise OSError(errno.EBADF, "the cache was closed")
             fcntl.lockf(self._lock_fd, fcntl.LOCK_EX, 1, _ALLOCATE)
             try:
                 yield
@@ -197,10 +229,12 @@ class Arena:
             whole = self._read_into(data, start)
         else:
             whole = True
-        if not whole or (not self._verified[i] and zlib.crc32(data) != checksum):
+        # In memory once in each process: what lies there does not rot. On a disk each time: pages may be read from it anew.
+        if not whole or (not (self.memory and self._verified[i]) and zlib.crc32(data) != checksum):
             self.count(corrupt=1)
             return _missing(entry)
-        self._verified[i] = 1  # once in each process: what lies in memory does not rot, and it costs as much as to read it
+        if self.memory:
+            self._verified[i] = 1
         return Found(data, entry)
 
     def _mapped(self, start: int, length: int) -> memoryview | None:
@@ -358,9 +392,12 @@ class Arena:
             held += int(block.reshape(-1, 4)[:, 1:3].any(axis=1).sum())
         return held
 
-    def close(self) -> None:
-        """Leave it; where it stands in memory and nobody else uses it, it is gone."""
-        self._leave()
+    def close(self, user: object) -> None:
+        """One of its users in this process leaves it, the last one for all; where it stands in memory and nobody else uses it, it is gone."""
+        with _guard:
+            self.users.discard(user)
+            if not self.users:
+                self._leave()
 
 
 def _entry_sum(entry: bytes, i: int) -> int:
@@ -425,10 +462,12 @@ def _join(folder: Path) -> tuple[int, int, int]:
     raise RondeError(f"the cache folder {folder} is removed each time that it is made.")
 
 
-def _leave(folder: str, fds: tuple[int, int, int], memory: bool, pid: int) -> None:
+def _leave(folder: str, fds: list[int], memory: bool, pid: int) -> None:
     if os.getpid() != pid:
         return  # a forked child: to close these would give up the locks that it holds itself
-    lock = fds[0]
+    mine = list(fds)
+    lock = mine[0]
+    fds[:] = [-1] * len(mine)
     with _guard, suppress(OSError):
         # One after the other: of two who leave at once, one must see that it is the last.
         fcntl.lockf(lock, fcntl.LOCK_EX, 1, _ALLOCATE)
@@ -438,7 +477,7 @@ def _leave(folder: str, fds: tuple[int, int, int], memory: bool, pid: int) -> No
                 _remove_files(Path(folder))
             except OSError:
                 pass  # others use it
-        for fd in fds:
+        for fd in mine:
             os.close(fd)  # gives the locks back
 
 
@@ -500,8 +539,12 @@ def open_arena(
     memory: bool,
     reserve: int | None,
     about: dict[str, Any],
+    user: object,
 ) -> Arena:
     """The arena of a folder, one for each process; see :class:`Arena` for the arguments.
+
+    Args:
+        user: who will ``close(user)`` it; it is left when all of its users did so, or are gone.
 
     Raises:
         RondeError: the folder is not this user's own.
@@ -512,4 +555,5 @@ def open_arena(
         if found is None or found.pid != os.getpid() or not found._leave.still_active():
             found = Arena(folder, samples, limit, default, memory, reserve, about)
             _open[str(folder)] = found
+        found.users.add(user)
         return found

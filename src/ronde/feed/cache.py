@@ -32,7 +32,6 @@ from ronde.world import ArgumentError, RondeError, SampleError
 __all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached", "cached_dataset", "clear_cache", "report_cache"]
 
 _FORMAT = 1
-_MOST_STATS = 100_000
 _PART_OF_FREE = 0.5
 """Of the memory or disk that is free when a cache is made, what it may take where no limit is given."""
 
@@ -96,47 +95,21 @@ def _size(amount: float) -> str:
 # -- where it is -------------------------------------------------------------------------------------------------------
 
 
-def _files_of(source: Any) -> list[str]:
-    """Local files that a source reads, as far as it tells: at most 100,000 of them, evenly spread."""
-    file = getattr(source, "file", None)
-    n = len(source)
-    if callable(file):
-        try:
-            found = [str(file(i)) for i in range(0, n, max(1, -(-n // _MOST_STATS)))]
-        except (TypeError, ValueError, IndexError, NotImplementedError):
-            return []
-        return [] if found and "://" in found[0] else list(dict.fromkeys(found))
-    listed: list[str] = []
-    for value in getattr(source, "__dict__", {}).values():
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, str | Path) and 0 < len(str(each)) < 4096:
-                listed.append(str(each))
-    return listed[:_MOST_STATS]
-
-
-def _stamp(source: Any) -> str:
-    """Which samples these are: the source's fingerprint, and where and when their files were written.
+def _stamp(source: Any, version: str = "") -> str:
+    """Which samples these are: the source's fingerprint, what it is made of, and where and when its files were written.
 
     A fingerprint knows names and sizes: arrays of one size in two folders, or a file that was rewritten, would look the same.
 
     Raises:
         CannotDescribe: a data set whose state cannot be told.
     """
-    inner = getattr(source, "data", None)
-    if type(source).__module__.startswith("ronde.feed.sources") and isinstance(getattr(source, "_many", None), bool) and inner is not None:
-        return digest(inner, files=True, where="the data set")  # a plain Dataset: its fingerprint says no more than its class
-    known = getattr(source, "fingerprint", None)
-    if not isinstance(known, str):
+    try:
         return digest(source, files=True, where="the data set")
-    files: list[Any] = []
-    for path in _files_of(source):
-        try:
-            found = Path(path).stat()
-        except (OSError, ValueError):
-            continue
-        files.append((path, found.st_size, found.st_mtime_ns))
-    kind = type(source)
-    return digest(kind.__module__, kind.__qualname__, known, getattr(source, "path", None), files)
+    except CannotDescribe:
+        known = getattr(source, "fingerprint", None)
+        if version and isinstance(known, str):
+            return digest(known)
+        raise
 
 
 def _memory_folder() -> Path:
@@ -200,6 +173,7 @@ class _Cache:
         self._limit = limit
         self._reserve = reserve
         self._about = about
+        self._key = key
         self._private = key is None
         if key is None:
             # Of this process and the loading processes that it starts: the others cannot know that theirs is the same.
@@ -242,7 +216,9 @@ class _Cache:
             self._opening = threading.Lock()
         with self._opening:
             try:
-                self._arena = open_arena(self._folder, self._n, self._limit, self._default_limit, self._memory, self._reserve, self._about)
+                self._arena = open_arena(
+                    self._folder, self._n, self._limit, self._default_limit, self._memory, self._reserve, self._about, self
+                )
             except (OSError, RondeError) as error:
                 self._off = f"{self._folder}: {error}"
                 self._arena = None
@@ -400,7 +376,7 @@ class _Cache:
         arena, self._arena = self._arena, None
         self._off = self._off or "it was closed"
         if arena is not None and arena.pid == os.getpid():
-            arena.close()
+            arena.close(self)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -458,7 +434,7 @@ class CachedSource(_Cache):
             "version": version,
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        key = _key(lambda: [_stamp(source), [_described(s, version) for s in steps]], len(source), version, where)
+        key = _key(lambda: [_stamp(source, version), [_described(s, version) for s in steps]], len(source), version, where)
         super().__init__(len(source), where, limit, reserve, key, about)
         if check:
             self._first_look("cached(…)")
@@ -470,6 +446,12 @@ class CachedSource(_Cache):
     def fingerprint(self) -> str:
         """The source's own: a run may be resumed with a cache or without."""
         return self.source.fingerprint
+
+    def origins(self) -> list[Any]:
+        """What another cache after this one must know: the fingerprint says nothing of the steps."""
+        if self._key is None:
+            raise CannotDescribe("the cached source before it is known to this process only")
+        return [("cache", self._key)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("source", "steps"):
@@ -604,7 +586,7 @@ def _options(
     return (
         _check_where(where),
         None if limit is None else size_of(limit, "limit"),
-        None if reserve is None else size_of(reserve, "reserve"),
+        None if reserve is None else size_of(reserve, "reserve", 0),
         version,
     )
 
@@ -622,8 +604,9 @@ def cached(
     """Keep what a source or a pipeline made, so that it is made once.
 
     All workers and loading processes of a node share one cache. What is kept is a function of the source and of the steps before it: another
-    folder, a file written anew, or another size to resize to is another cache. Kept are numbers, strings, bytes, NumPy arrays, CPU tensors,
-    plain Pillow images, and tuples, dicts and lists of those; other samples are made each time, which is counted and said once.
+    folder, a file written anew (of a remote one only address and size are known), or another size to resize to is another cache. Kept are
+    numbers, strings, bytes, NumPy arrays, CPU tensors, plain Pillow images, and tuples, dicts and lists of those; other samples are made each
+    time, which is counted and said once.
 
     Args:
         data: a source, or a :class:`Pipeline`.

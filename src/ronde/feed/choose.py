@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import Subset
 
 from ronde.feed.executor import limit_compute_threads
-from ronde.feed.randomness import Marks, restore_states, states
+from ronde.feed.found import unchanged
+from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader
 
 __all__ = ["Trial", "choose", "try_out"]
@@ -66,12 +67,11 @@ def try_out(reader: Reader, ask: Ask) -> Trial:
 
     What fails here is left to whoever reads it in earnest.
     """
-    before = states()
-    times: list[float] = []
-    samples: list[Any] = []
-    start = time.perf_counter()
-    marks = Marks()
-    try:
+    with unchanged(reader.dataset):  # its own generators too
+        times: list[float] = []
+        samples: list[Any] = []
+        start = time.perf_counter()
+        marks = Marks()
         for j in range(len(ask.ids)):
             began = time.perf_counter()
             try:
@@ -97,8 +97,6 @@ def try_out(reader: Reader, ask: Ask) -> Trial:
         except Exception:
             collates.append(0.0)
         return Trial(not marks.unmoved(), statistics.median(times), min(collates) / len(samples))
-    finally:
-        restore_states(before)
 
 
 def _queued_seconds() -> float:

@@ -1,8 +1,9 @@
 """JPEG, PNG and WebP bytes to pixels: a registry of decoders, of which Pillow is the judge and the fallback.
 
-What comes out is what ``numpy.asarray(PIL.Image.open(file).convert("RGB"))`` gives: height × width × 3, ``uint8``. simplejpeg and OpenCV
-carry the same libjpeg-turbo as Pillow, and their pixels were found equal to Pillow's bit for bit. What one of them will not have (a broken
-file, CMYK) Pillow is asked to decode, and that is counted; what Pillow rejects is an error that names the file.
+What comes out is what ``numpy.asarray(PIL.Image.open(file).convert("RGB"))`` gives: height × width × 3, ``uint8`` (but for grey images of
+16 bits, which that would clip: of these the upper 8 are taken, as Pillow does of 16-bit colours). simplejpeg and OpenCV carry the same
+libjpeg-turbo as Pillow, and their pixels were found equal to Pillow's bit for bit. What one of them will not have (a broken file, CMYK)
+Pillow is asked to decode, and that is counted; what Pillow rejects is an error that names the file.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def _pillow(data: bytes, shrink: int) -> Pixels:
     with Image.open(io.BytesIO(data)) as image:
         if shrink > 1 and image.format == "JPEG":
             image.draft(image.mode, (image.width // shrink, image.height // shrink))
+        if image.mode.startswith("I;16"):  # convert() makes 255 of all that is above
+            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
         return np.array(image.convert("RGB"))
 
 
@@ -249,7 +252,8 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
 
     try:
         with Image.open(io.BytesIO(data)) as image:
-            orientation = image.getexif().get(0x0112, 1)
+            # A TIFF is turned by Pillow itself, asked or not, as it loads.
+            orientation = 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
     except Exception:  # the pixels could be decoded: an EXIF that cannot says nothing
         return pixels
     turns: dict[int, Callable[[Any], Any]] = {
@@ -267,7 +271,8 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
 def decode(data: bytes, decoder: str = "auto", *, name: str = "", shrink: int = 1, orient: bool = False) -> Pixels:
     """Decode one image.
 
-    Grey images, palettes and transparency become RGB as Pillow's ``convert("RGB")`` makes them: transparency is dropped.
+    Grey images, palettes and transparency become RGB as Pillow's ``convert("RGB")`` makes them: transparency is dropped. Of 16 bits, grey
+    or colour, the upper 8 are kept, as OpenCV does too.
 
     Args:
         data: the file's bytes.
@@ -275,7 +280,8 @@ def decode(data: bytes, decoder: str = "auto", *, name: str = "", shrink: int = 
         name: of the file, for the error.
         shrink: 2, 4 or 8 decode a JPEG at that fraction of its size, rounded up: faster, and other pixels than decoding whole and making
             it smaller. A decoder or format that cannot gives the whole size.
-        orient: turn the image as its EXIF orientation says. False, as ``PIL.Image.open`` does, leaves the pixels as they are stored.
+        orient: turn the image as its EXIF orientation says. False, as ``PIL.Image.open`` does, leaves the pixels as they are stored
+            (but of a TIFF, which Pillow always turns).
 
     Returns:
         height × width × 3 ``uint8``, contiguous.

@@ -1,36 +1,47 @@
 """A digest of what a function or an object does: equal in every process of a job, another one when its code or its settings change.
 
 A cache on disk must not serve what another version of a transform made. Code counts (of functions, of classes that are not from an
-installed package, and of the functions and constants that they use), and values: numbers, strings, arrays, and objects of those. Of an
-installed package its version counts. What cannot be told apart by these, such as an open file, is refused, not guessed.
+installed package, and of the functions, modules and constants that they use, imported wherever), and values: numbers, strings, arrays, and
+objects of those. Of an installed package its version counts. A source counts with its fingerprint and with where its samples come from. What
+cannot be told apart by these, such as an open file, is refused, not guessed.
 """
 
 from __future__ import annotations
 
+import collections
+import dis
 import enum
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
+import io
 import logging
+import mmap
 import os
 import random
 import re
 import sys
 import sysconfig
+import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["CannotDescribe", "digest", "installed_version"]
+__all__ = ["BASES", "CannotDescribe", "Digest", "digest", "installed_version"]
 
 _INSTALLED = tuple(
     {str(Path(p).resolve()) for name, p in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-_WHOLE_ARRAY_BYTES = 1 << 30
+_MOST_ARRAY_BYTES = 8 << 30
+"""A larger array in memory is refused: to read all of it takes each process more than ten seconds, and to read some of it is to guess."""
+_MOST_STATS = 100_000
 _LOOK_AT_FILES = 4096
 # What they hold differs from process to process and changes nothing about what is read (or is noticed when it draws).
 _BY_NAME = (
@@ -43,9 +54,25 @@ _BY_NAME = (
     logging.Logger,
     torch.dtype,
     torch.device,
+    weakref.finalize,
+    type(threading.Lock()),
+    type(threading.RLock()),
 )
 _NO_CODE = ("__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__")
-_BASES: tuple[Callable[[Any], Any], ...] = (tuple, list, dict, set, str, int, float)
+_FROM_C = (
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    np.ufunc,
+)
+_PARTS = ("source", "steps", "data", "dataset", "plan", "held", "_packed")
+"""What an object of Ronde's own, whose fingerprint is another's, is made of."""
+_ABSENT = object()
+BASES: tuple[Callable[[Any], Any], ...] = (tuple, list, dict, set, str, int, float)
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice)
 
 
@@ -64,29 +91,101 @@ def installed_version(package: str) -> str:
 
 def _installed(module: str | None) -> bool:
     """Whether a module comes with Python or an installed package: then its version stands for its code."""
-    if module is not None and module.partition(".")[0] == "ronde":
+    if module in (None, "__main__", "__mp_main__"):
+        return False
+    top = str(module).partition(".")[0]
+    if top == "ronde":
         return True
-    found = sys.modules.get(module or "")
+    found = sys.modules.get(str(module)) or sys.modules.get(top)
+    if found is None:
+        return _to_be_installed(top)
     file = getattr(found, "__file__", None)
-    if file is None:
-        return module not in (None, "__main__", "__mp_main__")
-    return str(Path(file).resolve()).startswith(_INSTALLED)
+    if file is not None and not Path(file).is_absolute():  # torch.ops says _ops.py
+        file = getattr(sys.modules.get(top), "__file__", None)
+    if file is not None:
+        return _of_package(file)
+    folders = list(getattr(found, "__path__", ()))  # without an __init__.py
+    return all(map(_of_package, folders)) if folders else getattr(found, "__spec__", None) is not None or top in sys.builtin_module_names
 
 
-class _Digest:
+def _of_package(file: str) -> bool:
+    path = Path(file).resolve()
+    # A user's own site-packages, and those below a venv's, are in no path of sysconfig.
+    return str(path).startswith(_INSTALLED) or bool({"site-packages", "dist-packages"} & set(path.parts))
+
+
+def _to_be_installed(top: str) -> bool:
+    """Of a package that was not imported yet: it is not, either."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    if spec is None:
+        return False
+    places = [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or ())
+    return all(map(_of_package, places))  # none at all: built in
+
+
+def _origins(source: Any) -> Iterable[Any]:
+    """Where a source's samples come from, as far as it tells: paths and URLs, as strings, and anything else that makes them what they are.
+
+    Raises:
+        CannotDescribe: a source of Ronde's own that tells nothing.
+    """
+    kind = type(source)
+    own = vars(source) if hasattr(source, "__dict__") else {}
+    told: Iterable[Any] | None = source.origins() if callable(getattr(kind, "origins", None)) else None
+    if told is not None:
+        return told
+    ours = kind.__module__.partition(".")[0] == "ronde"
+    if ours and (parts := [own[name] for name in _PARTS if name in own]):
+        return parts
+    if callable(getattr(kind, "file", None)):
+        n = len(source)  # at most so many of them, evenly spread
+        try:
+            return [own.get("path"), *dict.fromkeys(str(source.file(i)) for i in range(0, n, max(1, -(-n // _MOST_STATS))))]
+        except (TypeError, ValueError, IndexError, NotImplementedError):
+            pass
+    found: list[Any] = []
+    for name, value in own.items():
+        several = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for each in several[:_MOST_STATS]:
+            if isinstance(each, str | os.PathLike):
+                if name in ("path", "paths") or _is_there(os.fspath(each)):
+                    found.append(os.fspath(each))
+            elif not isinstance(each, type) and isinstance(getattr(each, "fingerprint", None), str):
+                found.append(each)
+    if ours and not found:
+        raise CannotDescribe(f"a source of {kind.__module__}.{kind.__qualname__} does not tell where its samples come from")
+    return found
+
+
+def _is_there(path: Any) -> bool:
+    try:
+        return 0 < len(path) < 4096 and Path(path).exists()
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+class Digest:
+    """One reading of a value, part by part, into a SHA-256."""
+
     def __init__(self, files: bool) -> None:
         self.sum = hashlib.sha256()
         self.files = files
         self.looked = 0
         self.seen: dict[int, int] = {}
         self.kept: list[Any] = []  # an address is one object's only as long as that lives
+        self.walked: set[tuple[int, int]] = set()
 
     def put(self, *words: object) -> None:
+        """Take up words or bytes; each with its length, so that two never read as one."""
         for word in words:
             data = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
             self.sum.update(len(data).to_bytes(8, "little") + data)
 
     def visit(self, value: Any, where: str) -> None:
+        """Take up a value with all that it holds; ``where`` names it in an error."""
         kind = type(value)
         if kind in _CONSTANTS:
             self.put(kind.__name__, value if kind is bytes else repr(value))
@@ -98,7 +197,7 @@ class _Digest:
             return
         self.seen[id(value)] = len(self.seen)
         self.kept.append(value)
-        if kind in (tuple, list):
+        if kind in (tuple, list, collections.deque):
             self.put(kind.__name__, len(value))
             for i, each in enumerate(value):
                 self.visit(each, f"{where}[{i}]")
@@ -111,6 +210,7 @@ class _Digest:
             self.put("set", len(value), *sorted(digest(each, where=where) for each in value))
         elif isinstance(value, enum.Enum):
             self.put("enum", kind.__module__, kind.__qualname__, value.name)
+            self.visit(value.value, where)
         elif isinstance(value, os.PathLike):
             self.put("path", os.fspath(value))
             if self.files:
@@ -118,13 +218,13 @@ class _Digest:
         elif isinstance(value, np.ndarray):
             self._array(value, where)
         elif isinstance(value, torch.Tensor):
-            self._tensor(value)
+            self._tensor(value, where)
         elif isinstance(value, _BY_NAME):
             self.put(kind.__name__, getattr(value, "name", "") if isinstance(value, logging.Logger) else _plain(value))
         elif isinstance(value, re.Pattern):
             self.put("pattern", value.pattern, value.flags)
         elif isinstance(value, types.ModuleType):
-            self.put("module", value.__name__, installed_version(value.__name__.partition(".")[0]))
+            self._module(value, None, where)
         elif isinstance(value, functools.partial):
             self.put("partial")
             self.visit([value.func, list(value.args), value.keywords], where)
@@ -137,11 +237,17 @@ class _Digest:
         elif isinstance(value, staticmethod | classmethod):
             self.visit(value.__func__, where)
         elif isinstance(value, property):
-            self.visit([value.fget], where)
-        elif isinstance(
-            value, types.BuiltinFunctionType | types.MethodWrapperType | types.WrapperDescriptorType | types.MethodDescriptorType
-        ):
-            self.put("builtin", getattr(value, "__module__", ""), value.__qualname__)
+            self.visit([value.fget, value.fset, value.fdel], where)
+        elif isinstance(value, functools.cached_property):
+            self.visit(value.func, where)
+        elif isinstance(value, functools.singledispatchmethod):
+            self.visit(dict(value.dispatcher.registry), where)
+        elif isinstance(value, types.GenericAlias | types.UnionType) or kind.__module__ == "typing":
+            self.put("type", repr(value))
+        elif isinstance(value, types.MappingProxyType):
+            self.visit(dict(value), where)
+        elif isinstance(value, _FROM_C):
+            self.put("builtin", getattr(value, "__module__", ""), getattr(value, "__qualname__", value.__name__))
             owner = getattr(value, "__self__", None)
             if not isinstance(owner, types.ModuleType | type | None):
                 self.visit(owner, where)
@@ -162,22 +268,68 @@ class _Digest:
                 continue
             self.visit(inside, f"{where}: {name}")
 
-    def _code(self, code: types.CodeType, names: dict[str, Any], where: str) -> None:
+    def _code(self, code: types.CodeType, names: dict[str, Any], where: str, words: frozenset[str] | None = None) -> None:
+        if words is None:
+            words = _words(code)  # also of the functions inside: a module may be imported outside of them and used inside
+            self.kept.append(words)
         self.put("code", code.co_code, code.co_argcount, code.co_kwonlyargcount, *code.co_names, *code.co_varnames)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._code(constant, names, where)
+                self._code(constant, names, where, words)
             else:
                 self.visit(constant, where)
         for name in code.co_names:
             if name not in names:
                 continue
-            used = names[name]
-            self.visit(used, f"{where}: {name}")
-            if isinstance(used, types.ModuleType) and not _installed(used.__name__):  # settings.SIZE
-                for part in code.co_names:
-                    if type(found := getattr(used, part, None)) in _CONSTANTS or isinstance(found, types.FunctionType | type):
-                        self.visit(found, f"{where}: {name}.{part}")
+            if isinstance(names[name], types.ModuleType):
+                self._module(names[name], words, f"{where}: {name}")
+            else:
+                self.visit(names[name], f"{where}: {name}")
+        self._imports(code, names, words, where)
+
+    def _imports(self, code: types.CodeType, names: dict[str, Any], words: frozenset[str], where: str) -> None:
+        """What a function imports when it is called."""
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname != "IMPORT_NAME":
+                continue
+            try:
+                package = names.get("__package__") or (names.get("__spec__") and names["__spec__"].parent)
+                full = importlib.util.resolve_name("." * level.argval + step.argval, package)
+                if _installed(full):
+                    self.put("module", full, installed_version(full.partition(".")[0]))
+                    continue
+                module = importlib.import_module(full)
+                found = [] if wanted.argval else [sys.modules[full.partition(".")[0]], module]
+                for part in wanted.argval or ():
+                    found.append(getattr(module, part) if hasattr(module, part) else importlib.import_module(f"{full}.{part}"))
+            except Exception as error:
+                raise CannotDescribe(f"{where} imports {step.argval}, which cannot be looked into: {error}") from None
+            for each in found:
+                if isinstance(each, types.ModuleType):
+                    self._module(each, words, f"{where}: {full}")
+                else:
+                    self.visit(each, f"{where}: {full}")
+
+    def _module(self, module: types.ModuleType, words: frozenset[str] | None, where: str) -> None:
+        """A module: what is used of it, by these names; the whole file where that cannot be told. settings.SIZE, package.sub.helper"""
+        self.put("module", module.__name__)
+        if _installed(module.__name__):
+            self.put(installed_version(module.__name__.partition(".")[0]))
+        elif words is None:
+            try:
+                self.put(Path(str(module.__file__)).read_bytes())
+            except (OSError, AttributeError):
+                raise CannotDescribe(f"{where} is the module {module.__name__}, which has no file") from None
+        elif (id(module), id(words)) not in self.walked:
+            self.walked.add((id(module), id(words)))
+            for part in sorted(words):
+                found = getattr(module, part, _ABSENT)
+                if isinstance(found, types.ModuleType):
+                    self._module(found, words, f"{where}.{part}")
+                elif found is not _ABSENT and not _dunder(part):
+                    self.put(part)
+                    self.visit(found, f"{where}.{part}")
 
     def _class(self, value: type, where: str) -> None:
         self.put("class", value.__module__, value.__qualname__)
@@ -185,11 +337,16 @@ class _Digest:
             if _installed(base.__module__):
                 self.put(base.__module__, base.__qualname__, installed_version(base.__module__.partition(".")[0]))
                 continue
+            members = getattr(base, "__members__", {}) if issubclass(base, enum.Enum) else {}
             for name, part in sorted(vars(base).items()):
                 code = isinstance(part, types.FunctionType | staticmethod | classmethod | property)
-                if (code or type(part) in _CONSTANTS) and name not in _NO_CODE:
-                    self.put(name)
-                    self.visit(part, f"{where}: {base.__qualname__}.{name}")
+                if name in _NO_CODE or name in members or (_dunder(name) and not code and type(part) not in _CONSTANTS):
+                    continue
+                if (issubclass(base, enum.Enum) and name.startswith("_") and not code) or type(part).__module__ in ("_abc", "_collections"):
+                    continue  # what Python itself writes down of members, of abstract classes and of named tuples
+                self.put(name)
+                self.visit(part, f"{where}: {base.__qualname__}.{name}")
+            self.visit({name: member.value for name, member in members.items()}, where)
 
     def _object(self, value: Any, where: str) -> None:
         kind = type(value)
@@ -197,10 +354,16 @@ class _Digest:
         if isinstance(known, str):
             self.visit(kind, where)
             self.put("fingerprint", known)
+            for each in _origins(value):
+                if isinstance(each, str):
+                    self.put("path", each)
+                    self._look(each)
+                else:
+                    self.visit(each, where)
             return
         slots = [n for base in kind.__mro__ for n in _names(base.__dict__.get("__slots__", ()))]
-        base = next((b for b in _BASES if isinstance(value, b)), None)  # type: ignore[arg-type]
-        if not hasattr(value, "__dict__") and not slots and base is None:
+        base = next((b for b in BASES if isinstance(value, b)), None)  # type: ignore[arg-type]
+        if isinstance(value, io.IOBase) or (not hasattr(value, "__dict__") and not slots and base is None):
             raise CannotDescribe(f"{where} is of {kind.__module__}.{kind.__qualname__}, of which two states cannot be told apart")
         self.visit(kind, where)
         if base is not None:
@@ -213,27 +376,26 @@ class _Digest:
 
     def _array(self, value: np.ndarray, where: str) -> None:
         self.put("array", value.dtype, value.shape)
-        if isinstance(value, np.memmap):
-            self.put(value.filename, value.offset)
-            if value.filename is not None:
-                self._look(os.fspath(value.filename))
+        # A part of a mapped file says the file's own offset, and what was made of one says no file: those are arrays as others are.
+        if isinstance(value, np.memmap) and value.filename is not None and value.mode != "c" and isinstance(value.base, mmap.mmap):
+            self.put(value.filename, value.offset, value.flags.f_contiguous)
+            self._look(os.fspath(value.filename))
         elif value.dtype.hasobject:
             self.visit(value.tolist(), where)
-        elif value.nbytes <= _WHOLE_ARRAY_BYTES:
-            flat = np.ascontiguousarray(value).reshape(-1)
-            self.sum.update(flat.view(np.uint8).data if flat.size else b"")
-        else:
-            flat = value.reshape(-1) if value.flags.c_contiguous else value.flat  # type: ignore[assignment]
-            step = max(1, value.size // 4096)
-            for start in range(0, value.size, step):
-                self.put(np.asarray(flat[start : start + 256]).tobytes())
+        elif value.nbytes > _MOST_ARRAY_BYTES:
+            raise CannotDescribe(f"{where} is an array of {value.nbytes / 2**30:.3g} GiB in memory, too much to read all of it")
+        elif value.flags.c_contiguous:
+            self.sum.update(value.reshape(-1).view(np.uint8).data if value.nbytes else b"")
+        elif value.nbytes:
+            for part in np.nditer(value, ["external_loop", "buffered"], order="C", buffersize=1 << 20):
+                self.sum.update(np.ascontiguousarray(part).view(np.uint8).data)
 
-    def _tensor(self, value: torch.Tensor) -> None:
+    def _tensor(self, value: torch.Tensor, where: str) -> None:
         self.put("tensor", value.dtype, tuple(value.shape))
         if value.layout is torch.strided and value.device.type != "meta":
             plain = value.detach().cpu().contiguous().reshape(-1)
             if plain.numel():
-                self._array(plain.view(torch.uint8).numpy(), "")
+                self._array(plain.view(torch.uint8).numpy(), where)
         else:
             self.put(repr(value))
 
@@ -250,6 +412,14 @@ class _Digest:
         except (OSError, ValueError):
             return
         self.put("file", found.st_size, found.st_mtime_ns)
+
+
+def _dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _words(code: types.CodeType) -> frozenset[str]:
+    return frozenset(code.co_names).union(*(_words(inside) for inside in code.co_consts if isinstance(inside, types.CodeType)))
 
 
 def _plain(value: Any) -> str:
@@ -277,7 +447,7 @@ def digest(*values: Any, files: bool = False, where: str = "it") -> str:
         >>> digest(partial(round, ndigits=2)) == digest(partial(round, ndigits=2)), digest([1, "a"]) == digest([1, "b"])
         (True, False)
     """
-    found = _Digest(files)
+    found = Digest(files)
     try:
         for value in values:
             found.visit(value, where)

@@ -30,6 +30,11 @@ class Echoed(Order):
     times: int = 1
     batch_size: int = 1
 
+    @property
+    def kind(self) -> str:
+        """See :attr:`Order.kind`."""
+        return f"{self.of.kind}, batches of {self.batch_size} {self.times} times each"
+
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Indices into the data set of positions ``start`` … ``stop`` - 1 of ``epoch``, as int64."""
         places = np.arange(start, min(stop, self.epoch_samples), dtype=np.int64)

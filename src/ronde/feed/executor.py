@@ -144,23 +144,26 @@ class Threads:
         self.workers = workers
         self.ahead = max(1, ahead)
         self.compute_threads = compute_threads
-        self._tasks: _Queue = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._process = os.getpid()
-        # They do not keep the process from ending, but are joined before the interpreter is taken down.
-        self._finalizer = weakref.finalize(self, _stop, self._tasks, self._threads)
+        self._runs = 0
+        self._renew()
 
     @property
     def running(self) -> int:
         """Threads that are there."""
         return sum(thread.is_alive() for thread in self._threads)
 
+    def _renew(self) -> None:
+        """No thread yet, and a queue of their own: one that hangs in a read, and comes back later, takes no task of its successors'."""
+        self._tasks: _Queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
+        # They do not keep the process from ending, but are joined before the interpreter is taken down.
+        self._finalizer = weakref.finalize(self, _stop, self._tasks, self._threads)
+
     def _start(self) -> None:
         if self._process != os.getpid():  # a forked child has the list, not the threads
-            self._tasks, self._process = queue.SimpleQueue(), os.getpid()
-            self._threads.clear()
             self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, _stop, self._tasks, self._threads)
+            self._renew()
         for k in range(len(self._threads), self.workers):
             thread = threading.Thread(target=_work, args=(self._tasks, self.compute_threads), name=f"ronde-load-{k}", daemon=True)
             thread.start()
@@ -168,7 +171,11 @@ class Threads:
 
     def stop(self) -> None:
         """End the threads, once what they have in hand is done; they start again when they are needed."""
-        _stop(self._tasks, self._threads)
+        if self._process == os.getpid():
+            self._finalizer()
+        else:
+            self._finalizer.detach()
+        self._renew()
 
     def run(
         self,
@@ -177,7 +184,7 @@ class Threads:
         read: Callable[[Any], Any],
         join: Callable[[T, list[Any]], R],
     ) -> Iterator[tuple[T, R]]:
-        """Do jobs, and hand them out in order. Leaving the loop early ends the threads.
+        """Do jobs, and hand them out in order. Leaving the loop early ends the threads, unless another loop has begun since.
 
         Args:
             asked: the jobs. It is gone through in the calling thread, never further ahead than :attr:`ahead`.
@@ -190,6 +197,8 @@ class Threads:
         """
         flight: deque[_Job[T, R]] = deque()
         whole = False
+        self._runs += 1
+        mine = self._runs
         try:
             self._start()
             more = True
@@ -222,7 +231,8 @@ class Threads:
             if not whole:
                 for job in flight:
                     job.cancelled = True
-                self.stop()
+                if mine == self._runs:  # one that was left half way, and is collected now, must not end what others wait for
+                    self.stop()
 
 
 def parts_of(n: int, most: int) -> list[tuple[int, int]]:

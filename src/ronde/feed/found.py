@@ -5,16 +5,26 @@ Only what is imported is looked at: naming a library here does not need it.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import functools
+import inspect
+import random
 import sys
 import sysconfig
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch.utils.data import Dataset
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
 
-__all__ = ["FUNCTIONS", "nested", "places", "transforms", "user_modules"]
+from ronde.feed.randomness import restore_states, states
+
+__all__ = ["FUNCTIONS", "branch", "held", "nested", "parts", "places", "transforms", "unchanged", "user_modules"]
 
 # module, attribute (dotted for a class's method), stage, what the first argument is
 FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
@@ -63,6 +73,8 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("torchvision.io", "decode_jpeg", "decode", ""),
     ("torchvision.io", "decode_png", "decode", ""),
     ("torchvision.io", "read_video", "decode", "path"),
+    # Its functions find their kernels by what they are, so they must stay what they are: transforms are looked at as a whole instead.
+    ("torchvision.transforms.v2", "Transform.__call__", "augment", ""),
     ("torchcodec.decoders", "VideoDecoder.get_frames_at", "decode", ""),
     ("torchcodec.decoders", "VideoDecoder.get_frame_at", "decode", ""),
     ("torchcodec.decoders", "VideoDecoder.get_frames_in_range", "decode", ""),
@@ -103,11 +115,11 @@ _INNER = ("dataset", "datasets", "_dataset", "_datasets", "base", "source", "ds"
 
 
 def _torchvision() -> Iterator[tuple[str, str, str, str]]:
-    for module in ("torchvision.transforms.functional", "torchvision.transforms.v2.functional"):
-        found = sys.modules.get(module)
-        for name, value in list(vars(found).items()) if found is not None else ():
-            if isinstance(value, FunctionType) and not name.startswith("_"):
-                yield module, name, "augment", ""
+    module = "torchvision.transforms.functional"
+    found = sys.modules.get(module)
+    for name, value in list(vars(found).items()) if found is not None else ():
+        if isinstance(value, FunctionType) and not name.startswith("_"):
+            yield module, name, "augment", ""
 
 
 def places() -> Iterator[tuple[Any, str, str, str]]:
@@ -155,6 +167,179 @@ def nested(dataset: Any) -> list[Any]:
 
     visit(dataset, 0)
     return found
+
+
+_PARTS = 2000
+_ITEMS = 64  # of a list or dictionary: beyond that it holds samples
+_ENDS = (type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, complex)
+
+
+def _vars(one: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = vars(one)
+    except Exception:  # it has none; or it stands in for something else, and may raise anything
+        return {}
+    return found
+
+
+def parts(dataset: Any) -> list[Any]:
+    """What a data set is made of, as far as attributes, lists and dictionaries lead: its transforms, what they hold, and so on."""
+    found: dict[int, Any] = {}
+    queue = deque([dataset])
+    while queue and len(found) < _PARTS:
+        one = queue.popleft()
+        if one is None or issubclass(type(one), _ENDS) or id(one) in found:
+            continue
+        found[id(one)] = one
+        if issubclass(type(one), dict):
+            queue.extend(islice(dict.values(one), _ITEMS))
+        elif type(one) in (list, tuple):
+            queue.extend(one[:_ITEMS])
+        queue.extend(_vars(one).values())
+    return list(found.values())
+
+
+def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Plain functions that a data set, and objects of the user's in it, keep as attributes (``loader=PIL.Image.open``): owner, name, value."""
+    datasets = nested(dataset)
+    for one in parts(dataset):
+        if any(one is d for d in datasets) or _users(type(one).__module__):
+            for name, value in list(_vars(one).items()):
+                if type(value) in (FunctionType, BuiltinFunctionType):
+                    yield one, name, value
+
+
+# -- random numbers of their own -----------------------------------------------------------------------------------------
+
+
+def _undo_draws(one: Any) -> Callable[[], Any] | None:
+    kind = type(one)
+    if issubclass(kind, np.random.Generator):
+        one = one.bit_generator
+        kind = type(one)
+    if issubclass(kind, np.random.BitGenerator):
+        return functools.partial(setattr, one, "state", one.state)
+    if issubclass(kind, np.random.RandomState):
+        return functools.partial(one.set_state, one.get_state(legacy=False))
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return functools.partial(one.setstate, one.getstate())
+    return functools.partial(one.set_state, one.get_state()) if issubclass(kind, torch.Generator) else None
+
+
+@contextlib.contextmanager
+def unchanged(dataset: Any) -> Iterator[None]:
+    """What is drawn inside was never drawn: the process's generators, those that the data set holds, and those of the user's modules."""
+    before = states()
+    of_modules = (value for module in user_modules() for value in list(vars(module).values()))
+    undo = [found for one in (*parts(dataset), *of_modules) if (found := _undo_draws(one)) is not None]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+        restore_states(before)
+
+
+# -- decisions -----------------------------------------------------------------------------------------------------------
+
+
+def branch(dataset: Any) -> str:
+    """Where a data set decides while it makes a sample (``if``, ``while``, ``and``), in words; "" where it does not, as far as can be seen.
+
+    Looked at are ``__getitem__`` of the data set and of those in it, and the user's functions that they call. What is decided by an attribute
+    that no sample sets (``if self.transform is not None``) does not count: it is decided in the same way for every sample.
+    """
+    look = _Branches()
+    for one in [dataset, *nested(dataset)]:
+        if type(one) is not Subset:  # it asks only whether its index is a list
+            look.at(inspect.getattr_static(type(one), "__getitem__", None), one, anyones=True)
+    for one in parts(dataset):  # rows kept in an object of the user's
+        look.at(inspect.getattr_static(type(one), "__getitem__", None), one)
+    decided = [where for where, name in look.jumps if name is None or name in look.stored]
+    return decided[0] if decided else ""
+
+
+class _Branches:
+    """Conditional jumps in functions, and in those of the user's that they call.
+
+    Attributes:
+        jumps: where each of them is, and the attribute of ``self`` that alone decides.
+        stored: attributes that are set.
+    """
+
+    def __init__(self) -> None:
+        self.jumps: list[tuple[str, str | None]] = []
+        self.stored: set[str] = set()
+        self._seen: dict[int, Any] = {}
+
+    def at(self, value: Any, owner: Any = None, anyones: bool = False) -> None:
+        """Look at a function, or at what is called like one.
+
+        Args:
+            owner: the object that it is a method of.
+            anyones: whoever wrote it; else only the user's are looked into.
+        """
+        if isinstance(value, MethodType):
+            value, owner = value.__func__, value.__self__
+        if isinstance(value, staticmethod | classmethod):
+            value, owner = value.__func__, None
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, functools.partial):
+            value, owner = value.func, None
+        if id(value) in self._seen or len(self._seen) >= _PARTS:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, FunctionType):
+            if anyones or _users(str(value.__globals__.get("__name__"))):
+                self._code(value.__code__, value.__globals__, owner)
+                for cell in value.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # nothing is in it yet
+                        self.at(cell.cell_contents)
+        elif isinstance(value, list | tuple):
+            for one in value[:_ITEMS]:
+                self.at(one)
+        elif isinstance(value, type):
+            self.at(inspect.getattr_static(value, "__init__", None))
+        elif callable(value):
+            for name in ("__call__", "forward"):
+                self.at(inspect.getattr_static(type(value), name, None), value)
+            for one in list(_vars(value).values()):  # a library's Compose holds the user's functions
+                if isinstance(one, list | tuple) or callable(one):
+                    self.at(one)
+
+    def _code(self, code: CodeType, names: dict[str, Any], owner: Any, inner: bool = False) -> None:
+        before: list[dis.Instruction] = []
+        for step in dis.get_instructions(code):
+            if step.opname in ("TO_BOOL", "EXTENDED_ARG"):
+                continue
+            if step.opname == "STORE_ATTR":
+                self.stored.add(step.argval)
+            if "JUMP" in step.opname and "IF" in step.opname.split("_"):
+                line = step.positions.lineno if step.positions is not None else code.co_firstlineno
+                where = f"{code.co_qualname}, {code.co_filename}:{line}"
+                self.jumps.append((where, None if inner else self._attribute(before[-4:], code, owner)))
+            before.append(step)
+        modules = [m for n in code.co_names if isinstance(m := names.get(n), ModuleType) and _users(m.__name__)]
+        for name in code.co_names:
+            for value in (names.get(name), _vars(owner).get(name), *(vars(m).get(name) for m in modules)):
+                if value is not None:
+                    self.at(value)
+            self.at(inspect.getattr_static(type(owner), name, None), owner)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):  # a comprehension, a lambda: its first argument is not self
+                self._code(constant, names, owner, inner=True)
+
+    def _attribute(self, before: list[dis.Instruction], code: CodeType, owner: Any) -> str | None:
+        """The attribute of ``self`` that alone decides: by itself, or compared with a constant."""
+        ops = [step.opname for step in before]
+        if ops[-1:] in (["COMPARE_OP"], ["IS_OP"]) and ops[-2].startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
+            before, ops = before[:-2], ops[:-2]
+        if len(ops) < 2 or not ops[-2].startswith("LOAD_FAST") or ops[-1] != "LOAD_ATTR" or before[-2].argval != code.co_varnames[0]:
+            return None
+        name = str(before[-1].argval)
+        computed = hasattr(type(inspect.getattr_static(type(owner), name, None)), "__set__")  # a property
+        return name if name in _vars(owner) and not computed else None
 
 
 def _names_transform(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -237,9 +237,14 @@ class CollateViews:
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left for the device: all that was put off, and bytes to numbers."""
+    """What is left for the device: all that was put off, and bytes to numbers.
+
+    Attributes:
+        anywhere: each value is a function of the same few others, whatever computes it: the same bits in any thread.
+    """
 
     spec: Images
+    anywhere: ClassVar[bool] = True
 
     def __call__(self, batch: Any) -> Any:
         if self.spec.on_device:

@@ -18,10 +18,12 @@ from ronde.feed import stages
 from ronde.feed.choose import choose, try_out
 from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
+from ronde.feed.found import unchanged
 from ronde.feed.order import Order, key_of
 from ronde.feed.processes import batches as from_processes
 from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader, StreamReader
+from ronde.feed.receive import Receiver
 from ronde.feed.replay import copied
 from ronde.feed.settings import Executor
 from ronde.plan.batch import Share
@@ -125,6 +127,7 @@ class Feed:
         settings: how to fetch.
         seed: key of the augmentation's randomness.
         evaluate: bad samples are left out, not replaced.
+        on_cpu: the device is the CPU: loading threads may finish batches, which the training would otherwise wait for.
         say: told what was chosen, once, where there was a choice; a second argument is true where it is a warning.
 
     Attributes:
@@ -141,6 +144,7 @@ class Feed:
         seed: int,
         *,
         evaluate: bool = False,
+        on_cpu: bool = False,
         say: Callable[[str, bool], None] | None = None,
     ) -> None:
         self.order = order
@@ -150,6 +154,8 @@ class Feed:
         self.skipped: list[tuple[int, str]] = []
         self.left_out: tuple[int, ...] = ()
         self._evaluate = evaluate
+        # Only what gives the same bits in any thread: a function of the user's may add up in another order with fewer compute threads.
+        self._finishes_anywhere = on_cpu and getattr(settings.finish, "anywhere", False)
         self._say = say or (lambda text, warning: None)
         self._probe = settings.probe
         self._asks = _Asks()
@@ -168,6 +174,7 @@ class Feed:
         self._false_alarms = 0
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
+        self._receiver = Receiver()
         if self.executor in ("none", "processes"):
             self._make_loader()
 
@@ -218,7 +225,8 @@ class Feed:
         workers, threads = self.settings.num_workers, self._compute_threads
         trial = try_out(self._reader, ask)
         if self.executor == "auto":
-            found, why = choose(self._reader, ask, trial, size, workers, threads)
+            with unchanged(self._reader.dataset):
+                found, why = choose(self._reader, ask, trial, size, workers, threads)
             self.executor = cast("Executor", found)
             self._say(f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}", False)
         elif trial.draws:
@@ -249,6 +257,7 @@ class Feed:
         """End its threads and processes; it can be read again."""
         if self._threads is not None:
             self._threads.stop()
+        self._receiver.close()
         if self._loader is not None:
             self._make_loader()
 
@@ -332,7 +341,7 @@ class Feed:
         self._asks.source = asks
         if self._stream is not None:
             self._stream.asks = list(asks()) if self._loader.num_workers else asks()
-        batches = from_processes(self._loader)
+        batches = from_processes(self._loader, self._receiver)
         try:
             for first in batches:
                 share = asked.popleft()
@@ -376,12 +385,21 @@ class Feed:
             whole = whole or type(samples) is not list  # columns, which are not put together again
             return samples, marks is not None and not marks.unmoved()
 
+        def finished(ask: Ask, batch: Any) -> Any:
+            if not self._finishes_anywhere:
+                return batch
+            low, high = ask.start, ask.start + len(ask.ids)
+            if reader.skip:
+                return self._finished(ask.epoch, low, high, batch[0]), batch[1]
+            return self._finished(ask.epoch, low, high, batch)
+
         def join(ask: Ask, parts: list[tuple[Any, bool]]) -> tuple[Any, bool]:
             if reader.rows is not None:
                 return parts[0]
             moved = any(part[1] for part in parts)
             samples = parts[0][0] if len(parts) == 1 else [sample for part in parts for sample in part[0]]
             batch = reader.join(ask, samples)
+            batch = finished(ask, batch)
             if pin:
                 batch = _pinned(batch)
             return batch, moved
@@ -431,16 +449,18 @@ class Feed:
             yield share, [batch for batch, _ in micros]
 
     def finish(self, share: Share, micros: list[Any]) -> list[Any]:
-        """What a pipeline does to batches after they have reached the device."""
-        call = self.settings.finish
-        if call is None:
+        """What a pipeline does to batches after they have reached the device; nothing where a loading thread has done it."""
+        if self.settings.finish is None or (self._finishes_anywhere and self.executor == "threads"):
             return micros
-        return [self._finished(call, share, low, high, micro) for micro, (low, high) in zip(micros, share.micro, strict=True)]
+        return [
+            self._finished(share.epoch, *((low, high) if low < high else (share.start, share.start + 1)), micro)
+            for micro, (low, high) in zip(micros, share.micro, strict=True)
+        ]
 
-    def _finished(self, call: Callable[[Any], Any], share: Share, low: int, high: int, micro: Any) -> Any:
-        if low == high:
-            low, high = share.start, share.start + 1
-        order, seed, epoch = self.order, self.seed, share.epoch
+    def _finished(self, epoch: int, low: int, high: int, micro: Any) -> Any:
+        call = self.settings.finish
+        assert call is not None
+        order, seed = self.order, self.seed
         found: list[int] = []
 
         def key(j: int) -> int:

@@ -114,11 +114,13 @@ _last: tuple[tuple[int, int], Ids] | None = None
 
 def _sorted_permutation(n: int, key: int) -> Ids:
     global _last
-    if _last is not None and _last[0] == (n, key):  # one epoch asks many times; bounded at 512 KiB
-        return _last[1]
+    last = _last  # another thread may ask for another order
+    if last is not None and last[0] == (n, key):  # one epoch asks many times; bounded at 512 KiB
+        return last[1]
     with np.errstate(over="ignore"):
         hashes = _mix(np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
     found = np.argsort(hashes, kind="stable").astype(np.int64)
+    found.setflags(write=False)  # kept: whoever sorts what he was given shall have a copy
     _last = ((n, key), found)
     return found
 

@@ -14,12 +14,12 @@ import io
 import json
 import os
 import shutil
-import tarfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from ronde.feed.sources.base import Names, need
 from ronde.feed.sources.folder import FolderSource, folder
 from ronde.feed.sources.storage import Store
 from ronde.feed.sources.tar import MANIFEST, read_manifest
-from ronde.feed.sources.tarindex import SUFFIX, TarIndex
+from ronde.feed.sources.tarindex import SUFFIX, TarIndex, header_of
 from ronde.world import ArgumentError, RondeError, SampleError
 
 __all__ = ["Packed", "pack", "verify_pack"]
@@ -170,13 +170,6 @@ class _Keys:
         return found
 
 
-def _header(name: str, size: int) -> bytes:
-    member = tarfile.TarInfo(name)
-    member.size = size
-    member.mode = 0o644
-    return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-
-
 def _padding(size: int) -> bytes:
     return b"\0" * (-size % 512)
 
@@ -186,11 +179,13 @@ class _TarShard:
 
     kind = "tar"
 
-    def __init__(self, path: Path, keys: _Keys, labelled: bool) -> None:
+    def __init__(self, path: Path, keys: _Keys, labels: Any) -> None:
         self.path = path
         self.out = _Summed(path)
         self._keys = keys
-        self._labelled = labelled
+        self._labelled = labels is not None
+        # Of all labels, not of this shard's own: every shard holds them in the same way.
+        self._label_kind = labels.dtype if isinstance(labels, np.ndarray) else None
         self.items: list[tuple[str, str, Any, int]] = []  # key, name, label, crc
         self._members: list[tuple[int, str, int, int]] = []  # sample, suffix, offset, size
 
@@ -204,7 +199,7 @@ class _TarShard:
         if self._labelled:
             parts.append(("cls", str(item.label).encode()))
         for suffix, data in parts:
-            self.out.write(_header(f"{key}.{suffix}", len(data)))
+            self.out.write(header_of(f"{key}.{suffix}", len(data)))
             self._members.append((len(self.items), suffix, self.out.bytes, len(data)))
             self.out.write(data)
             self.out.write(_padding(len(data)))
@@ -223,7 +218,11 @@ class _TarShard:
             "crc32": np.asarray([crc for _, _, _, crc in self.items], dtype=np.uint32),
         }
         if self._labelled:
-            more.update(_label_arrays([label for _, _, label, _ in self.items]))
+            labels = [label for _, _, label, _ in self.items]
+            if self._label_kind is not None:
+                more["label"] = np.asarray(labels, dtype=self._label_kind)
+            else:
+                more["label_json"] = np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)
         return TarIndex(
             self.out.bytes,
             0,  # a pack may be copied, which changes the time
@@ -235,14 +234,6 @@ class _TarShard:
             suffixes,
             more,
         ).to_bytes()
-
-
-def _label_arrays(labels: list[Any]) -> dict[str, Any]:
-    if all(type(label) is int for label in labels):
-        return {"label": np.asarray(labels, dtype=np.int64)}
-    if all(type(label) is float for label in labels):
-        return {"label": np.asarray(labels, dtype=np.float64)}
-    return {"label_json": np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)}
 
 
 class _ParquetShard:
@@ -481,11 +472,9 @@ def _done(place: Path, task: _Task) -> Packed | None:
         (place / PARTIAL).unlink(missing_ok=True)
         (place / _LOCK).unlink(missing_ok=True)
         for shard in manifest["shards"]:
-            path = place / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise ArgumentError(
-                    f"{place} is a complete pack, but {path.name} is missing or has another size: remove {place} and pack again."
-                )
+            broken = _broken(place, shard)
+            if broken is not None:
+                raise ArgumentError(f"{place} is a complete pack, but {broken}: remove {place} and pack again.")
         return _packed(place, manifest, already=True)
     partial = place / PARTIAL
     if partial.exists():
@@ -500,6 +489,18 @@ def _done(place: Path, task: _Task) -> Packed | None:
             raise ArgumentError(
                 f"{place} holds something else ({foreign[0]}{', …' if len(foreign) > 1 else ''}): give an empty or a new folder."
             )
+    return None
+
+
+def _broken(place: Path, shard: dict[str, Any]) -> str | None:
+    """What can be seen to be wrong with a finished shard without reading it; None if nothing."""
+    path = place / shard["name"]
+    if not path.is_file() or path.stat().st_size != shard["bytes"]:
+        return f"{path.name} is missing or has another size"
+    if "index_sha256" in shard:
+        index = path.with_name(path.name + SUFFIX)
+        if not index.is_file() or hashlib.sha256(index.read_bytes()).hexdigest() != shard["index_sha256"]:
+            return f"{index.name} is missing or damaged"
     return None
 
 
@@ -549,21 +550,30 @@ class _Packing:
         described = self.task.described()
         partial = self.place / PARTIAL
         if partial.exists():
-            self.shards = json.loads(partial.read_bytes())["shards"]
+            # Up to the first that is no longer there; it and those behind it are written again, with the same bytes.
+            self.shards = list(takewhile(lambda shard: _broken(self.place, shard) is None, json.loads(partial.read_bytes())["shards"]))
         else:
             _write_whole(partial, _json({**described, "shards": []}))
-        for leftover in self.place.glob(f"*{_WRITING}"):
-            leftover.unlink()
+        self._clean()
         names = self.task.source.names
         start = sum(shard["samples"] for shard in self.shards)
         for i in range(start):
             self.keys.of(names[i])  # those that are taken
         self._room(start)
-        self._write(start, described)
+        try:
+            self._write(start, described)
+        except BaseException:
+            # By name: Ctrl-C may come between the opening of a file and whatever would have remembered it.
+            self._clean()
+            raise
         manifest = {**described, "shards": self.shards}
         _write_whole(self.place / MANIFEST, _json(manifest))
         partial.unlink(missing_ok=True)
         return _packed(self.place, manifest, resumed=start)
+
+    def _clean(self) -> None:
+        for leftover in self.place.glob(f"*{_WRITING}"):
+            leftover.unlink(missing_ok=True)
 
     def _room(self, start: int) -> None:
         if self.task.resize is not None:
@@ -596,7 +606,6 @@ class _Packing:
             if shard is not None:
                 with contextlib.suppress(Exception):
                     shard.out.close()
-                shard.path.unlink(missing_ok=True)
                 if isinstance(error, OSError) and error.filename is None:
                     error.filename = str(shard.path).removesuffix(_WRITING)
             raise
@@ -604,7 +613,7 @@ class _Packing:
     def _open(self) -> _TarShard | _ParquetShard:
         path = self.place / (_shard_name(self.task.kind, len(self.shards)) + _WRITING)
         labels = self.task.source.labels
-        return _TarShard(path, self.keys, labels is not None) if self.task.kind == "tar" else _ParquetShard(path, labels)
+        return _TarShard(path, self.keys, labels) if self.task.kind == "tar" else _ParquetShard(path, labels)
 
     def _finish(self, shard: _TarShard | _ParquetShard, described: dict[str, Any]) -> None:
         index = shard.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import os
 import stat
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,20 @@ from ronde.feed.account import Account, here, local
 from ronde.feed.replay import MISSING
 from ronde.feed.storage import in_cache
 
-__all__ = ["Named", "image_convert", "image_load", "image_open", "opener", "split_imread", "timed"]
+__all__ = [
+    "ByName",
+    "HeldFile",
+    "Named",
+    "beneath",
+    "dressed",
+    "exchange",
+    "image_convert",
+    "image_load",
+    "image_open",
+    "opener",
+    "split_imread",
+    "timed",
+]
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
 _WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
@@ -152,13 +167,55 @@ class _TimedFile(io.FileIO):
         return n  # type: ignore[return-value]
 
 
-class _EarlierFile(io.BytesIO):
-    """The bytes of an earlier file under this one's name."""
+class HeldFile(io.RawIOBase):
+    """The bytes of a file, from elsewhere, under its name.
 
-    def __init__(self, data: bytes, name: Any) -> None:
-        super().__init__(data)
+    Args:
+        real: opens the real one, for who needs its number; None: it has none.
+    """
+
+    def __init__(self, data: bytes, name: Any, real: Callable[..., Any] | None = None) -> None:
+        super().__init__()
         self.name = name
-        self.mode = "rb"  # type: ignore[misc]
+        self.mode = "rb"
+        self._data = io.BytesIO(data)
+        self._open = real
+        self._real: Any = None
+
+    def readable(self) -> bool:  # noqa: D102
+        return True
+
+    def seekable(self) -> bool:  # noqa: D102
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: D102
+        return self._data.readinto(buffer)
+
+    def readall(self) -> bytes:  # noqa: D102
+        return self._data.read()
+
+    def write(self, data: Any, /) -> int:  # noqa: D102
+        raise io.UnsupportedOperation("File not open for writing")
+
+    def seek(self, at: int, whence: int = 0, /) -> int:  # noqa: D102
+        return self._data.seek(at, whence)
+
+    def tell(self) -> int:  # noqa: D102
+        return self._data.tell()
+
+    def fileno(self) -> int:  # noqa: D102
+        if self._open is None or self.closed:
+            return super().fileno()  # raises
+        if self._real is None:
+            self._real = self._open(self.name, "rb", buffering=0)
+        os.lseek(self._real.fileno(), self.tell(), os.SEEK_SET)
+        return int(self._real.fileno())
+
+    def close(self) -> None:  # noqa: D102
+        if self._real is not None:
+            self._real.close()
+        self._data.close()
+        super().close()
 
 
 def opener(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +249,7 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         if place is not None:
             data = probe.earlier(account, place)
             if data is not MISSING:
-                return _dressed(_EarlierFile(data, name), mode, encoding, errors, newline)
+                return dressed(HeldFile(data, name), mode, buffering, encoding, errors, newline)
         account.enter(account.read)
         try:
             raw = _TimedFile(name, "r", closefd, opener)
@@ -216,20 +273,21 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
                 probe.learn(account, place, data, final=True)
             else:
                 raw.ronde_large = suffix(file)
-        if buffering == 0:
-            return raw
-        buffer = buffering if buffering > 1 else max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE
-        return _dressed(io.BufferedReader(raw, buffer), mode, encoding, errors, newline)
+        return dressed(raw, mode, buffering, encoding, errors, newline)
 
     return open
 
 
-def _dressed(binary: Any, mode: str, encoding: str | None, errors: str | None, newline: str | None) -> Any:
+def dressed(raw: Any, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None) -> Any:
+    """What ``open`` makes of a raw file, as it was asked to."""
+    if "b" in mode and (encoding is not None or errors is not None or newline is not None):
+        raw.close()
+        name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
+        raise ValueError(f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument")
+    if buffering == 0:
+        return raw
+    binary = io.BufferedReader(raw, buffering if buffering > 1 else max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE)
     if "b" in mode:
-        if encoding is not None or errors is not None or newline is not None:
-            binary.close()
-            name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
-            raise ValueError(f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument")
         return binary
     text = io.TextIOWrapper(binary, io.text_encoding(encoding), errors, newline)
     text.mode = mode  # type: ignore[misc]
@@ -374,6 +432,67 @@ def split_imread(original: Callable[..., Any], wanted: Callable[[], bool] = lamb
         return original(filename, *args, **kwargs) if found is None else found
 
     return imread
+
+
+def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """``owner.name = value``, or a dictionary's item where the owner is one.
+
+    Returns:
+        A function that puts back what was there, unless somebody else has set it since, or taken it away.
+    """
+    if isinstance(owner, dict):
+        item = owner[name]
+        owner[name] = value
+
+        def put_item_back() -> None:
+            if owner.get(name) is value:
+                owner[name] = item
+
+        return put_item_back
+    had, before = name in vars(owner), vars(owner).get(name)
+    plain = object.__setattr__ if not isinstance(owner, type | ModuleType) else setattr
+    plain(owner, name, value)
+
+    def put_back() -> None:
+        if getattr(owner, name, None) is not value:
+            return
+        if had:
+            plain(owner, name, before)
+        elif isinstance(owner, type):
+            type.__delattr__(owner, name)
+        else:
+            object.__delattr__(owner, name)
+
+    return put_back
+
+
+def beneath(function: Any) -> Any:
+    """What a function was before something of this package was laid over it."""
+    while isinstance(function, FunctionType) and str(function.__globals__.get("__name__")).startswith("ronde.feed."):
+        function = getattr(function, "__wrapped__", None)
+    return function
+
+
+class ByName:
+    """A function of a module, looked up when it is called: so it meets what is laid over it. It is pickled by its name.
+
+    It stands in data sets that hold such a function (``loader=PIL.Image.open``) while something is laid over that: pickle refuses the function
+    itself, since its name leads to another one then.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._ronde_module = importlib.import_module(module)
+        functools.update_wrapper(self, beneath(getattr(self._ronde_module, name)))
+        self._ronde_name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return getattr(self._ronde_module, self._ronde_name)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> ByName:
+        return self
+
+    def __reduce__(self) -> Any:
+        return ByName, (self._ronde_module.__name__, self._ronde_name)
 
 
 def _original(value: Any) -> Any:

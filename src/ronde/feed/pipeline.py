@@ -217,6 +217,8 @@ class Pipeline(Dataset[Any]):
             call = step.call if stages.listener is None else stage(step.name)(step.call)
             if step.batched:
                 good = [s for s in samples if type(s) is not Bad] if type(samples) is list else samples
+                if not len(good):
+                    continue  # of nothing, a step can only complain, and not of what made the samples bad
                 try:
                     done = call(good)
                 except ArgumentError:

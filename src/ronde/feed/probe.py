@@ -27,7 +27,7 @@ from ronde.feed import found, layers, stages
 from ronde.feed.account import Account, local
 from ronde.feed.board import BLOCK, FIELDS, SAMPLES, Slot, StageTimes, read_board, read_notes
 from ronde.feed.limits import ThreadLimit
-from ronde.feed.patches import Named, image_convert, image_load, image_open, opener, split_imread, timed
+from ronde.feed.patches import ByName, Named, beneath, exchange, image_convert, image_load, image_open, opener, split_imread, timed
 from ronde.feed.replay import MISSING, Rings
 from ronde.world import ArgumentError, RondeError
 
@@ -87,8 +87,9 @@ class Probe:
         self._installed_in = 0  # process id
         self._token: object = None  # another one for each installation
         self._ended = False
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], Any]] = []
         self._patched: set[tuple[int, str]] = set()
+        self._named: dict[int, tuple[Any, str, str]] = {}  # functions of modules that are replaced, and where they are found
         self._modules = 0
         self._watched: list[Any] = []
         self._rings = Rings()
@@ -174,13 +175,15 @@ class Probe:
 
     def _undo_all(self) -> None:
         global _active
-        if self._limit is not None:
-            self._limit.uninstall()
-            self._limit = None
-        stages.listen(self._before)
+        limit, self._limit = self._limit, None
+        self._undo.append(functools.partial(stages.listen, self._before))
+        if limit is not None:
+            self._undo.append(limit.uninstall)
         while self._undo:
-            self._undo.pop()()
+            with suppress(Exception):  # one that cannot be put back must not keep the others from it
+                self._undo.pop()()
         self._patched.clear()
+        self._named.clear()
         self._watched.clear()
         self._modules = 0
         self._token = None
@@ -210,39 +213,30 @@ class Probe:
                     for owner, name, stage in found.transforms(one):
                         with suppress(Exception):  # an object that does not let itself be changed keeps what it has
                             self._name(owner, name, stage)
+                for owner, name, value in list(found.held(dataset)):
+                    where = self._named.get(id(value))
+                    if where is not None and where[0] is value:
+                        with suppress(Exception):
+                            self._set(owner, name, ByName(*where[1:]))
             return self._token
 
     # Replacing and putting back
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """``owner.name = value``, to be undone. A dictionary's item where the owner is one."""
-        if isinstance(owner, dict):
-            before = owner[name]
-
-            def put_back() -> None:
-                owner[name] = before
-
-            owner[name] = value
-        else:
-            own = vars(owner)
-            had, before = name in own, own.get(name)
-            plain = object.__setattr__ if not isinstance(owner, type | ModuleType) else setattr
-
-            def put_back() -> None:
-                if had:
-                    plain(owner, name, before)
-                elif isinstance(owner, type):
-                    type.__delattr__(owner, name)
-                else:
-                    object.__delattr__(owner, name)
-
-            plain(owner, name, value)
-        self._undo.append(put_back)
+        self._undo.append(exchange(owner, name, value))
 
     def _name(self, owner: Any, name: str, stage: str) -> None:
         value = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        if type(value) in (list, tuple):
-            self._set(owner, name, type(value)([v if hasattr(v, "ronde_stage") else Named(v, stage) for v in value]))
+        if type(value) is list:  # in place: what the user adds to it meanwhile stays in it
+
+            def put_back(items: list[Any] = value) -> None:
+                items[:] = [v._ronde_value if type(v) is Named else v for v in items]
+
+            self._undo.append(put_back)
+            value[:] = [v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage) for v in value]
+        elif type(value) is tuple:
+            self._set(owner, name, tuple(v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage) for v in value))
         elif type(value) is not Named and not hasattr(value, "ronde_stage"):
             self._set(owner, name, Named(value, stage))
 
@@ -279,6 +273,9 @@ class Probe:
             # Where files come from is for those who lay something over them to say; what is done with them is seen from outside.
             self._undo.append(layers.put(owner, name, make, rank=0 if name == "open" and owner in (builtins, io) else 2))
             replaced[id(original)] = (original, getattr(owner, name))
+            if isinstance(owner, ModuleType):
+                plain = beneath(original)
+                self._named[id(plain)] = (plain, owner.__name__, name)
 
     def _patch_pillow(self, replaced: dict[int, tuple[Any, Any]]) -> None:
         from PIL import Image, ImageFile  # Pillow itself imports the second when it first opens something

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ronde.feed.reader import Raised
+from ronde.feed.receive import Reading, Receiver
 from ronde.world import FeedError, world
 
 __all__ = ["batches"]
@@ -96,8 +97,12 @@ def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
     return dead
 
 
-def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
     """Go through a DataLoader.
+
+    Args:
+        loader: whose processes load.
+        receiver: takes each batch but the first, ahead of the training.
 
     Raises:
         FeedError: one of its processes died; which, of which rank, of what, and what to do.
@@ -114,7 +119,8 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     workers = list(getattr(iterator, "_workers", ()))
     _settle_signal()
     _ours.update(worker.pid for worker in workers)
-    stay = loader.persistent_workers
+    stay, failed = loader.persistent_workers, False
+    reading: Reading | None = None
     try:
         while True:
             if (dead := _died(workers)) is not None:
@@ -122,9 +128,12 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
             try:
                 _waiting += 1
                 try:
-                    batch = next(iterator)
+                    batch = next(iterator) if reading is None else reading.take()
                 finally:
                     _waiting -= 1
+                # The first one is asked for here: a sampler of the script's own then draws in this thread.
+                if reading is None and not loader.pin_memory:
+                    reading = receiver.read(iterator)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
@@ -134,14 +143,20 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
             yield _checked(batch)
             del batch
     except Exception:
-        stay = False
+        stay, failed = False, True
         raise
     finally:
+        at_rest = reading is None or reading.close(0.0 if failed else _DYING_SECONDS)
+        if not at_rest:  # its thread waits for a batch that does not come
+            stay = False
+            receiver.leave()
         if not stay:
             # Now, not when it is collected: an error's traceback may hold it, and what is collected as part of a cycle cannot tell its
             # processes to end, but waits 5 s for each.
             loader._iterator = None
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+            if not at_rest:
+                iterator._worker_result_queue.close()  # type: ignore[attr-defined]  # then it notices, within seconds
 
 
 def _checked(batch: Any) -> Any:

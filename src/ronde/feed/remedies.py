@@ -10,7 +10,8 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
+from ronde.feed import found
 from ronde.feed.decode import AUTO, DECODERS, available, check
 from ronde.feed.loader import LoaderSettings
 from ronde.feed.pipeline import Pipeline
-from ronde.feed.randomness import restore_states, seed_all, states
+from ronde.feed.randomness import seed_all
 from ronde.feed.replay import same, weight
 from ronde.feed.settings import FeedSettings
 from ronde.feed.swap import FileCache, Plan, Remedied, Seen, folder_of, loops, traced
@@ -32,6 +34,9 @@ __all__ = ["DatasetFacts", "Judged", "apply", "batched_access", "facts", "judge"
 
 _LOOKED_AT = 8  # samples
 _MOST_PIXELS = 8_000_000
+_TRIED = 1024  # rows at most, and their bytes, before they are had by the batch
+_TRIED_BYTES = 64 << 20
+_BATCH = 64
 
 
 # -- what a data set does ------------------------------------------------------------------------------------------------
@@ -102,12 +107,13 @@ def _spread(n: int, count: int) -> list[int]:
 
 def _look(dataset: Any, count: int, plan: Plan | None = None) -> tuple[Seen, list[Any]]:
     """Make some samples under fixed random numbers; the generators are put back."""
-    before = states()
-    try:
-        seed_all(1)
-        return traced(dataset, _spread(len(dataset), count), plan)
-    finally:
-        restore_states(before)
+    with found.unchanged(dataset):
+        return _made(dataset, count, plan)
+
+
+def _made(dataset: Any, count: int, plan: Plan | None = None) -> tuple[Seen, list[Any]]:
+    seed_all(1)
+    return traced(dataset, _spread(len(dataset), count), plan)
 
 
 def judge(decoder: str, images: Sequence[bytes]) -> Judged:
@@ -194,13 +200,10 @@ def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return DatasetFacts(error="it can only be iterated, or is empty")
     try:
-        seen, made = _look(dataset, samples)
-        before = states()
-        try:
+        with found.unchanged(dataset):  # once around both: generators of its own go on, so that what they draw shows
+            seen, made = _made(dataset, samples)
             seed_all(2)
             again = traced(dataset, _spread(len(dataset), samples)[:2])[1]
-        finally:
-            restore_states(before)
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
     n = max(1, seen.samples)
@@ -318,7 +321,8 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
 
         inner = dataset if plan == Plan() else Remedied(dataset, plan)
         try:
-            return cached_dataset(inner, where, limit)
+            with found.unchanged(dataset):
+                return cached_dataset(inner, where, limit)
         except ArgumentError as error:
             raise ArgumentError(
                 f"feed setting cache: no JPEG image is decoded with Pillow {looked}, and whole samples cannot be kept: {error}"
@@ -557,25 +561,31 @@ def _rows(dataset: Any) -> Callable[[Sequence[int]], Any] | None:
     """How to index a data set for many rows at once, with the very result of collating them one by one; None: it cannot be done."""
     if isinstance(dataset, Pipeline) or (hasattr(dataset, "__getitems__") and not loops(dataset)):
         return None
-    n = len(dataset)
-    trials = [_spread(n, 5), [n - 1, 0, n // 2, 0], [n // 3], list(range(min(n, 3)))[::-1]]
-    before = states()
-    try:
+    if found.branch(dataset):
+        return None
+    with found.unchanged(dataset):
         for index in (_torch_index, _numpy_index):
-            try:
-                fits = True
-                for turn, ids in enumerate(trials):
-                    seed_all(turn)
-                    one_by_one = default_collate([dataset[i] for i in ids])
-                    seed_all(turn + 100)  # a row that draws random numbers comes out differently
-                    fits = fits and same(one_by_one, _as_collated(dataset[index(ids)]))
-                if fits:
+            with suppress(Exception):  # it cannot be indexed so: that is the answer
+                if all(_fits(dataset, index, ids, turn) for turn, ids in enumerate(_trials(dataset))):
                     return index
-            except Exception:  # it cannot be indexed so: that is the answer
-                continue
-    finally:
-        restore_states(before)
     return None
+
+
+def _trials(dataset: Any) -> Iterator[list[int]]:
+    """Rows to compare: a few odd batches, then many rows in batches of the size that training has."""
+    n = len(dataset)
+    yield from (_spread(n, 5), [n - 1, 0, n // 2, 0], [n // 3], list(range(min(n, 3)))[::-1], list(range(min(n, _BATCH))))
+    many = _spread(n, max(_BATCH, min(_TRIED, _TRIED_BYTES // max(1, weight(dataset[0])))))
+    mixed = [many[k] for k in np.random.default_rng(0).permutation(len(many))]
+    for start in range(0, len(mixed), _BATCH):
+        yield mixed[start : start + _BATCH]
+
+
+def _fits(dataset: Any, index: Callable[[Sequence[int]], Any], ids: list[int], turn: int) -> bool:
+    seed_all(turn)
+    one_by_one = default_collate([dataset[i] for i in ids])
+    seed_all(turn + 100)  # a row that draws random numbers comes out differently
+    return same(one_by_one, _as_collated(dataset[index(ids)]))
 
 
 def batched_access(dataset: Any, loader: LoaderSettings) -> tuple[Any, LoaderSettings]:
@@ -600,6 +610,11 @@ def batched_access(dataset: Any, loader: LoaderSettings) -> tuple[Any, LoaderSet
         raise ArgumentError(f"feed setting batched: batches of {what} are made by a collate function of its own.")
     if len(dataset) == 0:
         raise ArgumentError(f"feed setting batched: {what} is empty.")
+    where = found.branch(dataset)
+    if where:
+        raise ArgumentError(
+            f"feed setting batched: {what} decides something for each sample ({where}), which might come out otherwise for many at once."
+        )
     index = _rows(dataset)
     if index is None:
         raise ArgumentError(

@@ -18,11 +18,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {"": 1.0, "b": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 
 
-def size_of(value: int | float | str, argument: str) -> int:
+def size_of(value: int | float | str, argument: str, least: int = 1) -> int:
     """Bytes, from a number or from words.
 
     Raises:
-        ArgumentError: neither, or less than one byte.
+        ArgumentError: neither, or less than ``least`` bytes.
 
     Example:
         >>> size_of("1.5 GiB", "limit"), size_of(4096, "limit")
@@ -35,7 +35,7 @@ def size_of(value: int | float | str, argument: str) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
         if found and found.group(2) in _UNITS:
             amount = float(found.group(1)) * _UNITS[found.group(2)]
-    if not math.isfinite(amount) or amount < 1:
+    if not math.isfinite(amount) or amount < least:
         raise ArgumentError(f"{argument}={value!r}: expected a number of bytes, or a size as '2GiB' or '500MB'.")
     return int(amount)
 

@@ -110,6 +110,8 @@ class FeedSettings:
             values = yaml.safe_load(path.read_text())
         except OSError as error:
             raise ArgumentError(f"the feed settings {path} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError:
+            raise ArgumentError(f"the feed settings {path} are no text in UTF-8.") from None
         except yaml.YAMLError as error:
             raise ArgumentError(f"the feed settings {path} are not YAML: {str(error).splitlines()[0]}.") from None
         if values is None:

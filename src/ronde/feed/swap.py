@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ronde.feed import layers, lazy, stages
+from ronde.feed import found, layers, lazy, stages
 from ronde.feed.cache import CacheReport, _Cache
 from ronde.feed.decode import DECODERS, format_of
 from ronde.feed.encoding import decode as decoded
 from ronde.feed.encoding import encode
-from ronde.feed.patches import split_imread
+from ronde.feed.patches import ByName, HeldFile, beneath, dressed, exchange, split_imread
 from ronde.feed.stages import stage
 
 __all__ = ["FileCache", "Plan", "Remedied", "Seen", "traced"]
@@ -219,28 +219,6 @@ def _state(path: str) -> str:
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
-class _HeldFile(io.BytesIO):
-    """The bytes of a file, from elsewhere. Who needs a real one gets it."""
-
-    def __init__(self, data: bytes, name: Any, real: Callable[..., Any]) -> None:
-        super().__init__(data)
-        self.name = name
-        self.mode = "rb"  # type: ignore[misc]
-        self._open = real
-        self._real: Any = None
-
-    def fileno(self) -> int:
-        if self._real is None:
-            self._real = self._open(self.name, "rb", buffering=0)
-        os.lseek(self._real.fileno(), self.tell(), os.SEEK_SET)
-        return int(self._real.fileno())
-
-    def close(self) -> None:
-        if self._real is not None:
-            self._real.close()
-        super().close()
-
-
 def _held(making: _Making, path: str, real: Callable[..., Any]) -> bytes | None:
     """The bytes of a file, from the pack or the cache, which keeps them where it has not yet; None: read it as ever."""
     plan = making.plan
@@ -282,7 +260,13 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         opener: Any = None,
     ) -> Any:
         making = _now()
-        if making is None or mode not in _READING or not isinstance(file, str | bytes | os.PathLike) or opener is not None:
+        if (
+            making is None
+            or mode not in _READING
+            or not isinstance(file, str | bytes | os.PathLike)
+            or opener is not None
+            or (buffering == 0 and "b" not in mode)
+        ):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         path = os.path.abspath(os.fsdecode(file))  # noqa: PTH100
         if making.seen is not None:
@@ -294,10 +278,7 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         data = held(making, path, original)
         if data is None:
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        binary = _HeldFile(data, os.fspath(file), original)
-        if "b" in mode:
-            return binary
-        return io.TextIOWrapper(binary, encoding, errors, newline)
+        return dressed(HeldFile(data, os.fspath(file), original), mode, buffering, encoding, errors, newline)
 
     return open
 
@@ -363,7 +344,7 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         making = _now()
         if making is None:
             return original(fp, *args, **kwargs)
-        plan, place, pixels = making.plan, None, None
+        plan, place, pixels, files = making.plan, None, None, making.files
         path = os.path.abspath(os.fsdecode(fp)) if isinstance(fp, str | bytes | os.PathLike) else None  # noqa: PTH100
         if plan.pixels is not None:
             place = making.place(making.images)
@@ -380,7 +361,6 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
                 file, pixels = _Head(kept[0], path), kept[1]
                 data = kept[0]
             else:
-                files = making.files
                 with open(fp, "rb") as source:  # ours, where there is a cache or a pack
                     data = source.read(3)
                     if data == b"\xff\xd8\xff" or making.seen is not None:
@@ -394,7 +374,10 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
                 file = io.BytesIO(data)
             name = path
         else:
-            fp.seek(0)
+            try:
+                fp.seek(0)
+            except (AttributeError, io.UnsupportedOperation):  # a stream: Pillow does the same
+                fp = io.BytesIO(fp.read())
             data = fp.read(_LARGEST)
             fp.seek(0)
             if making.seen is not None:
@@ -407,7 +390,10 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
                 kept = plan.pixels.get(place, name, state)
                 pixels = None if kept is None else kept[1]
             file = fp
-        image = original(file, *args, **kwargs)
+        image = _opened(original, file, path is None, *args, **kwargs)
+        if image is None:  # asked for by its name, Pillow names it
+            making.files = files
+            return original(fp, *args, **kwargs)
         if path is not None:
             image.filename = os.fspath(fp)
             image._exclusive_fp = True
@@ -427,6 +413,18 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         return image
 
     return open_image
+
+
+def _opened(original: Callable[..., Any], file: Any, last: bool, *args: Any, **kwargs: Any) -> Any:
+    """An image of a file; None where Pillow does not know it and this is not the last to be tried."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        return original(file, *args, **kwargs)
+    except UnidentifiedImageError:
+        if last:
+            raise
+        return None
 
 
 def _look(seen: Seen, data: bytes, original: Callable[..., Any]) -> None:
@@ -534,6 +532,9 @@ def _wants_bytes() -> bool:
 # -- in place -------------------------------------------------------------------------------------------------------------
 
 
+_MODULES = (("io", "open"), ("PIL.Image", "open"), ("cv2", "imread"))
+
+
 class _Layers:
     """The layers of this process: there while some data set needs them."""
 
@@ -543,17 +544,24 @@ class _Layers:
         self.undo: list[Callable[[], None]] = []
         self.laid: set[str] = set()
 
-    def use(self) -> None:
+    def use(self, dataset: Any) -> None:
         with self.lock:
             self.users += 1
             self.lay()
+            below = {(m, n): beneath(getattr(sys.modules[m], n)) for m, n in _MODULES if m in sys.modules}
+            for owner, name, value in list(found.held(dataset)):  # loader=PIL.Image.open
+                for where, function in below.items():
+                    if value is function:
+                        with contextlib.suppress(Exception):  # an object that does not let itself be changed keeps what it has
+                            self.undo.append(exchange(owner, name, ByName(*where)))
 
     def leave(self) -> None:
         with self.lock:
             self.users -= 1
             if not self.users:
                 while self.undo:
-                    self.undo.pop()()
+                    with contextlib.suppress(Exception):  # one that cannot be put back must not keep the others from it
+                        self.undo.pop()()
                 self.laid.clear()
 
     @property
@@ -605,7 +613,7 @@ class Remedied(Dataset[Any]):
     def __init__(self, dataset: Any, plan: Plan) -> None:
         self.dataset = dataset
         self.plan = plan
-        _layers.use()
+        _layers.use(dataset)
         self._leave = weakref.finalize(self, _layers.leave)
         self._leave.atexit = False
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, default_convert
 
+from ronde.feed import found
 from ronde.feed.order import key_of
 from ronde.feed.pipeline import Pipeline
-from ronde.feed.randomness import restore_states, seed_all, states
+from ronde.feed.randomness import seed_all
 from ronde.feed.stages import sample_key
 from ronde.world import ArgumentError, SampleError
 
@@ -124,33 +125,34 @@ def _bytes_of(value: Any) -> int:
 
 
 def _real(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
-    """Some samples of a data set, spread over it, drawn as a run would; the process's own randomness is left as it was."""
+    """Some samples of a data set, spread over it, drawn as a run would; all randomness is left as it was."""
+    with found.unchanged(like):
+        return _drawn(like, n, wanted, seed)
+
+
+def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
     read = like.read if not hasattr(like, "__getitem__") else None
     held: list[Any] = []
     size = bad = 0
     error: SampleError | None = None
-    saved = states()
-    try:
-        if isinstance(like, IterableDataset):
-            seed_all(key_of(seed, 6))
-            return list(islice(iter(like), wanted))
-        for j in range(wanted):
-            i = j * n // wanted
-            seed_all(key_of(seed, 6, i))
-            try:
-                with sample_key(key_of(seed, 7, i)):
-                    held.append(like[i] if read is None else read([i])[0])
-                bad = 0
-            except SampleError as caught:
-                error, bad = caught, bad + 1
-                if bad >= _BAD_IN_A_ROW:
-                    break
-                continue
-            size += _bytes_of(held[-1])
-            if size > _MOST_BYTES and len(held) >= _FEWEST:
+    if isinstance(like, IterableDataset):
+        seed_all(key_of(seed, 6))
+        return list(islice(iter(like), wanted))
+    for j in range(wanted):
+        i = j * n // wanted
+        seed_all(key_of(seed, 6, i))
+        try:
+            with sample_key(key_of(seed, 7, i)):
+                held.append(like[i] if read is None else read([i])[0])
+            bad = 0
+        except SampleError as caught:
+            error, bad = caught, bad + 1
+            if bad >= _BAD_IN_A_ROW:
                 break
-    finally:
-        restore_states(saved)
+            continue
+        size += _bytes_of(held[-1])
+        if size > _MOST_BYTES and len(held) >= _FEWEST:
+            break
     if not held and error is not None:
         raise error
     return held

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, overload
@@ -21,7 +22,7 @@ from ronde.world import ArgumentError, SampleError
 
 __all__ = ["TableSource", "table"]
 
-_VERSION = 1
+_VERSION = 2
 _ROWS = 1 << 16
 _SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")
 
@@ -150,6 +151,12 @@ def _numbers(column: Any, name: str, file: Path) -> Matrix:
         raise SampleError(f"{file}: the column {name!r}: {error}") from None
 
 
+def _known(values: Matrix) -> npt.NDArray[np.bool_]:
+    """Which of them are numbers in float32: one infinity, or 1e300, would be the mean and the spread of its whole column."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(values.astype(np.float32))
+
+
 def _texts(column: Any) -> Any:
     """A column as an Arrow array of strings."""
     import pyarrow as pa
@@ -160,15 +167,21 @@ def _texts(column: Any) -> Any:
 
 
 def _sorted(values: set[str]) -> list[str]:
-    """Numbers by their value, then texts by their letters."""
+    """Numbers by their value, then texts by their letters; "nan" is a text: as a number it would have no place, and "inf" with it."""
 
     def key(value: str) -> tuple[int, float, str]:
         try:
-            return (0, float(value), value)
+            number = float(value)
         except ValueError:
             return (1, 0.0, value)
+        return (0, number, value) if math.isfinite(number) else (1, 0.0, value)
 
     return sorted(values, key=key)
+
+
+def _truths(values: Iterable[str]) -> bool:
+    """Whether all are truth values, which Arrow spells true and false, pandas True and False."""
+    return {value.lower() for value in values} <= {"true", "false"}
 
 
 class _Moments:
@@ -180,7 +193,7 @@ class _Moments:
         self.squares = np.zeros(columns)
 
     def add(self, k: int, values: Matrix) -> None:
-        """Values of column ``k``, none of them NaN."""
+        """Values of column ``k``, all of them finite."""
         if not len(values):
             return
         n, mean = len(values), float(values.mean())
@@ -227,7 +240,7 @@ def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -
                     classes.update(v for v in _texts(batch.column(found.target)).unique().to_pylist() if v is not None)
             for k, name in enumerate(found.numeric):
                 values = _numbers(batch.column(name), name, file)
-                good = values[~np.isnan(values)]
+                good = values[_known(values)]
                 found.missing[name] = found.missing.get(name, 0) + len(values) - len(good)
                 moments.add(k, good)
             for name in found.categorical:
@@ -240,7 +253,7 @@ def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -
         found.target_kind = like.target_kind or found.target_kind
         return
     found.mean, found.std = moments.mean.tolist(), moments.std().tolist()
-    found.vocabularies = {name: _sorted(values) for name, values in words.items()}
+    found.vocabularies = {name: _sorted({v.lower() for v in values} if _truths(values) else values) for name, values in words.items()}
     found.classes = _sorted(classes) if found.target_kind == "class" else None
 
 
@@ -269,9 +282,12 @@ def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: 
             end = at + batch.num_rows
             for k, name in enumerate(found.numeric):
                 values = _numbers(batch.column(name), name, file)
-                numeric[at:end, k] = np.where(np.isnan(values), fills[k], values)
+                numeric[at:end, k] = np.where(_known(values), values, fills[k])
             for k, name in enumerate(found.categorical):
-                where = compute.index_in(_texts(batch.column(name)), value_set=vocabularies[name], skip_nulls=True)
+                texts = _texts(batch.column(name))
+                if _truths(found.vocabularies[name]):
+                    texts = compute.utf8_lower(texts)
+                where = compute.index_in(texts, value_set=vocabularies[name], skip_nulls=True)
                 codes[at:end, k] = compute.add(compute.fill_null(where, -1), 1).to_numpy(zero_copy_only=False)
             if found.target is not None:
                 target[at:end] = _targets(batch.column(found.target), found, file, at)
@@ -306,6 +322,10 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     numbers = column.cast(pa.float64() if found.target_kind == "float" else pa.int64(), safe=False).to_numpy(zero_copy_only=False)
     if found.target_kind == "float" and np.isnan(numbers).any():
         refuse(np.isnan(numbers), "is NaN")
+    if found.target_kind == "int":
+        given = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        if (given != numbers).any():  # NaN too: it equals nothing
+            refuse(given != numbers, f"is no whole number of 64 bits ({given[np.argmax(given != numbers)]:g})")
     return cast("Matrix", numbers)
 
 
@@ -317,7 +337,7 @@ class TableSource(BaseSource):
         target: name of the column, or None.
         vocabularies: by categorical column: what the codes 1, 2, … stand for; 0 is missing or unknown.
         sizes: of each categorical column, how many codes there are: the rows of an embedding.
-        mean, std: of each numeric column, over the rows that have a value.
+        mean, std: of each numeric column, over the rows that have a finite value.
         missing: values that were missing, by column.
         normalize: whether numbers are read as ``(x - mean) / std``.
     """
@@ -407,13 +427,14 @@ def table(
         path: a file, a folder, a glob, or a list of such; ``.parquet``, ``.csv`` (with a header), ``.arrow``/``.feather``/``.ipc``.
         numeric: columns that become a ``float32`` matrix: whole numbers above 2^24 lose their last digits.
         categorical: columns that become an ``int64`` matrix of codes: 1, 2, … count the values that occur, sorted; 0 is a missing or
-            unknown one. The order of columns is that of these two lists.
+            unknown one. True, TRUE and true are one value where a column holds nothing but truth values. The order of columns is that of
+            these two lists.
         target: the column to predict: floating-point numbers as ``float32``, whole ones as ``int64``, texts as ``int64`` classes 0, 1, …
             (``source.classes``). None gives ``[inputs]`` alone.
         like: another table, whose vocabularies, classes, means and deviations count here too: the training set's, for a test set.
             Columns are the same where none are given.
-        missing: what a missing number (null or NaN) becomes: ``"mean"`` of the column's others, ``"nan"``, or a number. How many there
-            were stands in ``source.missing``. A missing target is an error.
+        missing: what a missing number (null or NaN; an infinite one too, or one beyond ``float32``) becomes: ``"mean"`` of the column's
+            others, ``"nan"``, or a number. How many there were stands in ``source.missing``. A missing target is an error.
         normalize: read numbers as ``(x - mean) / std`` of their column.
         cache: folder for the matrices; ``$XDG_CACHE_HOME/ronde/tables`` or ``~/.cache/ronde/tables`` where None.
 
@@ -422,7 +443,8 @@ def table(
         of columns are named.
 
     Raises:
-        ArgumentError: no such file or column, a column that is no number, a target that is missing or unknown; it says which.
+        ArgumentError: no such file or column, a column that is no number, a target that is missing, unknown, or no whole number
+            where that of ``like`` is; it says which.
         SampleError: a file is damaged; it is named.
 
     Example:

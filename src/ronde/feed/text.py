@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
+from ronde.feed import describe
 from ronde.feed.built import built, cache_root, files_of, identity
 from ronde.feed.pipeline import Pipeline
 from ronde.feed.sources.base import BaseSource, Batch, check_ids, digest
@@ -59,7 +60,7 @@ def _points(piece: str) -> Tokens:
 class _Given:
     """A user's own: a function, or an object with ``encode``, as those of ``tokenizers`` and ``transformers``."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, name: str | None) -> None:
         self.tokenizer = tokenizer
         self._encode: Callable[[str], Any] = tokenizer.encode if hasattr(tokenizer, "encode") else tokenizer
         self.size: int | None = None
@@ -67,9 +68,19 @@ class _Given:
             self.size = int(tokenizer.get_vocab_size())
         elif hasattr(tokenizer, "__len__"):
             self.size = len(tokenizer)
-        self.name = digest(*_described(tokenizer))
+        self.name = _described(tokenizer) if name is None else f"named {name}"
+        self._settled = name is not None
 
     def __call__(self, piece: str) -> Tokens:
+        found = self._tokens(piece)
+        if piece and not self._settled:
+            # One that keeps what it has done (a cache of words, a counter) would have another name the next time, or on another rank.
+            self._settled = True
+            if _described(self.tokenizer) != self.name:
+                raise ArgumentError(f"feed.text: the tokenizer is another one after its first text, as something that counts: {_NAME_IT}.")
+        return found
+
+    def _tokens(self, piece: str) -> Tokens:
         try:
             # transformers would add its own tokens at both ends of every document.
             found = self._encode(piece, **({"add_special_tokens": False} if hasattr(self.tokenizer, "encode") else {}))
@@ -78,25 +89,52 @@ class _Given:
         return np.asarray(getattr(found, "ids", found))
 
 
-def _described(tokenizer: Any) -> list[Any]:
-    """What tells a tokenizer from another one."""
-    found: list[Any] = [type(tokenizer).__module__, type(tokenizer).__qualname__]
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if hasattr(backend, "to_str"):
-        return [*found, backend.to_str()]
-    if hasattr(tokenizer, "get_vocab"):
-        return [*found, sorted(tokenizer.get_vocab().items())]
-    code = getattr(tokenizer, "__code__", None)
-    if code is not None:
-        return [*found, tokenizer.__qualname__, code.co_code, repr(code.co_consts), code.co_names, repr(tokenizer.__defaults__)]
-    return [*found, getattr(tokenizer, "name", None), getattr(tokenizer, "name_or_path", None)]
+_NAME_IT = "give it a name with name=, and another name whenever it gives other tokens"
+
+
+class _Description(describe.Digest):
+    """Also of what tokenizers are made of: objects of other languages, which say themselves what their state is."""
+
+    def _object(self, value: Any, where: str) -> None:
+        kind = type(value)
+        backend = getattr(value, "backend_tokenizer", value)
+        if callable(getattr(backend, "to_str", None)):  # of tokenizers; of transformers with such a one inside
+            state = json.loads(backend.to_str())
+            if backend is not value:
+                state |= {"truncation": None, "padding": None}  # transformers sets them anew in every call
+            self.visit([kind, json.dumps(state)], where)
+        elif callable(getattr(value, "get_vocab", None)) and hasattr(value, "init_kwargs"):  # the others of transformers keep caches
+            self.visit([kind, sorted(value.get_vocab().items()), value.init_kwargs], where)
+        elif not isinstance(value, describe.BASES) and any(  # type: ignore[arg-type]
+            getattr(kind, name, None) is not getattr(object, name, None) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
+        ):
+            try:
+                parts: Any = value.__reduce_ex__(4)
+            except Exception as error:
+                raise describe.CannotDescribe(f"{where} is of {kind.__module__}.{kind.__qualname__}: {error}") from None
+            if isinstance(parts, str):  # no state, but where to find it
+                super()._object(value, where)
+            else:
+                self.visit([kind, *parts[:3], *(list(items or ()) for items in parts[3:5])], where)
+        else:
+            super()._object(value, where)
+
+
+def _described(tokenizer: Any) -> str:
+    """What tells a tokenizer from another one, in every process alike."""
+    found = _Description(files=False)
+    try:
+        found.visit(tokenizer, "tokenizer")
+    except (describe.CannotDescribe, RecursionError) as error:
+        raise ArgumentError(f"feed.text: {error}: {_NAME_IT}.") from None
+    return found.sum.hexdigest()
 
 
 def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[tuple[Any, bool]]:
     """Text in order, each with whether a document ends there; ``whole`` gives documents in one piece, ``raw`` a text file's bytes."""
     try:
         if file.suffix == ".jsonl":
-            with open(file, encoding="utf-8") as lines:
+            with open(file, encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         try:
@@ -105,6 +143,12 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
                             raise SampleError(f"{file}, line {number} is no JSON object with a field {field!r}.") from None
                         if not isinstance(value, str):
                             raise SampleError(f"{file}, line {number}: the field {field!r} is {type(value).__name__}, expected text.")
+                        try:
+                            value.encode()
+                        except UnicodeEncodeError as error:
+                            raise SampleError(
+                                f"{file}, line {number}: the field {field!r} is no text: half a character stands at {error.start:,}."
+                            ) from None
                         yield value, True
         elif file.suffix == ".parquet":
             from ronde.feed.sources.base import need
@@ -119,7 +163,7 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
                 for value in batch.column(0).to_pylist():
                     yield value or "", True
         elif whole:
-            yield file.read_text(encoding="utf-8"), True
+            yield file.read_bytes().decode("utf-8"), True  # read_text() would change the ends of lines
         else:
             decoder = codecs.getincrementaldecoder("utf-8")()
             with open(file, "rb") as opened_file:
@@ -132,14 +176,14 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
         raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
-def _choose(tokenizer: Any) -> Any:
+def _choose(tokenizer: Any, name: str | None) -> Any:
     if tokenizer == "bytes":
         return _Bytes()
     if tokenizer == "chars":
         return None  # made when the characters are known
     if isinstance(tokenizer, str) or not (callable(tokenizer) or hasattr(tokenizer, "encode")):
         raise ArgumentError(f"tokenizer={tokenizer!r}: expected 'bytes', 'chars', a function of a text, or an object with encode().")
-    return _Given(tokenizer)
+    return _Given(tokenizer, name)
 
 
 def _end_of(end: Any, tokenizer: Any) -> int | bool:
@@ -159,9 +203,8 @@ def _end_of(end: Any, tokenizer: Any) -> int | bool:
     return False if own is None else int(own)
 
 
-def _tokenize(files: Sequence[Path], field: str, tokenizer: Any, end: int | bool, folder: Path) -> None:
-    """Write ``tokens.npy``, ``ends.npy`` (where each document ends) and ``about.json``."""
-    encoder = _choose(tokenizer)
+def _tokenize(files: Sequence[Path], field: str, encoder: Any, end: int | bool, folder: Path) -> None:
+    """Write ``tokens.raw``, ``ends.npy`` (where each document ends) and ``about.json``."""
     whole = isinstance(encoder, _Given)
     about: dict[str, Any] = {"version": _VERSION}
     if encoder is None:
@@ -242,7 +285,7 @@ class TextSource(BaseSource):
         self._key = key
         self._tokens: Any = None
         if pack:
-            self._n = (self.total - 1) // length
+            self._n = max(0, self.total - 1) // length
         else:
             ends = np.load(folder / "ends.npy")
             self._starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
@@ -300,6 +343,7 @@ def text(
     pad: int = 0,
     field: str = "text",
     cache: str | os.PathLike[str] | None = None,
+    name: str | None = None,
 ) -> Pipeline:
     """Text for a language model: sample ``i`` is ``(inputs, targets)``, ``length`` tokens each, the targets one token further.
 
@@ -310,8 +354,8 @@ def text(
         path: a file, a folder, a glob, or a list of such. A text file is one document; of ``.jsonl`` each line, of ``.parquet`` each row.
         length: tokens of a sample.
         tokenizer: ``"bytes"``; ``"chars"`` (tokens count the characters that occur, sorted); a function from a text to whole numbers; or an
-            object with ``encode``, as of ``tokenizers`` and ``transformers``. A function that changes in what it calls, not in itself, is
-            not noticed: then empty the cache.
+            object with ``encode``, as of ``tokenizers`` and ``transformers``. It is told from others by its code and that of what it calls
+            (of an installed package by the version), and by the values that these use; not by files that it reads.
         pack: cut the documents, one after the other, every ``length`` tokens; the last, shorter sample is left out. False begins a
             sample with each document; what is missing at its end is ``pad`` in the inputs and -100 in the targets, which
             ``torch.nn.functional.cross_entropy`` leaves out.
@@ -320,12 +364,14 @@ def text(
         pad: see ``pack``.
         field: of ``.jsonl`` and ``.parquet``: the name of the text.
         cache: folder for the tokens; ``$XDG_CACHE_HOME/ronde/text`` or ``~/.cache/ronde/text`` where None.
+        name: of the tokenizer, where it cannot be told from others, or changes as it is used: tokens are made anew when its name changes,
+            and only then.
 
     Returns:
         A pipeline read by batch; its ``source`` is a :class:`TextSource`, with ``vocabulary``, ``total`` and ``documents``.
 
     Raises:
-        ArgumentError: a value that cannot be used, or too little text for one sample.
+        ArgumentError: a value that cannot be used, too little text for one sample, or a tokenizer that needs a name.
         SampleError: a file is no text, or not what its ending says; it is named.
 
     Example:
@@ -340,16 +386,19 @@ def text(
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ArgumentError(f"feed.text: length={length!r} must be a whole number, 1 or more.")
-    encoder = _choose(tokenizer)
+    if name is not None and not isinstance(name, str):
+        raise ArgumentError(f"feed.text: name={name!r}: expected text.")
+    encoder = _choose(tokenizer, name)
     last = _end_of(end, tokenizer)
     files = files_of(path, "feed.text")
     key = digest("text", _VERSION, identity(files), "chars" if encoder is None else encoder.name, last, field)
     folder = built(
-        cache_root(cache) / "text" if cache is None else cache_root(cache), key, lambda into: _tokenize(files, field, tokenizer, last, into)
+        cache_root(cache) / "text" if cache is None else cache_root(cache), key, lambda into: _tokenize(files, field, encoder, last, into)
     )
     source = TextSource(folder, key, length, pack, pad)
     if not len(source):
         raise ArgumentError(
-            f"feed.text: {source.total:,} tokens in {source.documents:,} documents are too few for a sample of length={length:,}."
+            f"feed.text: {files[0]}{f' and {len(files) - 1:,} more' if len(files) > 1 else ''}: {source.total:,} tokens in "
+            f"{source.documents:,} documents are too few for a sample of length={length:,}."
         )
     return Pipeline(source, collate=default_collate)

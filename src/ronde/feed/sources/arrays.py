@@ -61,6 +61,9 @@ class _Rows:
     def describe(self) -> tuple[Any, ...]:
         return self.path.rpartition("/")[2], self.size, self.shape, self.dtype.str
 
+    def origin(self) -> list[Any]:
+        return [self.path, self.offset]
+
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         if is_remote(self.path):
             length = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
@@ -96,6 +99,9 @@ class _Held:
 
     def describe(self) -> tuple[Any, ...]:
         return self.name, self.values.shape, self.values.dtype.str
+
+    def origin(self) -> list[Any]:
+        return [self.values]
 
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         return np.asarray(self.values[ids])
@@ -142,6 +148,9 @@ class _Arrow:
     def describe(self) -> tuple[Any, ...]:
         return os.path.basename(self.path), self.size, self.columns  # noqa: PTH119
 
+    def origin(self) -> list[Any]:
+        return [self.path]
+
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
         from ronde.feed.sources.parquet import gather
 
@@ -180,6 +189,10 @@ class ArraySource(BaseSource):
         """Of the files' names and sizes, the arrays' shapes and types."""
         names = list(self._columns) if isinstance(self._columns, dict) else None
         return digest("arrays", names, [c.describe() for c in self._parts()])
+
+    def origins(self) -> list[Any]:
+        """The files, or the arrays themselves where they are held in memory."""
+        return [self._alone, *(each for column in self._parts() for each in column.origin())]
 
     def take(self, ids: Sequence[int]) -> Any:
         """The rows of these ids, as columns: a dict, a tuple, or one array, as the source was given."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
@@ -218,6 +220,13 @@ class BaseSource(Dataset[Any]):
         """Changes when the samples, their number or their order does."""
         raise NotImplementedError
 
+    def origins(self) -> Sequence[Any] | None:
+        """Paths, URLs and arrays in memory that the samples come from, of which a fingerprint knows names and sizes only: for a cache.
+
+        None where the attributes ``path``, ``paths`` or a method ``file(i)`` tell it.
+        """
+        return None
+
     def __getitem__(self, i: int) -> Any:
         return self.__getitems__([i])[0]
 
@@ -280,14 +289,33 @@ def encode_labels(values: Sequence[Any]) -> tuple[Any, list[str] | None]:
     return list(values), None
 
 
+_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+_DECIMAL = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
+
+
 def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
-    """Texts as integers if all of them are, else as floating-point numbers if all of them are, else as they are."""
-    kinds: tuple[Callable[[str], Any], ...] = (int, float)
-    for kind in kinds:
-        try:
-            return [kind(text) for text in texts]
-        except ValueError:
-            continue
+    """Texts as integers if each is written as Python writes it, else as floating-point numbers if all are decimals, else as they are.
+
+    So ``007`` and ``7``, which are two names, never become one number.
+
+    Raises:
+        ArgumentError: all are decimals but for some ``nan`` or ``inf``, which no training can take and which would make classes of numbers.
+
+    Example:
+        >>> numbers_of(["7", "10"]), numbers_of(["7", "1.5"]), numbers_of(["007", "10"])
+        ([7, 10], [7.0, 1.5], ['007', '10'])
+    """
+    if all(_WHOLE.fullmatch(text) for text in texts):
+        whole = [int(text) for text in texts]
+        # Larger ones are in no tensor of integers, and as floating-point numbers some of them would be the same.
+        return whole if all(-(1 << 63) <= number < 1 << 63 for number in whole) else texts
+    others = [text for text in texts if not _DECIMAL.fullmatch(text)]
+    if not others:
+        numbers = [float(text) for text in texts]
+        return numbers if all(map(math.isfinite, numbers)) else texts
+    if len(others) < len(texts) and all(_NO_NUMBER.fullmatch(text) for text in others):
+        raise ArgumentError(f"{len(others):,} of {len(texts):,} labels are no number, such as {others[0]!r}; all others are numbers.")
     return texts
 
 

@@ -103,7 +103,8 @@ def folder(
 ) -> FolderSource:
     """Files below a folder, sorted by name; each is a :class:`Sample` of bytes, label and name.
 
-    Hidden files and folders are left out. Files are listed once, here: what is added later is not seen.
+    Hidden files and folders are left out, and links that lead back to a folder above them. Files are listed once, here: what is added
+    later is not seen.
 
     Args:
         path: the folder, or a URL that fsspec knows (``s3://bucket/train``; extra ``remote``).
@@ -113,7 +114,8 @@ def folder(
         suffixes: endings that are taken, as ``(".jpg", ".png")``, in capitals or not. None takes every file.
         pattern: a glob that the path below ``path`` must match, as ``"*/train_*.jpg"``; ``*`` also matches ``/``.
         file_column: of the CSV: name or number of the column that holds the file's path below ``path``, or its name without ending.
-        label_column: likewise the label's. Texts become classes; numbers stay.
+        label_column: likewise the label's. Numbers stay where all are numbers, written as ``7``, ``-1.5`` or ``2e-3``; otherwise every
+            text is the name of a class, so ``007`` and ``7`` are two of them. An empty one is an error.
         options: for fsspec.
 
     Raises:
@@ -154,7 +156,10 @@ def folder(
         given = _from_csv(table, file_column, label_column, found, store)
         unlabelled = len(found) - len(given)
         found = sorted(given)
-        values, classes = encode_labels(numbers_of([given[name] for name in found]))
+        try:
+            values, classes = encode_labels(numbers_of([given[name] for name in found]))
+        except ArgumentError as error:
+            raise ArgumentError(f"{table}: {error}") from None
     source = FolderSource(root, Names.of(found), values, classes, store, unlabelled)
     sizes = [listed[name] for name in found]
     if all(size is not None for size in sizes):
@@ -168,7 +173,9 @@ def _listed(root: str) -> dict[str, int | None]:
         kind = "is a file" if os.path.exists(root) else "does not exist"  # noqa: PTH110
         raise ArgumentError(f"the folder {root} {kind}.")
     found: dict[str, int | None] = {}
-    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    info = os.stat(root)  # noqa: PTH116
+    # Each folder with itself and all those above it: a link may lead back to any of them.
+    waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset({(info.st_dev, info.st_ino)}))]
     while waiting:
         below, above = waiting.pop()
         place = f"{root}/{below}"
@@ -178,14 +185,17 @@ def _listed(root: str) -> dict[str, int | None]:
                     if entry.name.startswith("."):
                         continue
                     name = below + entry.name
-                    if entry.is_dir():
-                        # A link may lead back to a folder above.
-                        info = entry.stat() if entry.is_symlink() else None
-                        mark = (info.st_dev, info.st_ino) if info is not None else None
-                        if mark is None or mark not in above:
-                            waiting.append((name + "/", above | {mark} if mark is not None else above))
-                    elif entry.is_file() or entry.is_symlink():  # a link to nothing is an error when it is read, not one file less
-                        found[name] = None
+                    try:
+                        if entry.is_dir():
+                            info = entry.stat()
+                            mark = (info.st_dev, info.st_ino)
+                            if mark not in above:
+                                waiting.append((name + "/", above | {mark}))
+                        elif entry.is_file() or entry.is_symlink():  # a link to nothing is an error when it is read, not one file less
+                            found[name] = None
+                    except OSError as error:  # a link to itself, say
+                        what = "link" if entry.is_symlink() else "file"
+                        raise ArgumentError(f"the {what} {root}/{name} cannot be followed: {error.strerror}.") from error
         except OSError as error:
             raise ArgumentError(f"the folder {place.rstrip('/')} cannot be listed: {error.strerror}.") from error
     return found
@@ -257,5 +267,8 @@ def _from_csv(table: str, file_column: str | int, label_column: str | int, found
             name = match[0]
         if name in given:
             raise ArgumentError(f"{table}, line {number}: {name!r} stands there for the second time.")
-        given[name] = row[labels].strip()
+        label = row[labels].strip()
+        if not label:  # one of them would make classes of a column of numbers
+            raise ArgumentError(f"{table}, line {number}: {name!r} has no label. Give it one, or leave the line out.")
+        given[name] = label
     return given

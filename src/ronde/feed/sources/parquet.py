@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, digest, need
-from ronde.feed.sources.storage import BytesCache, Place, Store, expand, is_remote, local
+from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
 from ronde.feed.sources.tar import read_manifest
 from ronde.world import ArgumentError, SampleError
 
@@ -118,6 +118,18 @@ def gather(ids: np.ndarray[Any, np.dtype[np.int64]], starts: np.ndarray[Any, np.
     return found
 
 
+def _leaves(kind: Any) -> int:
+    """How many of a file's columns hold a field of this type: one for each part that is no list, map or struct."""
+    if hasattr(kind, "storage_type"):
+        return _leaves(kind.storage_type)
+    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
+
+
+def _owners(metadata: Any) -> list[str]:
+    """The field that each of a file's columns belongs to. Their paths do not say it: ``a.b`` may be a field, or a part of ``a``."""
+    return [field.name for field in metadata.schema.to_arrow_schema() for _ in range(_leaves(field.type))]
+
+
 def columns_bytes(columns: Columns) -> int:
     """Bytes of memory."""
     return sum(int(column.nbytes) for column in columns.values())
@@ -169,6 +181,7 @@ class ParquetSource(BaseSource):
                         raise ArgumentError(
                             f"feed.parquet: the column {name!r} is {first.field(name).type} in {paths[0]} and {has} in {path}."
                         )
+            owners = _owners(metadata)
             for g in range(metadata.num_row_groups):
                 group = metadata.row_group(g)
                 if not group.num_rows:
@@ -176,10 +189,9 @@ class ParquetSource(BaseSource):
                 counts.append(group.num_rows)
                 self._group_file.append((f, g))
                 size = 0
-                for c in range(group.num_columns):
-                    chunk = group.column(c)
-                    name = chunk.path_in_schema.split(".", 1)[0]
+                for c, name in enumerate(owners):
                     if name in self.columns:
+                        chunk = group.column(c)
                         size += chunk.total_uncompressed_size
                         if chunk.statistics is not None and chunk.statistics.has_null_count and chunk.statistics.null_count:
                             nulls.add(name)
@@ -255,6 +267,8 @@ class ParquetSource(BaseSource):
                 # Without Arrow's own threads: the reader may be one of many, and a forked process has none of them.
                 with pq.ParquetFile(file, metadata=self._of_file(f), memory_map=not held, pre_buffer=False) as opened:
                     table = opened.read_row_group(g, columns=self.columns, use_threads=False)
+                # Arrow takes "a.b" also for a part of "a".
+                table = table.select([i for i, name in enumerate(table.column_names) if name in self.columns])
             except (pa.ArrowException, OSError) as error:
                 raise SampleError(f"{path}, row group {g}, cannot be read: {str(error).splitlines()[0]}") from error
             found.append(to_columns(table, self._nulls, f"{path}, row group {g}"))
@@ -268,9 +282,9 @@ class ParquetSource(BaseSource):
         for number in wanted:
             f, g = self._group_file[number]
             group = self._of_file(f).row_group(g)
-            for c in range(group.num_columns):
-                chunk = group.column(c)
-                if chunk.path_in_schema.split(".", 1)[0] in self.columns:
+            for c, name in enumerate(_owners(self._of_file(f))):
+                if name in self.columns:
+                    chunk = group.column(c)
                     start = chunk.data_page_offset
                     if chunk.dictionary_page_offset is not None:
                         start = min(start, chunk.dictionary_page_offset)
@@ -338,20 +352,24 @@ def parquet(
     need("pyarrow", "tables", "feed.parquet")
     store = Store(options)
     manifest = None
+    files: list[str] = []
     if isinstance(paths, str | os.PathLike):
         text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
-        manifest = read_manifest(text, store) if not text.endswith(".parquet") and not set("*[{") & set(text) else None
+        here = not is_remote(text) and os.path.isdir(text)  # noqa: PTH112
+        # A folder that exists is itself, whatever its name looks like.
+        plain = here or (is_remote(text) and not text.endswith(".parquet") and not set("*[{") & set(text))
+        manifest = read_manifest(text, store) if plain else None
         if manifest is not None:
             if manifest["kind"] != "parquet":
                 raise ArgumentError(f"{text} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({text!r}).")
-            paths = [f"{text}/{shard['name']}" for shard in manifest["shards"]]
+            files = [f"{text}/{shard['name']}" for shard in manifest["shards"]]
             data, name = "data", "name"
             label = "label" if manifest["labels"] else None
-        elif os.path.isdir(text):  # noqa: PTH112
-            paths = f"{text}/*.parquet"
+        elif here:
+            files = inside(text, ".parquet", "feed.parquet")
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
     if data is not None:
         columns = [c for c in (data, label, name) if c is not None]
-    files = expand(paths, store, "feed.parquet")
+    files = files or expand(paths, store, "feed.parquet")
     return ParquetSource(files, columns, store, cache_bytes, blocks, (data, label, name) if data is not None else None, manifest)

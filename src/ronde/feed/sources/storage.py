@@ -24,6 +24,11 @@ _IN_FLIGHT = 32
 _TRIES = 3
 _GAP = 32 << 10  # requests for ranges of one remote file are merged across gaps up to this
 _MERGED = 8 << 20  # … up to this size
+# What file systems call that which changes with a file's contents, the surest first.
+_TAGS = (
+    *("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum"),
+    *("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "modified", "modificationTime", "created"),
+)
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -93,6 +98,18 @@ class _OpenFiles:
         finally:
             with self._lock:
                 entry[1] -= 1
+                if not entry[1] and self._held.get(key) is not entry:
+                    os.close(entry[0])
+
+    def refresh(self, path: str, now: os.stat_result) -> None:
+        """Keep a path open only if it is still that file: another of the same size may have taken its place."""
+        with self._lock:
+            for key in ((path, now.st_size), (path, None)):
+                entry = self._held.get(key)
+                if entry is not None and not os.path.samestat(os.fstat(entry[0]), now):
+                    del self._held[key]
+                    if not entry[1]:  # else its last reader closes it
+                        os.close(entry[0])
 
     def count(self) -> int:
         """How many are open."""
@@ -246,8 +263,10 @@ class Store:
         """
         return self.stat(path)[0]
 
-    def stat(self, path: str) -> tuple[int, int]:
-        """``(bytes, time of the last change in ns)``; a remote file's time is 0 where its size and tag have to do.
+    def stat(self, path: str) -> tuple[int, int, str]:
+        """``(bytes, time of the last change in ns, tag)`` of a file.
+
+        A local file has no tag. A remote one's time is 0; its tag is its ETag, checksum or time, and empty where its server says none.
 
         Raises:
             ArgumentError: there is no such file.
@@ -257,7 +276,8 @@ class Store:
                 found = Path(path).stat()
             except OSError as error:
                 raise ArgumentError(f"{path} cannot be opened: {error.strerror}.") from None
-            return found.st_size, found.st_mtime_ns
+            open_files.refresh(path, found)
+            return found.st_size, found.st_mtime_ns, ""
         fs = self.file_system(path)
         try:
             info = fs.info(fs._strip_protocol(path))
@@ -265,7 +285,7 @@ class Store:
             raise ArgumentError(f"{path} cannot be opened: {_said(error)}.") from error
         if info.get("size") is None:
             raise ArgumentError(f"{path}: its server does not say how long it is, which reading by place needs.")
-        return int(info["size"]), 0
+        return int(info["size"]), 0, next((f"{name} {info[name]}" for name in _TAGS if info.get(name)), "")
 
     def whole(self, path: str) -> bytes | None:
         """A whole file; None if there is none."""
@@ -319,7 +339,8 @@ def expand(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sto
     found: list[str] = []
     for path in given:
         text = os.fspath(path) if is_remote(os.fspath(path)) else local(path)
-        for one in _braces(text):
+        # What exists is itself, whatever its name looks like.
+        for one in [text] if not is_remote(text) and os.path.exists(text) else _braces(text):  # noqa: PTH110
             if not any(letter in one for letter in "*[") and not ("?" in one and not is_remote(one)):
                 found.append(one)
                 continue
@@ -333,6 +354,18 @@ def expand(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sto
             found += matches
     if not found:
         raise ArgumentError(f"{argument}: no path was given.")
+    return found
+
+
+def inside(folder: str, ending: str, argument: str) -> list[str]:
+    """The files of a local folder with this ending, sorted; the folder's own name is no pattern.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    found = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
+    if not found:
+        raise ArgumentError(f"{argument}: nothing matches {folder}/*{ending}.")
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from ronde.feed.sources.base import BaseSource, Names, Sample, check_ids, digest
-from ronde.feed.sources.storage import BytesCache, Place, Store, expand, is_remote, local
+from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
 
@@ -83,6 +83,8 @@ class TarSource(BaseSource):
         self._suffix = np.concatenate([np.asarray([number[s] for s in index.suffixes], dtype=np.int16)[index.suffix] for index in indices])
         self._offset = np.concatenate([index.offset for index in indices])
         self._size = np.concatenate([index.size for index in indices])
+        # A link's bytes are those of another file, which may lie anywhere: no run of bytes then holds whole samples.
+        self._linked = any(bool((np.diff(index.offset) <= 0).any()) for index in indices)
         self.labels: Any = None
         self._manifest = manifest
         if manifest is None:
@@ -149,12 +151,13 @@ class TarSource(BaseSource):
         for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
             if low == high:
                 continue
-            number = (begins[low:high] - begins[low]) // _BLOCK_BYTES
+            reached = np.maximum.accumulate(begins[low:high])  # a link goes back, which begins no block
+            number = (reached - reached[0]) // _BLOCK_BYTES
             found += (np.flatnonzero(np.diff(number, prepend=-1)) + low).tolist()
         return np.asarray([*found, len(self)], dtype=np.int64)
 
     def _by_blocks(self) -> bool:
-        if self._block_starts is None or self._read == "samples":
+        if self._block_starts is None or self._read == "samples" or self._linked:
             return False
         if self._read == "blocks":
             return True
@@ -246,11 +249,14 @@ class TarSource(BaseSource):
 
 
 def _labels_of(indices: list[TarIndex]) -> Any:
-    if "label" in indices[0].more:
+    if all("label" in index.more for index in indices):
         return np.concatenate([index.more["label"] for index in indices])
-    if "label_json" in indices[0].more:
-        return [value for index in indices for value in json.loads(index.more["label_json"].tobytes())]
-    return None
+    if not any("label" in index.more or "label_json" in index.more for index in indices):
+        return None
+    found: list[Any] = []
+    for index in indices:  # some shards of an older pack may hold numbers and others not
+        found += index.more["label"].tolist() if "label" in index.more else json.loads(index.more["label_json"].tobytes())
+    return found
 
 
 def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
@@ -292,7 +298,8 @@ def tar(
 
     A tar's files belong to one sample if they follow each other and their paths agree up to the first dot of the file's name. Where
     each lies is read from the headers once and kept in an index: beside the tar (``shard.tar.ronde-index``), or below
-    ``~/.cache/ronde`` where that folder cannot be written to. An index whose tar has another size or time is made anew.
+    ``~/.cache/ronde`` where that folder cannot be written to. An index whose tar has another size or time is made anew; for a remote tar,
+    its ETag, checksum or time, or the first and last header where its server says none of them. Links to files of the tar are those files.
 
     Samples are dicts, ``{"__key__": "0001", "jpg": b"…", "cls": b"7"}``; with ``data=`` they are :class:`Sample`. Those of a pack are
     what ``feed.folder`` gave of the folder: same samples, labels, names, order and fingerprint.
@@ -333,17 +340,22 @@ def tar(
             'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". Without data=, samples are dicts of all their files.'
         )
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)
+    files: list[str] = []
     if isinstance(paths, str | os.PathLike):
         text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
-        manifest = read_manifest(text, store) if not text.endswith(".tar") and not set("*[{") & set(text) else None
+        here = not is_remote(text) and Path(text).is_dir()
+        # A folder that exists is itself, whatever its name looks like.
+        plain = here or (is_remote(text) and not text.endswith(".tar") and not set("*[{") & set(text))
+        manifest = read_manifest(text, store) if plain else None
         if manifest is not None:
             files, indices = _packed(text, manifest, store)
             return TarSource(files, indices, store, None, None, manifest, read, cache_bytes, blocks)
-        if not is_remote(text) and Path(text).is_dir():
+        if here:
             if (Path(text) / "ronde-pack.partial.json").exists():
                 raise ArgumentError(f"{text} is an unfinished pack: the command that began it goes on where it stopped.")
-            paths = f"{text}/*.tar"
-    files = expand(paths, store, "feed.tar")
+            files = inside(text, ".tar", "feed.tar")
+    if not files:
+        files = expand(paths, store, "feed.tar")
     remote = {is_remote(path) for path in files}
     if len(remote) > 1:
         raise ArgumentError("feed.tar: local and remote tars in one source: give two.")

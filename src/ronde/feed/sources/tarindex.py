@@ -1,4 +1,4 @@
-"""Where each file of a tar lies: read from its headers once, kept beside it, and checked against its size and time.
+"""Where each file of a tar lies: read from its headers once, kept beside it, and checked against its size and its time or tag.
 
 The headers are walked here and not by ``tarfile``, which takes a damaged header in the middle for the end and says nothing.
 """
@@ -10,29 +10,34 @@ import hashlib
 import io
 import json
 import os
+import posixpath
 import re
+import tarfile
 import tempfile
+import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ronde.feed.sources.base import Ints, Names
+from ronde.feed.sources.base import Ints, Names, digest
 from ronde.feed.sources.storage import Place, Store, is_remote
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["TarIndex", "index_of", "key_and_suffix", "members_of"]
+__all__ = ["TarIndex", "header_of", "index_of", "key_and_suffix", "members_of"]
 
 _BLOCK = 512
 _WINDOW = 64 << 10
 _REMOTE_WINDOW = 8 << 20
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_LINKS = 1  # the version before: its packs are the same, its other indices lack links
 SUFFIX = ".ronde-index"
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
 _PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
+_Member = tuple[str, int, int]
 
 
 @dataclass
@@ -42,6 +47,7 @@ class TarIndex:
     Attributes:
         tar_size: its bytes.
         tar_mtime_ns: its time of change; 0 where that does not count.
+        tar_tag: of a remote tar, what :meth:`Store.stat` says, or a digest of its first and last header where that is nothing.
         keys: of the samples, in the tar's order.
         first: sample ``i`` has members ``first[i]`` … ``first[i + 1]`` − 1.
         suffix: of each member, as a place in ``suffixes``.
@@ -60,10 +66,17 @@ class TarIndex:
     size: Ints
     suffixes: list[str]
     more: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    tar_tag: str = ""
 
     def to_bytes(self) -> bytes:
         """As a file: an npz, whose parts carry checksums; equal indices give equal bytes."""
-        meta = {"version": _VERSION, "tar_size": self.tar_size, "tar_mtime_ns": self.tar_mtime_ns, "suffixes": self.suffixes}
+        meta = {
+            "version": _VERSION,
+            "tar_size": self.tar_size,
+            "tar_mtime_ns": self.tar_mtime_ns,
+            "tar_tag": self.tar_tag,
+            "suffixes": self.suffixes,
+        }
         out = io.BytesIO()
         arrays: dict[str, Any] = {
             "meta": np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
@@ -88,7 +101,7 @@ class TarIndex:
         try:
             with np.load(io.BytesIO(raw), allow_pickle=False) as held:
                 meta = json.loads(held["meta"].tobytes())
-                if meta["version"] != _VERSION:
+                if meta["version"] != _VERSION and not (meta["version"] == _WITHOUT_LINKS and "more_names" in held.files):
                     raise ValueError(f"version {meta['version']}")
                 return cls(
                     meta["tar_size"],
@@ -100,6 +113,7 @@ class TarIndex:
                     held["size"],
                     meta["suffixes"],
                     {name.removeprefix("more_"): held[name] for name in held.files if name.startswith("more_")},
+                    meta.get("tar_tag", ""),
                 )
         except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(str(error)) from error
@@ -115,6 +129,23 @@ def key_and_suffix(name: str) -> tuple[str, str]:
     folder, slash, base = name.rpartition("/")
     stem, _, suffix = base.partition(".")
     return folder + slash + stem, suffix.lower()
+
+
+def header_of(name: str, size: int) -> bytes:
+    """The header of a file in a tar that ``ronde pack`` writes."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    member.mode = 0o644
+    return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+
+
+def _no_sample(name: str) -> bool:
+    """Whether a file is what a file system or a tool left behind."""
+    return name.rpartition("/")[2].startswith(".") or _NO_SAMPLE.match(name) is not None
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
 def _number(field: bytes, path: str, at: int) -> int:
@@ -154,8 +185,52 @@ def _pax(raw: bytes, path: str, at: int) -> dict[str, str]:
     return found
 
 
-def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> Iterator[tuple[str, int, int]]:
-    """The regular files of a tar: ``(name, offset of its bytes, bytes)``.
+def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: str) -> list[_Member]:
+    """A tar's files and links, where each link has the place of the file that it leads to.
+
+    Args:
+        found: members in the tar's order.
+        links: of some of them, whether it is a hard link, and its target.
+        path: for errors.
+    """
+    places: dict[str, int] = {}
+    leads: dict[int, int | None] = {}
+    for i, (name, _, _) in enumerate(found):
+        if i in links and links[i][0]:
+            leads[i] = places.get(posixpath.normpath(links[i][1]))  # a hard link is to what came before it
+        places[posixpath.normpath(name)] = i
+    for i, (hard, target) in links.items():
+        if not hard:  # its target is as seen from its own folder, and may come later
+            leads[i] = places.get(posixpath.normpath(posixpath.join(posixpath.dirname(found[i][0]), target)))
+    lost: list[int] = []
+    whole: list[_Member] = []
+    for i, (name, offset, length) in enumerate(found):
+        at: int | None = i
+        passed: set[int] = set()
+        while at in leads and at not in passed:
+            passed.add(at)
+            at = leads[at]
+        if at is not None and at not in leads:
+            _, offset, length = found[at]
+            whole.append((name, offset, length))
+        elif not _no_sample(name):
+            lost.append(i)
+    for i in lost:
+        if links[i][0]:
+            raise ArgumentError(f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, which is not in the tar before it.")
+    if lost:
+        name, target = found[lost[0]][0], links[lost[0]][1]
+        warnings.warn(
+            f"ronde: {path}: links that lead to no file in the tar are left out ({len(lost):,}), such as {name!r} to {target!r}. "
+            "tar --dereference packs files instead of links.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return whole
+
+
+def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[_Member]:
+    """The files of a tar, and the links to them: ``(name, offset of its bytes, bytes)``. A link that leads out of the tar is warned of.
 
     Args:
         read: gives ``length`` bytes from ``offset``.
@@ -165,14 +240,17 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> Itera
     Raises:
         ArgumentError: compressed, truncated, damaged, or no tar at all.
     """
+    found: list[_Member] = []
+    links: dict[int, tuple[bool, str]] = {}
     place = 0
     long_name: str | None = None
+    long_link: str | None = None
     pax: dict[str, str] = {}
     ended = False
     while place < size:
         if size - place < _BLOCK:
             if ended:
-                return
+                break
             raise ArgumentError(f"{path} is truncated: it ends at byte {size:,}, in the middle of a header.")
         header = read(place, _BLOCK)
         if not any(header):
@@ -206,28 +284,34 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> Itera
         if data + length > size:
             raise ArgumentError(f"{path} is truncated: it has {size:,} bytes, and a file in it goes to byte {data + length:,}.")
         if kind == b"L":
-            long_name = read(data, length).split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+            long_name = _text(read(data, length))
+        elif kind == b"K":
+            long_link = _text(read(data, length))
         elif kind == b"x":
             pax = _pax(read(data, length), path, place)
-        elif kind in (b"g", b"K"):
+        elif kind == b"g":
             pass
         else:
-            if kind in (b"0", b"\0", b"7"):
+            if kind in (b"0", b"\0", b"7", b"1", b"2"):
                 if "path" in pax:
                     name = pax["path"]
                 elif long_name is not None:
                     name = long_name
                 else:
-                    name = header[:100].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
-                    prefix = header[345:500].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+                    name = _text(header[:100])
+                    prefix = _text(header[345:500])
                     if prefix and header[257:263] == b"ustar\0":
                         name = f"{prefix}/{name}"
                 if not name.endswith("/"):  # a folder, as very old tars had them
-                    yield name, data, length
-            long_name, pax = None, {}
+                    if kind in (b"1", b"2") and not length:  # some tars hold the bytes of a hard link once more
+                        target = pax["linkpath"] if "linkpath" in pax else long_link if long_link is not None else _text(header[157:257])
+                        links[len(found)] = (kind == b"1", target)
+                    found.append((name, data, length))
+            long_name, long_link, pax = None, None, {}
         place = following
     if not ended:
         raise ArgumentError(f"{path} is truncated: it ends at byte {size:,} without the mark of a tar's end.")
+    return _resolved(found, links, path) if links else found
 
 
 def _windowed(store: Store, path: str, size: int) -> Callable[[int, int], bytes]:
@@ -252,7 +336,7 @@ def build(store: Store, path: str) -> TarIndex:
     Raises:
         ArgumentError: it cannot be read as a tar.
     """
-    size, mtime = store.stat(path)
+    size, mtime, tag = store.stat(path)
     keys: list[str] = []
     first: list[int] = []
     suffix: list[int] = []
@@ -262,9 +346,8 @@ def build(store: Store, path: str) -> TarIndex:
     here: set[str] = set()
     try:
         for name, offset, length in members_of(_windowed(store, path, size), size, path):
-            base = name.rpartition("/")[2]
-            if base.startswith(".") or _NO_SAMPLE.match(name):
-                continue  # what a file system or a tool left behind
+            if _no_sample(name):
+                continue
             key, ending = key_and_suffix(name.removeprefix("./"))
             if not keys or keys[-1] != key:
                 keys.append(key)
@@ -282,7 +365,7 @@ def build(store: Store, path: str) -> TarIndex:
         raise ArgumentError(
             f"{path} has {len(known):,} different endings, such as .{list(known)[-1]}. A sample's name goes up to the first dot of a file's name."
         )
-    return TarIndex(
+    found = TarIndex(
         size,
         mtime,
         Names.of(keys),
@@ -291,7 +374,33 @@ def build(store: Store, path: str) -> TarIndex:
         np.asarray(offsets, dtype=np.int64),
         np.asarray(sizes, dtype=np.int64),
         list(known),
+        tar_tag=tag,
     )
+    if not mtime and not tag:
+        found.tar_tag = digest(_ends(store, path, found))
+    return found
+
+
+def _ends(store: Store, path: str, index: TarIndex) -> bytes:
+    """The headers of a tar's first and last file: they tell two tars of one size apart where nothing else does."""
+    places = [index.offset.min(), index.offset.max()] if len(index.offset) else []
+    return b"".join(store.read([Place(path, int(at) - _BLOCK, _BLOCK, index.tar_size) for at in places]))
+
+
+def _fits(store: Store, path: str, index: TarIndex) -> bool:
+    """Whether an index is of this tar as it is now."""
+    size, mtime, tag = store.stat(path)
+    if index.tar_size != size:
+        return False
+    if "names" in index.more:  # a pack may have been copied, which changes time and tag
+        written = []
+        for m in (0, len(index.offset) - 1):
+            key = index.keys[int(np.searchsorted(index.first, m, side="right")) - 1]
+            written.append(header_of(f"{key}.{index.suffixes[index.suffix[m]]}", int(index.size[m]))[-_BLOCK:])
+        return _ends(store, path, index) == b"".join(written)
+    if mtime or tag:
+        return (index.tar_mtime_ns, index.tar_tag) == (mtime, tag)
+    return len(index.offset) > 0 and index.tar_tag == digest(_ends(store, path, index))
 
 
 def write_whole(path: Path, raw: bytes) -> None:
@@ -319,7 +428,6 @@ def index_of(store: Store, path: str) -> TarIndex:
     Raises:
         ArgumentError: there is no such tar, or it cannot be read as one.
     """
-    size, mtime = store.stat(path)
     elsewhere = cache_folder() / f"{hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]}{SUFFIX}"  # noqa: PTH100
     places = [path + SUFFIX, str(elsewhere)]
     for place in places:
@@ -328,9 +436,9 @@ def index_of(store: Store, path: str) -> TarIndex:
             raw = store.whole(place) if is_remote(place) else Store().whole(place)
         if raw is None:
             continue
-        with contextlib.suppress(ValueError):  # of another version, or damaged: made anew
+        with contextlib.suppress(ValueError, SampleError):  # of another version, or damaged: made anew
             found = TarIndex.from_bytes(raw)
-            if found.tar_size == size and found.tar_mtime_ns in (0, mtime):
+            if _fits(store, path, found):
                 return found
     found = build(store, path)
     for place in places:

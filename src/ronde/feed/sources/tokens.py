@@ -61,6 +61,10 @@ class TokenSource(BaseSource):
         """Of the files' names and sizes, and the windows."""
         return digest("tokens", [(f.path.rpartition("/")[2], f.size, f.dtype.str) for f in self._files], self.length, self.stride)
 
+    def origins(self) -> list[Any]:
+        """The files."""
+        return [file.path for file in self._files]
+
     def _windows(self, f: int) -> Any:
         """All windows of a local file as rows of one array, without copying any."""
         if f not in self._maps:

@@ -1,0 +1,363 @@
+"""Sources and packs under odd circumstances: each of these once gave wrong samples, or none."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tarfile
+import warnings
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ronde import feed
+from ronde.feed.pack import PARTIAL, pack, verify_pack
+from ronde.feed.sources import Sample, storage, tarindex
+from ronde.world import ArgumentError, RondeError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def tar_bytes(files: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w", format=form) as out:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+    return held.getvalue()
+
+
+def keys_and_data(source) -> list[tuple[str, bytes]]:
+    return [(sample.name, sample.data) for sample in source.read(range(len(source)))]
+
+
+OLD = {f"old{i}.bin": b"old" for i in range(4)}
+NEW = {f"new{i}.bin": b"new" for i in range(4)}
+
+
+# An index belongs to the tar as it is now
+
+
+class Untagged(MemoryFileSystem):
+    """A server that says of a file only how long it is."""
+
+    protocol = "untagged"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("untagged://", "memory://"))
+
+    def info(self, path, **kwargs):
+        return {name: value for name, value in super().info(path, **kwargs).items() if name != "created"}
+
+
+@pytest.fixture
+def memory():
+    fsspec.register_implementation("untagged", Untagged, clobber=True)
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/mends", recursive=True)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "untagged"])
+def test_a_replaced_remote_tar_of_the_same_size(memory, protocol, monkeypatch):
+    built: list[str] = []
+    build = tarindex.build
+    monkeypatch.setattr(tarindex, "build", lambda store, at: built.append(at) or build(store, at))
+    old, new = tar_bytes(OLD), tar_bytes(NEW)
+    assert len(old) == len(new)
+    memory.pipe("/mends/a.tar", old)
+    for _ in range(2):
+        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [(f"old{i}", b"old") for i in range(4)]
+    assert len(built) == 1
+    memory.pipe("/mends/a.tar", new)
+    for _ in range(2):
+        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [(f"new{i}", b"new") for i in range(4)]
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("place", ["memory", "here"])
+def test_the_index_of_a_pack_whose_shard_was_replaced(tmp_path, memory, place, monkeypatch):
+    """A pack's index knows neither time nor tag, for a pack may be copied; opened as plain tars, it must still be of these tars."""
+    built: list[str] = []
+    build = tarindex.build
+    monkeypatch.setattr(tarindex, "build", lambda store, at: built.append(at) or build(store, at))
+    pack(write(tmp_path / "files", {**OLD, f"{'ü' * 100}.bin": b"long"}), tmp_path / "out", labels=None)
+    base = str(tmp_path / "out") if place == "here" else "memory://mends"
+    if place == "memory":
+        memory.put(str(tmp_path / "out"), "/mends", recursive=True)
+    names = [f"old{i}" for i in range(4)]
+    assert [key for key, _ in keys_and_data(feed.tar(f"{base}/*.tar", data="bin"))] == [*names, "ü" * 100] and not built
+    size = (tmp_path / "out/shard-000000.tar").stat().st_size
+    raw = tar_bytes(NEW)[: 1024 * len(NEW)]
+    raw += b"\0" * (size - len(raw))
+    memory.pipe("/mends/shard-000000.tar", raw)
+    (tmp_path / "out/shard-000000.tar").write_bytes(raw)
+    assert keys_and_data(feed.tar(f"{base}/*.tar", data="bin")) == [(f"new{i}", b"new") for i in range(4)] and len(built) == 1
+
+
+def test_a_tar_that_was_replaced_while_it_was_open(tmp_path):
+    """What this process still holds open is the file that was there before: neither its headers nor its bytes are the new one's."""
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes(OLD))
+    before = feed.tar(path, data="bin")
+    assert keys_and_data(before)[0] == ("old0", b"old")
+    with storage.open_files.open(str(path), path.stat().st_size) as reading:
+        (tmp_path / "new").write_bytes(tar_bytes(NEW))
+        os.utime(tmp_path / "new", ns=(1, 1))
+        (tmp_path / "new").replace(path)
+        for _ in range(2):
+            assert keys_and_data(feed.tar(path, data="bin")) == [(f"new{i}", b"new") for i in range(4)]
+        assert os.pread(reading, 3, 512) == b"old"  # whoever reads meanwhile reads on
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reading)
+
+
+# Labels of a pack
+
+
+def test_labels_that_are_missing_in_some_shards(tmp_path):
+    files = write(tmp_path / "files", {f"{kind}{i}.bin": os.urandom(40_000) for kind in "abc" for i in range(3)})
+
+    def labels(name: str) -> int | None:
+        return 1 if name[0] in "ac" else None
+
+    source = feed.folder(files, labels=labels)
+    assert pack(files, tmp_path / "out", labels=labels, shard_bytes=1 << 16).shards == 9
+    assert verify_pack(tmp_path / "out").problems == ()
+    packed = feed.tar(tmp_path / "out")
+    assert packed.read(range(9)) == source.read(range(9)) and packed.labels == [1, 1, 1, None, None, None, 1, 1, 1]
+    # Packs were written in which every shard chose for itself.
+    for shard in sorted((tmp_path / "out").glob("*.ronde-index")):
+        index = tarindex.TarIndex.from_bytes(shard.read_bytes())
+        found = json.loads(index.more["label_json"].tobytes())
+        if None not in found:
+            del index.more["label_json"]
+            index.more["label"] = pa.array(found).to_numpy()
+            shard.write_bytes(index.to_bytes())
+    assert feed.tar(tmp_path / "out").labels == packed.labels
+
+
+# Labels of a CSV file
+
+
+def test_only_plain_numbers_of_a_csv_are_numbers(tmp_path):
+    here = write(tmp_path / "files", {f"{i}.bin": b"" for i in range(4)})
+
+    def labelled(*texts: str):
+        with open(tmp_path / "labels.csv", "w", newline="") as file:
+            csv.writer(file).writerows([["file", "label"], *([f"{i}.bin", text] for i, text in enumerate(texts))])
+        source = feed.folder(here, labels=tmp_path / "labels.csv")
+        return [sample.label for sample in source.read(range(4))], source.classes
+
+    assert labelled("5", "10", "-3", "0") == ([5, 10, -3, 0], None)
+    assert labelled("5", "1.5", "-.5", "2e-3") == ([5.0, 1.5, -0.5, 0.002], None)
+    # Names that int or float would take for the same number, or for one at all.
+    assert labelled("007", "7", "1_0", "nan") == ([0, 2, 1, 3], ["007", "1_0", "7", "nan"])
+    assert labelled("00", "01", "10", "11") == ([0, 1, 2, 3], ["00", "01", "10", "11"])
+    large = [str(10**20 + i) for i in range(4)]
+    assert labelled(*large) == ([0, 1, 2, 3], large)
+    with pytest.raises(ArgumentError, match=r"labels.csv, line 4: '2.bin' has no label"):
+        labelled("5", "10", "", "7")
+    with pytest.raises(ArgumentError, match=r"labels.csv: 1 of 4 labels are no number, such as 'NaN'"):
+        labelled("0.5", "NaN", "2", "7")
+
+
+# Links in a folder
+
+
+def test_links_to_folders_above_and_to_themselves(tmp_path):
+    here = write(tmp_path / "files", {"a/1.txt": b"1", "a/deep/3.txt": b"3", "b/2.txt": b"2", "c/4.txt": b"4"})
+    (here / "a/up").symlink_to("..")
+    (here / "a/deep/a").symlink_to("../../a")
+    (here / "b/else").symlink_to("../c")  # leads to no folder above: its files are taken
+    source = feed.folder(here)
+    assert list(source.names) == ["a/1.txt", "a/deep/3.txt", "b/2.txt", "b/else/4.txt", "c/4.txt"]
+    assert [s.label for s in source.read(range(5))] == [0, 0, 1, 1, 2]
+    (here / "b/self").symlink_to("self")
+    with pytest.raises(ArgumentError, match=r"the link .*/files/b/self cannot be followed: Too many levels"):
+        feed.folder(here)
+
+
+# Folders whose names look like patterns
+
+
+@pytest.mark.parametrize("name", ["out[v1]", "out{v1}", "out{0..2}", "out*", "what?", "plain.tar", "plain.parquet"])
+def test_folders_whose_names_look_like_patterns(tmp_path, name):
+    files = write(tmp_path / "files", {"cat/1.jpg": b"one", "dog/2.jpg": b"two"})
+    expected = [Sample(b"one", 0, "cat/1.jpg"), Sample(b"two", 1, "dog/2.jpg")]
+    for kind, opened in (("tar", feed.tar), ("parquet", feed.parquet)):
+        pack(files, tmp_path / kind / name, kind=kind)
+        assert opened(tmp_path / kind / name).read([0, 1]) == expected
+    (tmp_path / "tar" / name / "ronde-pack.json").unlink()
+    assert len(feed.tar(tmp_path / "tar" / name)) == 2
+    assert len(feed.tar(tmp_path / "tar" / name / "shard-000000.tar")) == 2
+    (tmp_path / "parquet" / name / "ronde-pack.json").unlink()
+    assert len(feed.parquet(tmp_path / "parquet" / name)) == 2
+    assert len(feed.parquet([tmp_path / "parquet" / name / "shard-000000.parquet"])) == 2
+    (tmp_path / "empty" / name).mkdir(parents=True)
+    with pytest.raises(ArgumentError, match=r"nothing matches .*/\*.tar"):
+        feed.tar(tmp_path / "empty" / name)
+
+
+# A pack that goes on
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm"),
+    [("tar", "shard"), ("tar", "short"), ("tar", "index"), ("tar", "no index"), ("parquet", "shard"), ("parquet", "short")],
+)
+def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, kind, harm):
+    files = write(tmp_path / "files", {f"{i}.bin": bytes([i]) * 40_000 for i in range(8)})
+    pack(files, tmp_path / "whole", kind=kind, labels=None, shard_bytes=1 << 16)
+    wanted = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+
+    def stop(done: int, total: int) -> None:
+        if done == 6:
+            raise Stopped
+
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16, progress=stop)
+    assert len(json.loads((out / PARTIAL).read_bytes())["shards"]) == 5
+    shard = out / f"shard-000002.{kind}"
+    index = out / f"{shard.name}.ronde-index"
+    if harm == "shard":
+        shard.unlink()
+    elif harm == "short":
+        shard.write_bytes(shard.read_bytes()[:-5])
+    elif harm == "index":
+        index.write_bytes(index.read_bytes()[::-1])
+    else:
+        index.unlink()
+    assert pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16).resumed == 2
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == wanted
+    if kind == "tar":
+        (out / "shard-000001.tar.ronde-index").unlink()
+        with pytest.raises(RondeError, match=r"shard-000001.tar.ronde-index is missing or damaged"):
+            pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16)
+
+
+# Links in a tar
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_links_in_a_tar_are_the_files_they_lead_to(tmp_path, form):
+    deep = "deep/" * 5 if form == tarfile.USTAR_FORMAT else "deep/" * 30  # longer than a header's field
+    files = write(tmp_path / "files", {f"{deep}1.jpg": b"one", "z/9.jpg": b"nine"})
+    os.link(files / deep / "1.jpg", files / deep / "2.jpg")
+    (files / deep / "3.jpg").symlink_to("2.jpg")
+    (files / "a.jpg").symlink_to("z/9.jpg")  # comes before what it leads to
+    (files / "a.txt").write_bytes(b"a")
+    (files / "z/folder").symlink_to("../deep")
+    (files / "z/gone.jpg").symlink_to("/nowhere/gone.jpg")
+    (files / "z/loop.jpg").symlink_to("loop.jpg")
+    (files / "z/.hidden.jpg").symlink_to("/nowhere")
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as out:
+        for name in (
+            "a.jpg",
+            "a.txt",
+            f"{deep}1.jpg",
+            f"{deep}2.jpg",
+            f"{deep}3.jpg",
+            *(f"z/{path.name}" for path in sorted((files / "z").iterdir())),
+        ):
+            out.add(files / name, name)
+        assert {m.type for m in out.getmembers()} == {tarfile.REGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE}
+    with pytest.warns(RuntimeWarning, match=r"links that lead to no file in the tar are left out \(3\), such as 'z/folder' to '../deep'"):
+        source = feed.tar(tmp_path / "a.tar")
+    expected = [
+        {"__key__": "a", "jpg": b"nine", "txt": b"a"},
+        *({"__key__": f"{deep}{i}", "jpg": b"one"} for i in (1, 2, 3)),
+        {"__key__": "z/9", "jpg": b"nine"},
+    ]
+    assert source.read(range(5)) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert feed.tar(tmp_path / "a.tar").read(range(5)) == expected  # from the index that was kept
+
+
+def test_a_hard_link_to_nothing_is_an_error(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        member = tarfile.TarInfo("1.jpg")
+        member.type, member.linkname = tarfile.LNKTYPE, "0.jpg"
+        out.addfile(member)
+    with pytest.raises(ArgumentError, match=r"'1.jpg' is a hard link to '0.jpg', which is not in the tar before it"):
+        feed.tar(tmp_path / "a.tar")
+
+
+def test_links_in_a_remote_tar_read_by_blocks(tmp_path, memory):
+    """Their bytes lie in other blocks than their neighbours'."""
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        for i in range(6):
+            member = tarfile.TarInfo(f"{i}.bin")
+            member.size = 3 << 20
+            out.addfile(member, io.BytesIO(bytes([i]) * member.size))
+            link = tarfile.TarInfo(f"{i}-link.bin")
+            link.type, link.linkname = tarfile.LNKTYPE, f"{i // 2}.bin"
+            out.addfile(link)
+    memory.pipe("/mends/a.tar", (tmp_path / "a.tar").read_bytes())
+    source = feed.tar("memory://mends/a.tar", read="blocks", data="bin")
+    assert sum(source.blocks) == 12 and len(source.blocks) < 7
+    assert [s.data[:1] + s.data[-1:] for s in source.read(range(12))] == [bytes([n, n]) for i in range(6) for n in (i, i // 2)]
+
+
+def test_an_index_that_lacks_links_is_made_anew(tmp_path):
+    """Indices of the first version left links out."""
+    (tmp_path / "a.tar").write_bytes(tar_bytes(OLD))
+    assert len(feed.tar(tmp_path / "a.tar")) == 4
+    kept = tmp_path / "a.tar.ronde-index"
+    raw = kept.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tarindex, "_VERSION", 1)
+        kept.write_bytes(tarindex.build(storage.Store(), str(tmp_path / "a.tar")).to_bytes())
+    assert kept.read_bytes() != raw
+    feed.tar(tmp_path / "a.tar")
+    assert kept.read_bytes() == raw
+
+
+# Parquet
+
+
+def test_columns_whose_names_hold_dots(tmp_path, memory):
+    table = pa.table(
+        {
+            "a.b": pa.array([1, None, 3], pa.int64()),
+            "a": pa.array([{"b": 1, "c": [1]}, {"b": 2, "c": []}, {"b": 3, "c": [2, 3]}]),
+            "m": pa.array([[("k", [1])], [], []], pa.map_(pa.string(), pa.list_(pa.int32()))),
+            "z.": pa.array([None, True, False]),
+            "whole": pa.array([7, 8, 9]),
+        }
+    )
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    memory.put(str(tmp_path / "t.parquet"), "/mends/t.parquet")
+    for path in (tmp_path / "t.parquet", "memory://mends/t.parquet"):
+        source = feed.parquet(path)
+        columns = source.take([2, 0, 1])
+        assert columns["a.b"].dtype.kind == "f" and columns["a.b"][:2].tolist() == [3.0, 1.0] and columns["a.b"][2] != columns["a.b"][2]
+        assert columns["z."][0] == 0.0 and columns["z."][1] != columns["z."][1]
+        assert columns["whole"].dtype.kind == "i" and columns["a"] == table["a"].take([2, 0, 1]).to_pylist()
+        assert columns["m"] == table["m"].take([2, 0, 1]).to_pylist()
+        for name in table.column_names:  # Arrow would add "a.b" to "a", and a part of "a" to "a.b"
+            assert list(feed.parquet(path, columns=[name]).take([0, 2])) == [name]
