@@ -23,7 +23,7 @@ venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do 
 demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py
 
-test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some
+test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some, RONDE_TEST_ALL=1 runs whole grids
 	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP)  ## look at format, style, types and who imports whom

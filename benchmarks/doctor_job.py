@@ -6,14 +6,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import multiprocessing
 import os
+import queue
 import sys
+import threading
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -293,6 +297,30 @@ def loader_of(spec: Spec, dataset: Dataset, collate: Collate, batch: int, sample
     return DataLoader(dataset, batch_size=batch, shuffle=sampler is None, sampler=sampler, num_workers=spec.loaders, collate_fn=collate)
 
 
+def ahead(loader: DataLoader, stop: threading.Event) -> Iterator[object]:
+    """Epoch after epoch, received in a thread, one batch ahead; as torch itself does where it pins memory, and ronde everywhere."""
+    found: queue.Queue[object] = queue.Queue(1)
+
+    def receive() -> None:
+        while True:
+            for batch in loader:
+                while not stop.is_set():
+                    with contextlib.suppress(queue.Full):
+                        found.put(batch, timeout=0.1)
+                        break
+                if stop.is_set():
+                    return
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    try:
+        while True:
+            yield found.get()
+    finally:
+        stop.set()
+        thread.join()
+
+
 def plain(spec: Spec, seconds: float) -> None:
     """A plain loop, on one process or as many as torch starts."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -309,7 +337,9 @@ def plain(spec: Spec, seconds: float) -> None:
     sampler = torch.utils.data.DistributedSampler(dataset) if size > 1 else None
     loader = loader_of(spec, dataset, collate, spec.batch, sampler)
 
-    def endless() -> object:
+    def endless() -> Iterator[object]:
+        if spec.loaders:
+            yield from ahead(loader, threading.Event())
         while True:
             yield from loader
 

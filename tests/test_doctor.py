@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from rich.console import Console
 
 from processes import child, marked, python, ronde, ronde_batch, ronde_run
-from ronde.study.prescribe import Facts, outlook, prescriptions, remedies
+from ronde import distribute
+from ronde.cli.cure import apply_prescriptions, check_writable
+from ronde.feed import FeedSettings
+from ronde.plan.capacity import predict
+from ronde.study import keep
+from ronde.study.arms import _per_rank
+from ronde.study.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
 from ronde.study.verdict import Seen, StageSeen, judge
+from ronde.world import ArgumentError
 
 # -- what the numbers say ----------------------------------------------------------------------------------------------
 
@@ -73,6 +85,12 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     assert rows["decode"]["lost_points"] == pytest.approx(11, abs=1)
 
 
+def test_the_largest_of_small_costs_is_not_called_the_cause():
+    stages = [StageSeen("python", wall_seconds=4e-6), StageSeen("collate", wall_seconds=5e-6)]
+    found = judge(seen(rounds(synthetic=36000, real=18000, without__collate=19100), stages, loaders=0, executor="none")).values
+    assert found["cause"]["stage"] == "unexplained" and found["cause"]["points"] > 40
+
+
 @pytest.mark.parametrize("real", [1000, 985, 960])
 def test_a_small_gap_is_healthy(real):
     found = judge(seen(rounds(synthetic=1000, real=real), STAGES)).values
@@ -86,6 +104,58 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     assert "differs from itself" in found["refused"]
     assert not found["healthy"] and found["cause"] is None
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
+
+
+def test_a_machine_that_slows_down_makes_no_gap_uncertain():
+    # Every round has a gap of 20 %, and a machine of its own speed.
+    drifting = [{"synthetic": 1000 * f, "real": 800 * f, "without:decode": 990 * f, "beside": 1000 * f} for f in (0.97, 1.0, 1.03, 1.0)]
+    found = judge(seen(drifting, STAGES)).values
+    assert found["gap"] == pytest.approx(0.2) and found["gap_high"] - found["gap_low"] < 0.01
+    assert not found["healthy"] and found["refused"] is None and found["cause"]["stage"] == "decode"
+
+
+@pytest.mark.parametrize("reals", [(860, 790, 940), (700, 960, 880)])
+def test_a_gap_that_may_be_none_is_not_called_healthy(reals):
+    found = judge(seen([{"synthetic": 1000, "real": r} for r in reals], STAGES)).values
+    assert found["refused"] and not found["healthy"] and found["cause"] is None
+
+
+def test_the_interval_of_a_gap_covers_it_where_reading_alone_is_noisy():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        arms = {"synthetic": (1000, 0.01), "real": (800, 0.06), **{f"without:{n}": (900, 0.01) for n in "abcd"}}
+        noisy = [{name: rate * (1 + s * rng.standard_normal()) for name, (rate, s) in arms.items()} for _ in range(3)]
+        found = judge(seen(noisy, STAGES)).values
+        covered += found["gap_low"] <= 0.2 <= found["gap_high"]
+    assert covered > 0.85 * 400  # by the noise of all arms alike it were two thirds
+
+
+def test_a_rank_with_a_smaller_share_or_none_is_no_straggler():
+    alone = [(1000.0, 1000.0, 1000.0)] * 3
+    found = judge(seen(rounds(synthetic=2950, real=2930), STAGES, workers=3, alone=alone)).values
+    assert found["healthy"] and found["straggler"] is None
+    assert _per_rank([1, 1, 0], [2.0, 2.0, 2.0], 10, 2) == pytest.approx((10 / 3,) * 3)
+    assert _per_rank([13, 12], [1.3, 1.2], 10, 25) == (100.0, 100.0)
+
+
+def test_what_is_tried_and_helps_here_helps_at_scale():
+    found = judge(seen(rounds(synthetic=1000, real=600, limited=985, without__augment=990, beside=995), STAGES)).values
+    assert found["cause"]["stage"] == "oversubscription"
+    facts = Facts(1, 2, "processes", 64, devices_per_node=8)
+    limit = replace(next(r for r in remedies(found, facts) if r.id == "thread-limit"), rate=980.0, tried=True)
+    (listed,) = prescriptions(found, facts, [limit], 8)
+    assert listed["gap_here"] == pytest.approx(0.02, abs=0.01)
+    untold = predict(capacities_of(found, facts), 8).gap
+    assert listed["gap_largest"] < untold - 0.1
+
+
+def test_the_nodes_that_are_asked_for_count_for_prescriptions_too():
+    found = judge(seen(rounds(synthetic=1000, real=400, without__decode=990), STAGES)).values
+    facts = Facts(1, 2, "processes", 4, devices_per_node=1)
+    cure = Remedy("loaders", "more loaders", FeedSettings(workers=8), "same bits", rate=980.0, loaders=4.0, tried=True)
+    many, one = (prescriptions(found, facts, [cure], 32, nodes) for nodes in (None, 1))
+    assert many[0]["gap_largest"] < 0.3 and one[0]["gap_largest"] > 0.7  # 32 devices share four cores
 
 
 def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
@@ -258,6 +328,7 @@ KEYS = {
 
 
 def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
+    (job / "train.feed.yaml").write_text("# mine\nprefetch: 1\n")
     out = job / "doctor.json"
     command = [
         "doctor",
@@ -291,9 +362,10 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     assert "said by the script" not in done.stdout and "\x1b" not in done.stdout
     assert len(lines[: next(i for i, line in enumerate(lines) if line.startswith("written"))]) <= 24
     assert "CAUSE  storage read" in done.stdout and "points gained of" in done.stdout
+    assert (job / "train.feed.yaml.before").read_text() == "# mine\nprefetch: 1\n"
     settings = yaml.safe_load((job / "train.feed.yaml").read_text())
     asked = next(p for p in values["prescriptions"] if p["id"] == "loaders")["settings"]
-    assert settings == asked and settings["workers"] > 1
+    assert settings == {"prefetch": 1, **asked} and settings["workers"] > 1
     assert values["applied"]["prescriptions"] == ["loaders"] and values["applied"]["gap"] < values["gap"]
     assert not (job / "runs").exists()
     ran = ronde_run(["run", "--workers", "1", "--runs", "none", "train.py", "read", "1"], job, timeout=60)
@@ -343,6 +415,48 @@ def test_bad_arguments_are_refused_before_anything_starts(job):
         assert text in done.stderr.replace("\n", " "), (command, done.stderr)
 
 
+VALUES = {
+    "healthy": False,
+    "gap": 0.4,
+    "samples_per_second": {"synthetic": 100.0, "real": 60.0},
+    "prescriptions": [
+        {"number": 1, "id": "loaders", "text": "more loaders", "settings": {"workers": 4}, "gap_here": 0.1},
+        {"number": 2, "id": "pack", "text": "pack the files", "settings": None, "gap_here": 0.2},
+    ],
+}
+
+
+@pytest.mark.parametrize("mine", [None, b"# mine\nprefetch: 3\n"])
+def test_settings_that_could_not_be_tried_are_undone(tmp_path, mine):
+    script, file = str(tmp_path / "train.py"), tmp_path / "train.feed.yaml"
+    if mine is not None:
+        file.write_bytes(mine)
+
+    def stopped(settings):
+        assert yaml.safe_load(file.read_text()) == {"workers": 4}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        apply_prescriptions(VALUES, ["1"], script, "none", stopped, Console(quiet=True))
+    assert (file.read_bytes() if file.exists() else None) == mine
+
+
+def test_what_cannot_be_applied_is_said_and_nothing_written(tmp_path):
+    script = str(tmp_path / "train.py")
+    with pytest.raises(ArgumentError, match="this time the doctor prescribes 1 \\(loaders\\), 2 \\(pack\\)"):
+        apply_prescriptions(VALUES, ["3"], script, "none", lambda _: {}, Console(quiet=True))
+    with pytest.raises(ArgumentError, match="pack the files takes more than settings"):
+        apply_prescriptions(VALUES, ["1", "pack"], script, "none", lambda _: {}, Console(quiet=True))
+    assert (
+        apply_prescriptions({**VALUES, "healthy": True, "prescriptions": []}, ["1"], script, "none", lambda _: {}, Console(quiet=True))
+        is None
+    )
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "train.feed.yaml").mkdir()
+    with pytest.raises(ArgumentError, match="may not be written"):
+        check_writable(script)
+
+
 def test_a_script_that_fails_or_never_distributes_is_told(job):
     (job / "broken.py").write_text("raise RuntimeError('no data here')")
     (job / "idle.py").write_text("print('nothing')")
@@ -360,28 +474,60 @@ from torch.utils.data import DataLoader, Dataset
 
 examined = sys.argv[1] == "yes"
 
+class Own:
+    "A transform that counts and draws by itself"
+    def __init__(self):
+        self.rng, self.seen = numpy.random.default_rng(3), []
+    def __call__(self, x):
+        self.seen = [*self.seen[-3:], torch.tensor(float(x[0]))]
+        return x + self.rng.normal() * 0.01 + sum(float(t) for t in self.seen) * 0.001
+
 class Data(Dataset):
+    def __init__(self):
+        self.transform = Own()
     def __len__(self):
-        return 96
+        return 120
     def __getitem__(self, i):
-        return torch.full((6,), i / 96) + 0.1 * torch.randn(6), torch.tensor([random.random()])
+        if not hasattr(self, "opened"):
+            self.opened = torch.zeros(1)
+        self.opened += 1
+        x = torch.full((6,), i / 96) + 0.1 * torch.randn(6)
+        return self.transform(x) + 0.001 * self.opened, torch.tensor([random.random()])
+
+class Counting(torch.nn.Module):
+    "A loss with a state of its own"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, y, target):
+        self.calls += 1
+        return torch.nn.functional.mse_loss(y, target) * (1 + 0.001 * self.calls)
 
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
         self.calls = 0
+        self.bank = [torch.zeros(1)]
     def forward(self, x):
         self.calls += 1
-        return self.layers(x) * (1 + 0.001 * self.calls)
+        if not hasattr(self, "first"):
+            self.first = x.detach().mean().clone()
+        self.bank[0] += x.detach().mean()
+        self.bank.append(self.first)
+        return self.layers(x) * (1 + 0.001 * self.calls + 0.001 * self.bank[0] + 0.001 * self.first)
 
 if __name__ == "__main__":
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=50)
-    loader = DataLoader(Data(), batch_size=12, num_workers=int(sys.argv[2]), shuffle=True)
-    run = ronde.distribute(model, optimizer, loader, loss=torch.nn.functional.mse_loss, scheduler=scheduler, clip_norm=1.0)
+    own = torch.utils.data.Subset(Data(), range(96))
+    loader = DataLoader(own, batch_size=12, num_workers=int(sys.argv[2]), shuffle=True)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
+    loss = Counting()
+    run = ronde.distribute(model, optimizer, loader, loss=loss, scheduler=scheduler, clip_norm=1.0)
     if examined:
         run.doctor(seconds=0.3, rounds=1)
     for epoch in run.epochs(2):
@@ -390,7 +536,7 @@ if __name__ == "__main__":
             if examined and (epoch, i) == (0, 4):
                 found = run.doctor(seconds=0.3, rounds=1)
                 assert found["workers"] == run.world_size and found["samples_per_second"]["real"] > 0
-    left = [*model.state_dict().values(), *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))]
+    left = [*model.state_dict().values(), *average.state_dict().values(), loss.calls, model.first, *model.bank, *(v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))]
     digest = hashlib.sha256(b"".join(t.detach().double().numpy().tobytes() for t in left))
     digest.update(repr((scheduler.state_dict()["_last_lr"], random.random(), float(torch.rand(())), numpy.random.rand(), model.calls)).encode())
     print("left", run.rank, run.state.step, run.state.samples, digest.hexdigest())
@@ -410,14 +556,29 @@ def left(tmp_path, examined, workers, loaders):
 
 def test_a_training_that_was_examined_goes_on_bit_for_bit(tmp_path):
     (tmp_path / "same.py").write_text(SAME)
-    unseen = left(tmp_path, "no", 1, 0)
-    assert left(tmp_path, "yes", 1, 0) == unseen
-    assert left(tmp_path, "yes", 1, 1) == unseen
+    assert left(tmp_path, "yes", 1, 0) == left(tmp_path, "no", 1, 0)
+    assert left(tmp_path, "yes", 1, 1) == left(tmp_path, "no", 1, 1)
 
 
 def test_two_workers_that_were_examined_go_on_bit_for_bit(tmp_path):
     (tmp_path / "same.py").write_text(SAME)
     assert left(tmp_path, "yes", 2, 0) == left(tmp_path, "no", 2, 0)
+
+
+def test_weights_and_moments_are_copied_once(monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    data = torch.utils.data.TensorDataset(torch.randn(16, 6), torch.randn(16, 6))
+    run = distribute(model, torch.optim.Adam(model.parameters()), data, loss=torch.nn.functional.mse_loss, batch_size=8)
+    run.fit(1)
+    copied, plain = [], keep._aside
+    monkeypatch.setattr(keep, "_aside", lambda tensor: copied.append(id(tensor)) or plain(tensor))
+    with keep.as_found(run):
+        pass
+    moments = [id(v) for held in run.optimizer.state.values() for v in held.values()]
+    assert len(moments) == 12 and {*moments, *(id(p) for p in model.parameters())} <= set(copied)
+    assert max(Counter(copied).values()) == 1
 
 
 def test_run_doctor_refuses_what_it_cannot_take(tmp_path):

@@ -26,6 +26,7 @@ DOCTOR = {
     "gap_high": 0.254,
     "healthy": False,
     "refused": None,
+    "cause": {"stage": "decode", "points": 14.1},
     "stages": [
         {"name": "read", "capacity_samples_per_second": 21900, "cpu_ms_per_sample": 0.08, "lost_points": 0.2, "low": 0, "high": 0.6, "note": ""},
         {"name": "decode", "capacity_samples_per_second": 7900, "cpu_ms_per_sample": 1.36, "lost_points": 14.1, "low": 12, "high": 16, "note": EVIL},
@@ -159,6 +160,9 @@ def test_the_doctors_report(tmp_path):
         ({"scale": [], "walls": [], "neighbour": None, "straggler": None, "exchange_points": None, "cold": None}, "idle for 24%"),
         ({"stages": [], "samples_per_second": {"synthetic": 100.0, "real": 90.0}}, "idle for 24%"),
         ({"samples_per_second": {"synthetic": None, "real": None, "alone": None}, "gap": None}, "idle for –"),
+        ({"cause": {"stage": "neighbour", "points": 20.0}}, "20 points of it in a step that loaders slow down"),
+        ({"cause": {"stage": "exchange", "points": 30.0}}, "30 points are lost to the exchange of gradients; the input costs 24%"),
+        ({"cause": {"stage": "straggler", "points": 9.0, "rank": 2, "within": "read"}}, "9.0 points of it in a straggler, rank 2"),
         ({"scale": [{"devices": 2, "nodes": 1, "gap": 0.1, "low": None, "high": None, "wall": None}]}, "idle for 24%"),
     ],
 )

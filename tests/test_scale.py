@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -10,9 +11,10 @@ import time
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
-from ronde.cli.scale import default_sizes, parse_sizes
+from ronde.cli.scale import default_sizes, parse_sizes, show
 from ronde.study.scale import Start, further_sizes, measure_sizes, summarise
 from ronde.world import ArgumentError
 
@@ -233,6 +235,22 @@ def test_workers_that_shared_cores_are_not_taken_for_more_machines():
     assert any("overfilled" in n for n in answer.notes)
     assert answer.extrapolated[-1].synthetic.value < 5000
     assert answer.stop_at <= 4
+
+
+def test_a_size_between_those_that_were_measured_is_not_called_measured():
+    found = asked([(1, 1000, 990), (8, 2100, 2000)])
+    assert "(interpolated)" in found.sentence and "; at 8, " in found.sentence
+    found = asked([(1, 1000, 990), (2, 1100, 1080), (3, 1150, 1120), (4, 1180, 1150)])
+    assert found.sentence.startswith("Stop at 1 (measured)") and "; at 2, " in found.sentence
+
+
+def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(
+        console,
+        summarise("train.py", {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)}, to=8, cores=64.0, per_node=8),
+    )
+    assert "each worker's part of a step has 32 samples" in console.export_text()
 
 
 def test_without_a_size_of_one_the_smallest_is_the_measure():

@@ -454,6 +454,10 @@ CASES = {
 }
 
 
+if os.environ.get("RONDE_TEST_ALL") != "1":  # of optimizers alone, every third
+    CASES[2] = [*CASES[2][:-13], *CASES[2][-13::3]]
+
+
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_the_same_training_as_a_plain_loop(workers, tmp_path):

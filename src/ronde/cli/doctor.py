@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.cure import apply_prescriptions, check_writable, parse_apply, rate
 from ronde.cli.progress import Doing
 from ronde.cli.progress import console as terminal
-from ronde.cli.run import _command, _discard, _feed
-from ronde.world import ArgumentError, RondeError
+from ronde.cli.script import (
+    ArgumentsOption,
+    FeedOption,
+    JsonOption,
+    ModuleOption,
+    ReportOption,
+    WorkersOption,
+    check_folders,
+    command_of,
+    examine,
+    feed_of,
+    write_json,
+)
+from ronde.world import ArgumentError
 
 __all__ = ["register"]
 
@@ -48,12 +60,8 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     def doctor(
-        arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
-        ] = None,
-        workers: Annotated[
-            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
-        ] = "auto",
+        arguments: ArgumentsOption = None,
+        workers: WorkersOption = "auto",
         to: Annotated[int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")] = 32,
         nodes: Annotated[
             int | None,
@@ -70,26 +78,14 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         cold: Annotated[bool, typer.Option("--cold", help="Read the files from the storage too, not from the system's memory.")] = False,
-        feed: Annotated[
-            str | None,
-            typer.Option(
-                "--feed",
-                metavar="FILE|none",
-                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
-                show_default=False,
-            ),
-        ] = None,
-        module: Annotated[
-            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
-        ] = None,
-        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
-        report: Annotated[
-            Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
-        ] = None,
+        feed: FeedOption = None,
+        module: ModuleOption = None,
+        file: JsonOption = None,
+        report: ReportOption = None,
     ) -> None:
         from ronde.launch import check_workers, resolve_workers
 
-        command = _command(module, arguments or [])
+        command = command_of(module, arguments or [])
         count = resolve_workers(workers)
         check_workers(count)
         for option, value, least in (("--to", to, 1), ("--rounds", rounds, 1), ("--nodes", nodes, 1)):
@@ -99,12 +95,12 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
         if nodes is not None and nodes > to:
             raise ArgumentError(f"--nodes {nodes} is more than the {to} devices of --to.")
-        chosen = _parse_apply(apply)
-        for option, path in (("--json", file), ("--report", report)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        chosen = parse_apply(apply)
+        check_folders(json=file, report=report)
         script = module or command[0]
-        fetched, told_feed = _feed(feed, script)
+        if chosen:
+            check_writable(script)
+        fetched, told_feed = feed_of(feed, script)
         if report is not None:
             from ronde.watch.report import check_drawing
 
@@ -117,141 +113,42 @@ def register(app: typer.Typer) -> None:
         if told_feed:
             values["notes"].append(f"{told_feed}.")
         _show(console, values)
+        _write(values, file, report)
         if chosen and not values["refused"]:
-            values["applied"] = _applied(command, count, script, fetched, options, values, chosen, console)
-        if file is not None:
-            temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
-            temporary.write_text(json.dumps(values, indent=2) + "\n")
-            temporary.rename(file)
-        if report is not None:
-            from ronde.watch.report import doctor_report
+            # A minute was spent on the answer: it is written before anything else can go wrong.
+            def again(settings: str) -> dict[str, Any]:
+                with Doing(console) as say:
+                    return _measured(command, count, settings, {**options, "verify": True}, say)
 
-            doctor_report(values, report)
+            applied = apply_prescriptions(values, chosen, script, fetched, again, console)
+            if applied is not None:
+                values["applied"] = applied
+                _write(values, file, report)
+        if report is not None:
             console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
         if values["refused"]:
             raise typer.Exit(1)
 
 
-def _parse_apply(text: str | None) -> list[str]:
-    """``"1,2"`` or names of prescriptions.
+def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> None:
+    if file is not None:
+        write_json(file, values)
+    if report is not None:
+        from ronde.watch.report import doctor_report
 
-    Raises:
-        ArgumentError: nothing between the commas.
-    """
-    if text is None:
-        return []
-    words = [w.strip() for w in text.split(",")]
-    if not all(words) or any(w.lstrip("-").isdigit() and int(w) < 1 for w in words):
-        raise ArgumentError(f"--apply {text!r}: expected numbers or names of prescriptions with commas between them, as --apply 1,2.")
-    return words
+        doctor_report(values, report)
 
 
 def _measured(command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any) -> dict[str, Any]:
     """What the workers of the script found."""
-    from ronde.launch import Job, launch
     from ronde.study.doctor import load
 
+    def failed(error: str) -> str:
+        return f"the script failed before it was examined: {error}"
+
+    say(f"starting {workers} worker{'s' if workers > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
-        out = Path(folder) / "doctor.json"
-        environment = {
-            "RONDE_STUDY": "doctor",
-            "RONDE_STUDY_FILE": str(out),
-            "RONDE_STUDY_OPTIONS": json.dumps(options),
-            "RONDE_RUNS": "none",
-            "RONDE_PROGRESS": "quiet",
-            "RONDE_RESUME": "0",
-            "RONDE_FEED": feed,
-        }
-
-        def heard(message: dict[str, Any]) -> None:
-            if "study" in message:
-                say(str(message["study"]))
-
-        say(f"starting {workers} worker{'s' if workers > 1 else ''}")
-        outcome = launch(Job(command, workers, Path(folder) / "run", environment), _discard, heard)
-        if outcome.interrupted:
-            typer.echo(
-                "stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended"
-            )
-            raise typer.Exit(outcome.status)
-        if outcome.status and not out.exists():
-            if outcome.traceback:
-                typer.echo(outcome.traceback.rstrip(), err=True)
-            raise RondeError(f"the script failed before it was examined: {outcome.error}")
-        return load(out)
-
-
-def _applied(
-    command: list[str],
-    workers: int,
-    script: str,
-    feed: str,
-    options: dict[str, Any],
-    values: dict[str, Any],
-    chosen: list[str],
-    console: Any,
-) -> dict[str, Any]:
-    """Write prescriptions to the settings file, measure again, and say what was gained against what was promised."""
-    from rich.text import Text
-
-    from ronde.feed.settings import FeedSettings, settings_file
-
-    def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
-
-    listed = values["prescriptions"]
-    by_name = {str(p["number"]): p for p in listed} | {p["id"]: p for p in listed}
-    picked = []
-    for word in chosen:
-        if word not in by_name:
-            known = ", ".join(f"{p['number']} ({p['id']})" for p in listed) or "none"
-            raise ArgumentError(f"--apply {word}: this time the doctor prescribes {known}.")
-        if by_name[word]["settings"] is None:
-            raise ArgumentError(f"--apply {word}: {by_name[word]['text']} takes more than settings.")
-        picked.append(by_name[word])
-    file = settings_file(script)
-    settings = FeedSettings() if feed == "none" else FeedSettings.load(Path(feed))
-    for p in picked:
-        settings = settings.merged(FeedSettings.from_dict(p["settings"]))
-    names = ", ".join(p["id"] for p in picked)
-    settings.save(file, f"Written by ronde doctor --apply: {names}. ronde run reads it; --feed none does not.")
-    line(("written  ", "bold"), f"{file}, which ronde run reads; --feed none leaves it out, deleting it undoes it")
-    with Doing(console) as say:
-        after = _measured(command, workers, str(file.absolute()), {**options, "verify": True}, say)
-    # Several together are promised what the best of them is: what they share is gained once.
-    promised = min(float(p["gap_here"]) for p in picked)
-    before_rate, after_rate = (float(v["samples_per_second"]["real"]) for v in (values, after))
-    gained = 100 * (float(values["gap"]) - float(after["gap"]))
-    hoped = 100 * (float(values["gap"]) - promised)
-    style = "green" if gained > 0.5 * hoped else "yellow"
-    line(
-        ("applied  ", "bold"),
-        f"gap {values['gap']:.0%} -> ",
-        (f"{after['gap']:.0%}", style),
-        f", promised {promised:.0%}; {_rate(before_rate)} -> {_rate(after_rate)} samples/s (x {after_rate / before_rate:.2f}); "
-        f"{gained:.0f} points gained of {hoped:.0f}",
-    )
-    if after["refused"]:
-        line(("careful  ", "bold yellow"), after["refused"])
-    elif gained < 0:
-        line(("careful  ", "bold yellow"), f"it did not help here: delete {file} to go back.")
-    return {
-        "prescriptions": [p["id"] for p in picked],
-        "settings": settings.to_dict(),
-        "file": str(file),
-        "gap": after["gap"],
-        "gap_low": after["gap_low"],
-        "gap_high": after["gap_high"],
-        "samples_per_second": after["samples_per_second"],
-        "promised_gap": promised,
-        "gained_points": gained,
-        "promised_points": hoped,
-        "refused": after["refused"],
-    }
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+        return load(examine("doctor", command, workers, Path(folder), json.dumps(options), say, failed, {"RONDE_FEED": feed}))
 
 
 def _show(console: Any, values: dict[str, Any]) -> None:
@@ -278,7 +175,7 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
             f"{values['measured_seconds']:.0f} s, {values['rounds']} rounds",
         ],
         [
-            f"  synthetic {_rate(rates['synthetic'])} samples/s   real {_rate(rates['real'])}   ",
+            f"  synthetic {rate(rates['synthetic'])} samples/s   real {rate(rates['real'])}   ",
             (f"GAP {gap:.0f} %", "bold green" if values["healthy"] else "bold red"),
             f" (± {half:.1f})",
         ],
@@ -352,7 +249,7 @@ def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> Line:
     note = r["note"] or ""
-    capacity = _rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
+    capacity = rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
     lost = r["lost_points"]
     if r["name"] == "read" and values["cold"]:

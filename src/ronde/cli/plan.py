@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -14,8 +13,8 @@ import typer
 
 from ronde.cli.progress import Doing
 from ronde.cli.progress import console as terminal
-from ronde.cli.run import _command, _discard
-from ronde.world import ArgumentError, RondeError
+from ronde.cli.script import ArgumentsOption, JsonOption, ModuleOption, check_folders, command_of, examine, write_json
+from ronde.world import ArgumentError
 
 __all__ = ["register"]
 
@@ -66,9 +65,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     def plan(
-        arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
-        ] = None,
+        arguments: ArgumentsOption = None,
         devices: Annotated[
             int | None,
             typer.Option("--devices", "-n", metavar="N", help="Plan for N devices. Default: this machine's.", show_default=False),
@@ -92,10 +89,8 @@ def register(app: typer.Typer) -> None:
         optimize: Annotated[
             str, typer.Option("--optimize", metavar="speed|memory", help="The fastest step, or the least memory.")
         ] = "speed",
-        module: Annotated[
-            str | None, typer.Option("-m", metavar="MODULE", help="Plan for a module instead of a script.", show_default=False)
-        ] = None,
-        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
+        module: ModuleOption = None,
+        file: JsonOption = None,
         picture: Annotated[
             Path | None, typer.Option("--svg", metavar="FILE", help="Draw the best pipeline's schedule.", show_default=False)
         ] = None,
@@ -106,14 +101,12 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--accept-noise", help="Go on where other work disturbs the measurement; the answer says so.")
         ] = False,
     ) -> None:
-        command = _command(module, arguments or [])
+        command = command_of(module, arguments or [])
         if optimize not in ("speed", "memory"):
             raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
         if devices is not None and devices < 1:
             raise ArgumentError(f"--devices {devices} must be 1 or more.")
-        for option, path in (("--json", file), ("--svg", picture), ("--save", save)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
+        check_folders(json=file, svg=picture, save=save)
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
             raise ArgumentError("--device and --cluster both say what is planned for: give one of them.")
@@ -170,41 +163,19 @@ def _target(file: Path | None, devices: int | None, say: Any) -> Any:
 
 def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> Any:
     """The script's costs, measured in a process of its own."""
-    from ronde.launch import Job, launch
     from ronde.study.forecast import load, threads_on
 
+    def failed(error: str) -> str:
+        if "NoisyMachine" in error:
+            return f"{error.partition(': ')[2]} Wait until the machine is quiet, or go on with --accept-noise."
+        return f"the script failed before its model was measured: {error}"
+
+    say(f"starting {command[0] if command[0] != '-m' else command[1]}")
+    threads = threads_on(target)
+    environment = {"RONDE_PLAN": "replicate", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    options = json.dumps({"threads": threads, "accept_noise": accept_noise})
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
-        out = Path(folder) / "costs.json"
-        threads = threads_on(target)
-        environment = {
-            "RONDE_STUDY": "plan",
-            "RONDE_STUDY_FILE": str(out),
-            "RONDE_STUDY_OPTIONS": json.dumps({"threads": threads, "accept_noise": accept_noise}),
-            "RONDE_RUNS": "none",
-            "RONDE_PROGRESS": "quiet",
-            "RONDE_RESUME": "0",
-            "RONDE_PLAN": "replicate",
-            **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
-        }
-
-        def heard(message: dict[str, Any]) -> None:
-            if "study" in message:
-                say(str(message["study"]))
-
-        say(f"starting {command[0] if command[0] != '-m' else command[1]}")
-        outcome = launch(Job(command, 1, Path(folder) / "run", environment), _discard, heard)
-        if outcome.interrupted:
-            typer.echo("stopped by SIGINT; every process has ended")
-            raise typer.Exit(130)
-        if outcome.status and not out.exists():
-            if outcome.traceback and "NoisyMachine" in (outcome.error or ""):
-                raise RondeError(
-                    f"{(outcome.error or '').partition(': ')[2]} Wait until the machine is quiet, or go on with --accept-noise."
-                )
-            if outcome.traceback:
-                typer.echo(outcome.traceback.rstrip(), err=True)
-            raise RondeError(f"the script failed before its model was measured: {outcome.error}")
-        return load(out)
+        return load(examine("plan", command, 1, Path(folder), options, say, failed, environment))
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
@@ -238,9 +209,7 @@ def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
 def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None, console: Any) -> None:
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
-        temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
-        temporary.write_text(json.dumps(values, indent=2, default=str) + "\n")
-        temporary.rename(file)
+        write_json(file, values)
     if save is not None:
         from ronde.study.forecast import carried_out
 

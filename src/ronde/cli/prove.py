@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ronde.cli.progress import Doing
 from ronde.cli.progress import console as terminal
-from ronde.cli.run import _command
+from ronde.cli.script import ArgumentsOption, JsonOption, ModuleOption, check_folders, command_of, write_json
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -49,9 +47,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     def prove(
-        arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
-        ] = None,
+        arguments: ArgumentsOption = None,
         workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="How many workers to compare with one process.")] = 2,
         plans: Annotated[
             list[str] | None,
@@ -63,19 +59,16 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         steps: Annotated[int, typer.Option("--steps", metavar="K", help="Optimizer steps to compare.")] = 6,
-        module: Annotated[
-            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
-        ] = None,
+        module: ModuleOption = None,
         timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long one run of the script may take.")] = 600.0,
-        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict as JSON.", show_default=False)] = None,
+        file: JsonOption = None,
     ) -> None:
         from ronde.study.prove import prove as ask
 
-        command = _command(module, arguments or [])
+        command = command_of(module, arguments or [])
         if timeout <= 0:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ArgumentError(f"--json {file}: there is no folder {file.absolute().parent}.")
+        check_folders(json=file)
         wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
         console = terminal()
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -88,7 +81,7 @@ def register(app: typer.Typer) -> None:
             print(f"stopped by {signal.Signals(number).name}; every process has ended", file=sys.stderr)
             raise typer.Exit(128 + number) from None
         if file is not None:
-            file.write_text(json.dumps(verdict.to_dict(), indent=2, default=str) + "\n")
+            write_json(file, verdict.to_dict())
         _print(console, verdict)
         raise typer.Exit(verdict.exit_status)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.script import ArgumentsOption, FeedOption, ModuleOption, WorkersOption, command_of, discard, feed_of, short
 from ronde.watch import Bar, Ended, Record, RunDir, check_name, claim, clock, curve, script_stem, summarise
 from ronde.world import ArgumentError
 
@@ -35,32 +33,6 @@ Examples:
 _MEASURE_SECONDS = 10.0
 
 
-def _command(module: str | None, arguments: list[str]) -> list[str]:
-    """The worker's command, checked before anything is started."""
-    if module is not None:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError, AttributeError):
-            found = None
-        finally:
-            sys.path.pop(0)
-        if found is None:
-            raise ArgumentError(f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages.")
-        return ["-m", module, *arguments]
-    if not arguments:
-        raise ArgumentError("no script given: ronde run SCRIPT [ARGS…], or ronde run -m MODULE [ARGS…].")
-    script = Path(arguments[0])
-    if script.is_dir():
-        raise ArgumentError(f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?")
-    if not script.is_file():
-        folder = script.parent if str(script.parent) else Path()
-        near = difflib.get_close_matches(script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1)
-        hint = f" Did you mean {folder / near[0]}?" if near else ""
-        raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
-    return arguments
-
-
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
@@ -71,15 +43,9 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     def run(
-        arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
-        ] = None,
-        workers: Annotated[
-            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
-        ] = "auto",
-        module: Annotated[
-            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
-        ] = None,
+        arguments: ArgumentsOption = None,
+        workers: WorkersOption = "auto",
+        module: ModuleOption = None,
         name: Annotated[
             str | None, typer.Option("--name", help="Name of the run. Default: the script's, numbered.", show_default=False)
         ] = None,
@@ -95,15 +61,7 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
-        feed: Annotated[
-            str | None,
-            typer.Option(
-                "--feed",
-                metavar="FILE|none",
-                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
-                show_default=False,
-            ),
-        ] = None,
+        feed: FeedOption = None,
         runs: Annotated[
             Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories; none keeps nothing.", envvar="RONDE_RUNS")
         ] = Path("runs"),
@@ -115,12 +73,12 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from ronde.launch import Job, check_workers, launch, resolve_workers
 
-        command = _command(module, arguments or [])
+        command = command_of(module, arguments or [])
         if name is not None:
             check_name(name)
         count = resolve_workers(workers)
         check_workers(count)
-        fetched, told_feed = _feed(feed, module or command[0])
+        fetched, told_feed = feed_of(feed, module or command[0])
         temporary = tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
@@ -143,7 +101,7 @@ def register(app: typer.Typer) -> None:
             from rich.text import Text
 
             # A Text, not markup: arguments may hold brackets.
-            told = f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {_short(directory.path)}"
+            told = f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {short(directory.path)}"
             console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
             if told_feed:
                 console.print(Text(told_feed), soft_wrap=True)
@@ -182,22 +140,6 @@ def _plan(text: str) -> str:
     return Plan.parse(text).spec
 
 
-def _feed(asked: str | None, script: str) -> tuple[str, str]:
-    """``--feed``, checked before anything is started: what the workers are told, and what the user is."""
-    if asked is None:
-        asked = os.environ.get("RONDE_FEED") or None
-    if asked == "none":
-        return "none", ""
-    from ronde.feed.apply import sentence
-    from ronde.feed.settings import FeedSettings, settings_file
-
-    file = settings_file(script) if asked is None else Path(asked)
-    if asked is None and not file.is_file():
-        return "none", ""
-    settings = FeedSettings.load(file)
-    return str(file.absolute()), f"feed: {_short(file)} ({sentence(settings)})"
-
-
 def _console() -> Any:
     from rich.console import Console
 
@@ -206,13 +148,6 @@ def _console() -> Any:
 
 def _ignore(_: dict[str, Any]) -> None:
     return None
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.absolute().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def _shower(bar: Bar | None, console: Any) -> Any:
@@ -281,10 +216,8 @@ def _tell_failure(outcome: Any, directory: RunDir) -> None:
         print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
     else:
         console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)
-    logs = _short(directory.logs / f"rank-{outcome.rank}.log")
+    logs = short(directory.logs / f"rank-{outcome.rank}.log")
     console.print(f"its output: {logs}" + (f"   go on with: {again}" if again else ""), highlight=False, soft_wrap=True)
-    if not directory.in_use:
-        return
 
 
 def _baseline(command: list[str], feed: str) -> float | None:
@@ -307,17 +240,13 @@ def _baseline(command: list[str], feed: str) -> float | None:
                 "RONDE_FEED": feed,
                 "OMP_WAIT_POLICY": policy,
             }
-            if launch(Job(command, 1, None, environment), _discard, _ignore).interrupted:
+            if launch(Job(command, 1, None, environment), discard, _ignore).interrupted:
                 return None
             try:
                 found.append(float(json.loads(file.read_text())["samples_per_second"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return max(found, default=None)
-
-
-def _discard(_: bytes) -> None:
-    return None
 
 
 def print_summary(directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1) -> None:
@@ -334,7 +263,7 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
     start = summary.start
     if start is None:
         console.print(
-            f"the script ended after {clock(seconds)} without calling ronde.distribute; its output is in {_short(directory.logs)}",
+            f"the script ended after {clock(seconds)} without calling ronde.distribute; its output is in {short(directory.logs)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -348,7 +277,7 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
 
-    row("ran", f"{_short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
+    row("ran", f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
@@ -370,9 +299,9 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
         row("evaluation", "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in summary.evaluation.items()))
     row(
         "kept in",
-        f"{_short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
+        f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
     )
-    runs_option = "" if _short(directory.path.parent) == "runs" else f" --runs {_short(directory.path.parent)}"
+    runs_option = "" if short(directory.path.parent) == "runs" else f" --runs {short(directory.path.parent)}"
     row("next", f"ronde show {directory.name}{runs_option}", "cyan")
     width = max(20, min(console.width - 20, 72))
     drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -12,8 +11,19 @@ import typer
 
 from ronde.cli.progress import Doing
 from ronde.cli.progress import console as terminal
-from ronde.cli.run import _command, _discard, _feed
-from ronde.world import ArgumentError, RondeError, threads_per_worker, usable_cores
+from ronde.cli.script import (
+    ArgumentsOption,
+    FeedOption,
+    JsonOption,
+    ModuleOption,
+    ReportOption,
+    check_folders,
+    command_of,
+    examine,
+    feed_of,
+    write_json,
+)
+from ronde.world import ArgumentError, threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
     from ronde.study.scale import Scaling, Start
@@ -84,9 +94,7 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True,
     )
     def scale(
-        arguments: Annotated[
-            list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
-        ] = None,
+        arguments: ArgumentsOption = None,
         workers: Annotated[
             str | None,
             typer.Option("--workers", "-n", metavar="N,N,…", help="Sizes to measure. Default: 1, 2, 4, … all devices.", show_default=False),
@@ -111,27 +119,15 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
-        feed: Annotated[
-            str | None,
-            typer.Option(
-                "--feed",
-                metavar="FILE|none",
-                help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
-                show_default=False,
-            ),
-        ] = None,
-        module: Annotated[
-            str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)
-        ] = None,
-        file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)] = None,
-        report: Annotated[
-            Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
-        ] = None,
+        feed: FeedOption = None,
+        module: ModuleOption = None,
+        file: JsonOption = None,
+        report: ReportOption = None,
     ) -> None:
         from ronde.launch import check_workers
         from ronde.launch.local import devices
 
-        command = _command(module, arguments or [])
+        command = command_of(module, arguments or [])
         count, kind = devices()
         sizes = parse_sizes(workers) if workers is not None else default_sizes(count)
         for n in sizes:
@@ -146,10 +142,8 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--cost {cost:g} must be 0 or more.")
         if batch not in (None, "keep", "grow"):
             raise ArgumentError(f"--batch {batch}: choose keep or grow.")
-        for option, path in (("--json", file), ("--report", report)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ArgumentError(f"{option} {path}: there is no folder {path.absolute().parent}.")
-        fetched, told_feed = _feed(feed, module or command[0])
+        check_folders(json=file, report=report)
+        fetched, told_feed = feed_of(feed, module or command[0])
         if report is not None:
             from ronde.watch.report import check_drawing
 
@@ -175,9 +169,7 @@ def register(app: typer.Typer) -> None:
         show(console, answer)
         values = answer.to_dict()
         if file is not None:
-            temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
-            temporary.write_text(json.dumps(values, indent=2) + "\n")
-            temporary.rename(file)
+            write_json(file, values)
         if report is not None:
             from ronde.watch.report import scale_report
 
@@ -189,45 +181,20 @@ def _measured(
     command: list[str], sizes: list[int], rounds: int, seconds: float, batch: str | None, threads: int | None, feed: str, say: Any
 ) -> dict[int, list[Start]]:
     """Every size, started in processes of its own."""
-    from ronde.launch import Job, launch
     from ronde.study.scale import load, measure_sizes, start_options
 
-    with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
-        made = 0
+    # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
+    compute = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if threads else {}
 
-        def heard(message: dict[str, Any]) -> None:
-            if "study" in message:
-                say(str(message["study"]))
+    def start(n: int, first: bool) -> Start:
+        def failed(error: str) -> str:
+            return f"the script failed with {n} worker{'s' if n > 1 else ''} before it was measured: {error}"
 
-        def start(n: int, first: bool) -> Start:
-            nonlocal made
-            made += 1
-            out = Path(folder) / f"{made}.json"
-            environment = {
-                "RONDE_STUDY": "scale",
-                "RONDE_STUDY_FILE": str(out),
-                "RONDE_STUDY_OPTIONS": start_options(2, seconds, batch, first),
-                "RONDE_RUNS": "none",
-                "RONDE_PROGRESS": "quiet",
-                "RONDE_RESUME": "0",
-                "RONDE_FEED": feed,
-                # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
-                **({"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if threads else {}),
-            }
-            outcome = launch(Job(command, n, Path(folder) / f"run-{made}", environment), _discard, heard)
-            if outcome.interrupted:
-                typer.echo(
-                    "stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended"
-                )
-                raise typer.Exit(outcome.status)
-            if outcome.status and not out.exists():
-                if outcome.traceback:
-                    typer.echo(outcome.traceback.rstrip(), err=True)
-                who = f"{n} worker{'s' if n > 1 else ''}"
-                raise RondeError(f"the script failed with {who} before it was measured: {outcome.error}")
-            return load(out)
+        with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
+            options = start_options(2, seconds, batch, first)
+            return load(examine("scale", command, n, Path(folder), options, say, failed, {"RONDE_FEED": feed, **compute}))
 
-        return measure_sizes(sizes, rounds, start, say)
+    return measure_sizes(sizes, rounds, start, say)
 
 
 def _rate(value: float) -> str:
@@ -243,8 +210,9 @@ def show(console: Any, answer: Scaling) -> None:
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
 
-    kind = "each step has" if answer.batch == "keep" else "one worker's step has"
-    line(("ronde scale", "bold"), f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {kind} {answer.batch_size} samples")
+    keeps = answer.batch == "keep"
+    size = f"each step has {answer.batch_size}" if keeps else f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
+    line(("ronde scale", "bold"), f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples")
     priced = answer.cost_per_hour is not None
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for name in ("workers", "synthetic\nsamples/s", "real\nsamples/s", "gap", "synthetic\nspeed-up", "real\nspeed-up", "epoch"):

@@ -135,7 +135,7 @@ class Evaluation:
         # A DataLoader's own batch size means the same as in training: samples of all workers together.
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
-        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed, evaluate=True, say=say)
+        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed, evaluate=True, on_cpu=me.device.type == "cpu", say=say)
         self.skipped: list[tuple[int, str]] = []
         self.layout = plan.layout
         # One worker of each replica: the last of its pipeline, the first of those that hold a layer together.

@@ -111,7 +111,9 @@ class Run:
         self._save_every = save_every
         self._keep = keep
         self._on_nan = on_nan
-        self._feed = Feed(taken.dataset, taken.order, taken.settings, plan.seed, say=self._feed_says_weakly())
+        self._feed = Feed(
+            taken.dataset, taken.order, taken.settings, plan.seed, on_cpu=me.device.type == "cpu", say=self._feed_says_weakly()
+        )
         self._scaler = torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = self._scaler.scale if self._scaler else None  # type: ignore[assignment]
         self._autocast: Callable[[], AbstractContextManager[Any]] = (

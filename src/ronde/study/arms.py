@@ -335,7 +335,10 @@ class Bench:
         self._folder = Path()
 
     def __enter__(self) -> Bench:
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ronde-arms-")))
+        # Under a command within its own folder, which it removes even where this process is killed.
+        answer = os.environ.get("RONDE_STUDY_FILE")
+        place = Path(answer).parent if answer and Path(answer).parent.is_dir() else None
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ronde-arms-", dir=place)))
         self._stack.enter_context(as_found(self.run))
         self._stack.enter_context(_unwatched(self.run))
         self._stack.callback(stages.listen, stages.listen(self.in_step))
@@ -421,7 +424,7 @@ class Bench:
                 options = {**settings.options, "timeout": _PATIENCE_SECONDS + _PATIENCE * self._slowest_first}
                 settings = dataclasses.replace(settings, options=options)
             _let_go_of_threads()
-            feed = Feed(taken.dataset, taken.order, settings, self.run.plan.seed)
+            feed = Feed(taken.dataset, taken.order, settings, self.run.plan.seed, on_cpu=self.run.device.type == "cpu")
             stack.callback(feed.close)
             yield feed, board
 
@@ -704,7 +707,7 @@ class Bench:
             step_seconds=max(e["seconds"] / steps - e["wait"] for e in everyone),
             wait_seconds=tuple(e["wait"] for e in everyone),
             usual_wait_seconds=max(e["usual"] for e in everyone),
-            per_rank=tuple(e["samples"] * steps / e["seconds"] for e in everyone),
+            per_rank=_per_rank([e["samples"] for e in everyone], [e["seconds"] for e in everyone], steps, self.batch_samples),
             steps=steps,
             seconds=longest,
             first_batch_seconds=max(e["first"] for e in everyone),
@@ -715,6 +718,21 @@ class Bench:
             drift=everyone[0]["drift"],
             notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )
+
+
+def _per_rank(samples: Sequence[int], seconds: Sequence[float], steps: int, batch: int) -> tuple[float, ...]:
+    """Samples per second of each rank, where shares of a batch differ by one: as if they were alike, or by what each had, whichever makes
+    ranks more alike. A step whose time does not depend on its samples does not make the rank with fewer of them a slow one.
+
+    Example:
+        >>> _per_rank([3, 3, 2], [1.0, 1.0, 1.0], 3, 8)
+        (8.0, 8.0, 8.0)
+        >>> _per_rank([3, 3, 2], [3.0, 3.0, 2.0], 3, 8)
+        (3.0, 3.0, 3.0)
+    """
+    alike = tuple(batch / len(samples) * steps / s for s in seconds)
+    own = tuple(n * steps / s for n, s in zip(samples, seconds, strict=True))
+    return alike if min(own) <= 0 or max(alike) / min(alike) <= max(own) / min(own) else own
 
 
 def _timed(before: Mapping[str, StageTimes], after: Mapping[str, StageTimes]) -> dict[str, Timed]:

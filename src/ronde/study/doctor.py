@@ -254,15 +254,18 @@ class _Study:
         collate = next((s for s in stages if s.name == "collate"), None)
         if self.bench.executor != "processes" or collate is None or not total or collate.wall_seconds / total < _TAKEN_OUT_ABOVE:
             return
-        ids = taken.order.ids(self.run.state.epoch, 0, min(32, self.bench.batch_samples // self.run.world_size)).tolist()
+        ids = taken.order.ids(self.run.state.epoch, 0, max(1, min(32, self.bench.batch_samples // self.run.world_size))).tolist()
         dataset: Any = taken.dataset
-        many = getattr(dataset, "__getitems__", None)
-        samples = many(ids) if many is not None else [dataset[i] for i in ids]
         spent = []
-        for _ in range(4):
-            start = time.thread_time()
-            taken.settings.collate(list(samples))
-            spent.append(time.thread_time() - start)
+        try:
+            many = getattr(dataset, "__getitems__", None)
+            samples = many(ids) if many is not None else [dataset[i] for i in ids]
+            for _ in range(4):
+                start = time.thread_time()
+                taken.settings.collate(list(samples))
+                spent.append(time.thread_time() - start)
+        except Exception:
+            return  # a bad sample, which the training may skip: then this is not told apart
         self.collate_seconds = min(spent[1:]) / len(ids)
 
     # -- what it comes to ------------------------------------------------------------------------------------------
@@ -506,7 +509,7 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         values["model"] = type(run.model).__name__
         values["threads"] = torch.get_num_threads()
         values["scale"], values["walls"] = outlook(values, facts, max(to, run.world_size), options.get("nodes"))
-        values["prescriptions"] = prescriptions(values, facts, found, to) if not verdict.refused else []
+        values["prescriptions"] = prescriptions(values, facts, found, to, options.get("nodes")) if not verdict.refused else []
         values["notes"] = [*values["notes"], *_notes(run, study, values)]
         values["arms"] = {
             name: {

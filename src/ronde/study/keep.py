@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from ronde.feed.randomness import restore_states, states
 from ronde.parallel.replicate import Replicate
@@ -22,8 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["as_found"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MISSING = object()
+_SIMPLE = (*_PLAIN, torch.Tensor, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _MOST_ITEMS = 100_000  # of a list that a module or a data set holds: longer ones are data
+_MOST_BYTES = 2**26  # of a tensor or an array that a data set holds: larger ones are data
+_DEPTH = 3
+_MOST_PARTS = 100
+_PARTS = ("dataset", "datasets", "transform", "transforms", "target_transform")
 
 
 def _aside(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,10 +55,105 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
+class _Kept:
+    """A value as it is now: plain values, tensors, arrays, generators, and containers of them. Anything else is kept by reference.
+
+    Args:
+        value: what is kept.
+        largest: bytes of a tensor or an array above which it is not copied but taken for data that nobody writes to.
+        elsewhere: what else keeps: tensors by identity, which are not copied a second time.
+    """
+
+    def __init__(self, value: Any, largest: float = math.inf, elsewhere: Collection[int] = (), depth: int = 0) -> None:
+        self._value = value
+        self._copy: Any = None
+        if id(value) in elsewhere:
+            return
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta and value.layout == torch.strided and value.numel() * value.element_size() <= largest:
+                self._copy = _aside(value)
+        elif isinstance(value, np.ndarray):
+            if value.dtype != object and value.flags.writeable and value.nbytes <= largest and not isinstance(value, np.memmap):
+                self._copy = value.copy()
+        elif isinstance(value, torch.Generator):
+            self._copy = value.get_state()
+        elif isinstance(value, random.Random):
+            self._copy = value.getstate()
+        elif isinstance(value, np.random.Generator):
+            self._copy = copy.deepcopy(value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState):
+            self._copy = value.get_state()
+        elif isinstance(value, list | tuple | set | deque | dict) and len(value) <= _MOST_ITEMS and depth <= _DEPTH:
+            if isinstance(value, dict):
+                self._copy = [(k, _Kept(v, largest, elsewhere, depth + 1)) for k, v in value.items()]
+            else:
+                self._copy = [_Kept(v, largest, elsewhere, depth + 1) for v in value]
+
+    def back(self) -> Any:
+        """The very object, with its values as they were."""
+        value, kept = self._value, self._copy
+        if kept is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                _put_back(value, kept)
+        elif isinstance(value, np.ndarray):
+            value[...] = kept
+        elif isinstance(value, torch.Generator):
+            value.set_state(kept)
+        elif isinstance(value, random.Random):
+            value.setstate(kept)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = kept
+        elif isinstance(value, np.random.RandomState):
+            value.set_state(kept)
+        elif isinstance(value, dict):
+            before = {k: v.back() for k, v in kept}
+            value.clear()
+            value.update(before)
+        elif isinstance(value, tuple):
+            for each in kept:
+                each.back()
+        else:
+            items = [each.back() for each in kept]
+            value.clear()
+            if isinstance(value, set):
+                value.update(items)
+            else:
+                value.extend(items)
+        return value
+
+
+class _Attributes:
+    """An object's attributes: what its methods may count, draw with or collect in.
+
+    Those that came to be meanwhile are deleted. Names with an underscore belong to libraries, as torch's modules: of these only plain values,
+    tensors and generators are put back.
+    """
+
+    def __init__(self, owner: Any, largest: float = math.inf, elsewhere: Collection[int] = (), without: Collection[str] = ()) -> None:
+        self._owner = owner
+        own = getattr(owner, "__dict__", {})
+        self._names = set(own)
+        self._values = {
+            name: _Kept(value, largest, elsewhere)
+            for name, value in list(own.items())
+            if name not in without
+            if not name.startswith("_") or isinstance(value, _SIMPLE) or (isinstance(value, list | dict | set | deque) and _is_plain(value))
+        }
+
+    def put_back(self) -> None:
+        own = getattr(self._owner, "__dict__", {})
+        for name in [n for n in own if n not in self._names and not n.startswith("_")]:
+            del own[name]
+        for name, kept in self._values.items():
+            own[name] = kept.back()
+
+
 def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, _PLAIN):
         return True
-    if depth > 3:
+    if depth > _DEPTH:
         return False
     if isinstance(value, list | tuple | set | frozenset | deque):
         return len(value) <= _MOST_ITEMS and all(_is_plain(v, depth + 1) for v in value)
@@ -60,44 +162,19 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return False
 
 
-class _Attributes:
-    """An object's plain attributes, tensors and generators: what its methods may count or draw with."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._values: dict[str, Any] = {}
-        self._tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self._drawn: list[tuple[Any, Any]] = []
-        for name, value in list(getattr(owner, "__dict__", {}).items()):
-            if isinstance(value, torch.Tensor):
-                if not value.is_meta and value.layout == torch.strided:
-                    self._tensors.append((name, value, _aside(value)))
-            elif isinstance(value, torch.Generator):
-                self._drawn.append((value, value.get_state()))
-            elif isinstance(value, random.Random):
-                self._drawn.append((value, value.getstate()))
-            elif isinstance(value, np.random.Generator):
-                self._drawn.append((value, copy.deepcopy(value.bit_generator.state)))
-            elif _is_plain(value):
-                self._values[name] = copy.deepcopy(value)
-
-    def put_back(self) -> None:
-        own = self._owner.__dict__
-        for name, value in self._values.items():
-            now = own.get(name, _MISSING)
-            if type(now) is not type(value) or now != value:
-                own[name] = value
-        with torch.no_grad():
-            for name, tensor, value in self._tensors:
-                _put_back(tensor, value)
-                own[name] = tensor
-        for generator, state in self._drawn:
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state)
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.bit_generator.state = state
+def _within(dataset: Any) -> list[Any]:
+    """A data set, and those and the transforms that it is made of."""
+    found: list[Any] = []
+    ahead = [dataset]
+    while ahead and len(found) < _MOST_PARTS:
+        one = ahead.pop()
+        if not hasattr(one, "__dict__") or isinstance(one, type | FunctionType | ModuleType) or any(one is f for f in found):
+            continue
+        found.append(one)
+        for name, value in vars(one).items():
+            if isinstance(value, Dataset) or name in _PARTS:
+                ahead += value if isinstance(value, list | tuple) else [value]
+    return found
 
 
 class _Weights:
@@ -141,18 +218,12 @@ class _Moments:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state: dict[Any, dict[str, Any]] = {}
+        self._state: dict[Any, dict[str, _Kept]] = {}
         for p, held in optimizer.state.items():
             if isinstance(held, dict):
-                self._state[p] = {
-                    k: (v, _aside(v)) if isinstance(v, torch.Tensor) else (v, copy.deepcopy(v) if _is_plain(v) else v)
-                    for k, v in held.items()
-                }
-        self._groups = [
-            {k: (v, _aside(v)) if isinstance(v, torch.Tensor) else (v, None) for k, v in group.items() if k != "params"}
-            for group in optimizer.param_groups
-        ]
-        self._attributes = _Attributes(optimizer)
+                self._state[p] = {k: _Kept(v) for k, v in held.items()}
+        self._groups = [{k: _Kept(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._attributes = _Attributes(optimizer, without=("state", "param_groups"))
 
     def put_back(self) -> None:
         optimizer = self._optimizer
@@ -164,28 +235,41 @@ class _Moments:
                 now = optimizer.state[p]
                 for name in [n for n in now if n not in held]:
                     del now[name]
-                for name, (value, copied) in held.items():
-                    if isinstance(value, torch.Tensor):
-                        value.detach().copy_(copied)
-                        now[name] = value
-                    else:
-                        now[name] = copied
-            for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
-                for name in [n for n in group if n != "params" and n not in kept]:
+                for name, kept in held.items():
+                    now[name] = kept.back()
+            for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+                for name in [n for n in group if n != "params" and n not in settings]:
                     del group[name]
-                for name, (value, copied) in kept.items():
-                    if copied is not None:
-                        value.detach().copy_(copied)
-                    group[name] = value
+                for name, kept in settings.items():
+                    group[name] = kept.back()
         self._attributes.put_back()
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The script's own hooks around optimizer steps are left out: what they change (an average of the weights) is nobody's that is known."""
+    taken = []
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        before = list(hooks.items())
+        for key, hook in before:
+            if not str(getattr(hook, "__module__", "")).startswith("ronde."):
+                del hooks[key]
+        taken.append((hooks, before))
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            cast("dict[int, Any]", hooks).update(before)
 
 
 @contextmanager
 def as_found(run: Run) -> Iterator[None]:
     """Whatever is trained inside, the run is afterwards as it was: weights, optimizer, scheduler, randomness, place in the data.
 
-    What holds no values of its own (a data set's open files, a cache that a data set fills) is left as it comes out. A copy of weights and
-    moments is held meanwhile, in the host's memory.
+    Kept are the model, a loss that is a module, the optimizer, the scheduler, and the attributes of data sets and their transforms, those within
+    them too. What only a closure or a global name leads to is not, nor what the script's hooks on modules change; its hooks around optimizer
+    steps are left out meanwhile. A copy of weights and moments is held, in the host's memory.
 
     Args:
         run: between two of its steps; on every worker.
@@ -193,7 +277,10 @@ def as_found(run: Run) -> Iterator[None]:
     model = _Weights(run.model)
     moments = _Moments(run.optimizer)
     strategy = run._strategy
-    attributes = [_Attributes(strategy), _Attributes(run._taken.dataset)]
+    # A strategy lists the model's parameters, which are kept already.
+    weights = {id(p) for p in run.model.parameters()}
+    attributes = [_Attributes(strategy, elsewhere=weights), *(_Attributes(part, _MOST_BYTES) for part in _within(run._taken.dataset))]
+    losses = [_Weights(f) for f in (run._loss.loss, run._loss.forward) if isinstance(f, torch.nn.Module)]
     untouched = isinstance(strategy, Replicate) and strategy._steps == 0
     scheduler = copy.deepcopy(run.scheduler.state_dict()) if run.scheduler is not None else None
     scheduled = _Attributes(run.scheduler) if run.scheduler is not None else None
@@ -205,9 +292,12 @@ def as_found(run: Run) -> Iterator[None]:
     accelerators = [torch.cuda.get_rng_state(d) for d in devices]
     threads = torch.get_num_threads()
     try:
-        yield
+        with _without_hooks(run.optimizer):
+            yield
     finally:
         model.put_back()
+        for loss in losses:
+            loss.put_back()
         moments.put_back()
         for each in attributes:
             each.put_back()

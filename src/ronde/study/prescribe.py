@@ -330,6 +330,28 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     )
 
 
+def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
+    return c if nodes is None else replace(c, devices_per_node=max(1, -(-to // nodes)))
+
+
+def _as_tried(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[str, Any]:
+    """What would have been measured with a remedy in place that makes no single stage faster (fewer threads, another executor, more prefetch).
+
+    All that is known of it is its rate: loaders by themselves gain as much, and samples take no more CPU time than there was at that rate.
+    """
+    rates = values["samples_per_second"]
+    rows = [r for r in values["stages"] if r.get("where") == "loading"]
+    cpu = sum(float(r["cpu_ms_per_sample"] or 0.0) for r in rows) / 1e3
+    least = min(1.0, max(0.0, facts.cores / rate - facts.step_cpu_seconds) / cpu) if cpu > 0 else 1.0
+    loading = values.get("loading_samples_per_second")
+    return {
+        **values,
+        "samples_per_second": {**rates, "real": rate},
+        "loading_samples_per_second": None if loading is None else max(rate, float(loading) * rate / float(rates["real"])),
+        "stages": [{**r, "cpu_ms_per_sample": float(r["cpu_ms_per_sample"] or 0.0) * least} if r in rows else r for r in values["stages"]],
+    }
+
+
 def _sizes(here: int, to: int) -> list[int]:
     found = [here]
     while found[-1] * 2 <= to:
@@ -349,9 +371,7 @@ def outlook(
     Returns:
         tuple: rows ``{devices, nodes, gap, low, high, wall}``, and ``{stage, devices, limit}``.
     """
-    c = capacities_of(values, facts)
-    if nodes is not None:
-        c = replace(c, devices_per_node=max(1, -(-to // nodes)))
+    c = _on_nodes(capacities_of(values, facts), to, nodes)
     rows = []
     for n in _sizes(facts.workers, to):
         p = predict(c, n)
@@ -420,16 +440,19 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     return max(real, min(rate, synthetic, max(full, real)))
 
 
-def prescriptions(values: Mapping[str, Any], facts: Facts, found: Sequence[Remedy], to: int) -> list[dict[str, Any]]:
+def prescriptions(
+    values: Mapping[str, Any], facts: Facts, found: Sequence[Remedy], to: int, nodes: int | None = None
+) -> list[dict[str, Any]]:
     """Remedies with what they promise, best first; those that promise nothing are left out.
 
     Args:
         found: as :func:`remedies` gave them; tried ones with their ``rate``.
         to: the largest number of devices asked for.
+        nodes: that those fill; None as many as it takes.
     """
     synthetic = float(values["samples_per_second"]["synthetic"])
     here = float(values["gap"])
-    c = capacities_of(values, facts)
+    c = _on_nodes(capacities_of(values, facts), max(to, facts.workers), nodes)
     largest = max(to, facts.workers)
     before = predict(c, largest).gap
     listed: list[tuple[int, float, dict[str, Any]]] = []
@@ -437,7 +460,10 @@ def prescriptions(values: Mapping[str, Any], facts: Facts, found: Sequence[Remed
     for remedy in found:
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
-        altered = _altered(c, values, remedy)
+        if remedy.tried and not remedy.faster and remedy.loaders == 1 and remedy.echo == 1:
+            altered = _on_nodes(capacities_of(_as_tried(values, facts, min(rate, synthetic)), facts), largest, nodes)
+        else:
+            altered = _altered(c, values, remedy)
         p = predict(altered, largest)
         gap_largest = max(0.0, 1.0 - (1.0 - p.gap) * remedy.echo) if remedy.echo > 1 else p.gap
         gap_largest = min(gap_largest, before) if largest > facts.workers else gap_here

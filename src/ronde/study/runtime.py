@@ -24,7 +24,8 @@ from ronde.parallel.shard import fully_shard_model
 from ronde.parallel.staged import StageRun, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Added, Fit, Plan, Times, run_step
-from ronde.plan.trace import bounds_of, follow, watching
+from ronde.plan.intercept import watching
+from ronde.plan.trace import bounds_of, follow
 from ronde.study.chain import untouched
 from ronde.world import World
 

@@ -554,14 +554,16 @@ def _sentence(
         row = rows[0]
         return f"{row.workers} worker{'s' if row.workers > 1 else ''}: {row.real:,.0f} samples/s, {row.gap:.0%} below the synthetic rate; measure more sizes."
     largest = rows[-1].workers
-    told = "extrapolated" if min(stop + 1, upto) > largest else "measured"
+    sizes = {r.workers for r in rows}
+    told = "extrapolated" if min(stop + 1, upto) > largest else "measured" if {stop, min(stop + 1, upto)} <= sizes else "interpolated"
     share = "half" if threshold == 0.5 else f"{threshold:.0%}"
     if stop >= upto:
         start = f"All {upto} pay ({told}): each further worker adds at least {share} of what the first gives"
     else:
         start = f"Stop at {stop} ({told}): worker {stop + 1} adds less than {share} of what the first gives"
     # What costs most at the size after, or the last one that is known.
-    last: Row | Further = next((f for f in extrapolated if f.workers > stop), None) or (extrapolated[-1] if extrapolated else rows[-1])
+    known: list[Row | Further] = sorted([*rows, *extrapolated], key=lambda r: r.workers)
+    last = next((r for r in known if r.workers > stop), known[-1])
     synthetic = last.synthetic.value if isinstance(last.synthetic, Band) else last.synthetic
     ideal = last.workers * rows[0].synthetic / rows[0].workers
     # Shares of what so many workers would do, were nothing lost: they add up.

@@ -26,7 +26,9 @@ _EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause 
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
 _EXPLAINED = 0.7  # of the time that is lost: what the stages' own times must account for, to share it out among them
-_UNCLEAR = 0.10  # two halves of the same arm that differ by more say nothing, however small the gap
+_UNCLEAR = 0.10  # two halves of the same arm that differ by more say nothing, however small the gap; nor does a wider interval
+_NAMED = 0.2  # of the gap: a stage that costs less is not called its cause while most of it is not accounted for
+_PRIOR = 2  # degrees of freedom that the noise of all arms counts for, beside that of the two that are compared
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
 _T95 = (math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09)
@@ -138,15 +140,24 @@ def _column(seen: Seen, arm: str) -> list[float]:
 
 
 def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
-    """Standard deviation of one window as a share of the ceiling, over all arms that were measured more than once; degrees of freedom."""
-    squares, freedom = 0.0, 0
-    for arm in {a for r in seen.rounds for a in r}:
-        values = _column(seen, arm)
-        if len(values) > 1:
-            mean = statistics.fmean(values)
-            squares += sum(((v - mean) / ceiling) ** 2 for v in values)
-            freedom += len(values) - 1
-    return (math.sqrt(squares / freedom), freedom) if freedom else (0.05, 1)
+    """Standard deviation of one window as a share of the ceiling, over all arms, and its degrees of freedom.
+
+    What makes a whole round slower is no noise: arms are only compared within one. Each rate is its arm's times its round's; what is left over
+    counts (least squares of the logarithms).
+    """
+    arms = sorted({a for r in seen.rounds for a in r})
+    cells = [(arms.index(a), k, v) for k, r in enumerate(seen.rounds) for a, v in r.items() if v > 0]
+    columns = np.zeros((len(cells), len(arms) + len(seen.rounds)))
+    for row, (arm, k, _) in enumerate(cells):
+        columns[row, arm] = columns[row, len(arms) + k] = 1.0
+    logs = np.log([v for _, _, v in cells])
+    found, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
+    freedom = len(cells) - int(rank)
+    if freedom < 1:
+        return 0.05, 1
+    rates = np.exp([found[arm] + found[len(arms) :].mean() for arm, _, _ in cells]) / ceiling
+    residuals = (logs - columns @ found) * rates
+    return math.sqrt(float((residuals**2).sum()) / freedom), freedom
 
 
 def _middle(seen: Seen, arm: str) -> float | None:
@@ -184,8 +195,18 @@ class _Judge:
         waited = statistics.median(waits) if waits else 0.0
         step = seen.batch / real
         self.unwaited = seen.batch / max(step - waited, 0.01 * step)
-        n = max(1, len(paired))
-        self.half = _t95(self.freedom) * self.noise * math.sqrt(2.0 / n)
+        self.half = self._half(paired)
+
+    def _half(self, differences: Sequence[float]) -> float:
+        """Half of the interval, 95 %, in which the mean of differences within rounds lies.
+
+        Few rounds tell little about their own spread, and arms are not all equally noisy: both count.
+        """
+        n = len(differences)
+        prior = min(self.freedom, _PRIOR)
+        own = statistics.variance(differences) * (n - 1) if n > 1 else 0.0
+        freedom = prior + max(0, n - 1)
+        return _t95(freedom) * math.sqrt((prior * 2 * self.noise**2 + own) / freedom / max(1, n))
 
     def lift(self, arm: str) -> Interval | None:
         """Points gained by an arm over the real one, measured in the same rounds."""
@@ -193,7 +214,7 @@ class _Judge:
         if not found:
             return None
         value = statistics.median(found)
-        half = _t95(self.freedom) * self.noise * math.sqrt(2.0 / len(found))
+        half = self._half(found)
         return Interval(100 * value, 100 * (value - half), 100 * (value + half))
 
     # -- the input ---------------------------------------------------------------------------------------------------
@@ -464,7 +485,7 @@ def judge(seen: Seen) -> Verdict:
     limited = j.lift("limited")
     slow_loader = j.slow_loader(rows) if straggler is None else None
 
-    healthy_input = 100 * gap <= HEALTHY_POINTS or 100 * (gap - j.half) <= _SURELY
+    healthy_input = 100 * gap <= HEALTHY_POINTS
     cause: dict[str, Any] | None = None
     if not healthy_input:
         cause = _cause(seen, j, rows, neighbour, limited, slow_loader)
@@ -476,8 +497,11 @@ def judge(seen: Seen) -> Verdict:
         elif exchange >= _EXCHANGE_POINTS:
             cause = {"stage": "exchange", "points": exchange}
     _share_rest(rows, seen, j, cause)
+    left = 100 * gap - sum(r["lost_points"] for r in rows) - (neighbour["points"] if neighbour is not None else 0.0)
+    if cause is not None and cause["stage"] in {r["name"] for r in rows} and cause["points"] < _NAMED * 100 * gap and left > 50 * gap:
+        cause = {"stage": "unexplained", "points": left}  # the largest of small ones is not why
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
-    refused = _refused(seen, j, claimed)
+    refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
     return Verdict(
@@ -568,6 +592,16 @@ def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:
     if busiest is None:
         return ""
     return f"{busiest.name} in {seen.workers * seen.loaders} loading processes on {seen.cores} cores"
+
+
+def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
+    """A gap that may be none, and one that may be large."""
+    if (100 * (gap - j.half) > _SURELY) if not healthy else (gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR):
+        return None
+    return (
+        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to call it "
+        f"{'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds are needed (--rounds, --seconds)"
+    )
 
 
 def _refused(seen: Seen, j: _Judge, claimed: float) -> str | None:

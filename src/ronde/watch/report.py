@@ -343,9 +343,20 @@ def _doctor_headline(values: Mapping[str, Any], stages: Sequence[Mapping[str, An
     gap = _percent(values.get("gap"))
     if values.get("healthy"):
         return f"Healthy: input costs {gap} of the synthetic rate, and nothing is prescribed."
-    worst = stages[0] if stages and (_number(stages[0].get("lost_points")) or 0.0) > 0 else None
-    cause = f", {_points(worst['lost_points'])} points of it in {worst.get('name')}" if worst else ""
-    return f"The devices are idle for {gap} of what they could do{cause}."
+    found = values.get("cause") or {}
+    if not found:
+        return f"The devices are idle for {gap} of what they could do."
+    name = {
+        "exchange": "the exchange of gradients",
+        "straggler": f"a straggler, rank {found.get('rank')}",
+        "neighbour": "a step that loaders slow down",
+        "oversubscription": "too many compute threads in the loaders",
+        "unexplained": "something that was not found",
+    }.get(str(found.get("stage")), str(found.get("stage")))
+    if found.get("stage") in ("exchange", "straggler") and found.get("within") in (None, "step"):
+        # Lost between the workers, not to the input.
+        return f"{_points(found.get('points'))} points are lost to {name}; the input costs {gap}."
+    return f"The devices are idle for {gap} of what they could do, {_points(found.get('points'))} points of it in {name}."
 
 
 def _waterfall(values: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> str:
@@ -445,12 +456,12 @@ def _or(value: Any, other: Any) -> float:
 
 def _stage_table(values: Mapping[str, Any], stages: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for i, s in enumerate(stages):
+    for s in stages:
         low, high = _number(s.get("low")), _number(s.get("high"))
         lost = _points(s.get("lost_points"))
         if low is not None and high is not None:
             lost += f' <span class="soft">({_points(low)} to {_points(high)})</span>'
-        cause = i == 0 and not values.get("healthy") and (_number(s.get("lost_points")) or 0.0) > 0
+        cause = s.get("name") == (values.get("cause") or {}).get("stage")
         cells = [
             escape(str(s.get("name"))),
             _rate(s.get("capacity_samples_per_second")),

@@ -1,0 +1,196 @@
+"""What every verb that takes a script shares: its options, and starting the script to examine it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.world import ArgumentError, RondeError
+
+__all__ = [
+    "ArgumentsOption",
+    "FeedOption",
+    "JsonOption",
+    "ModuleOption",
+    "ReportOption",
+    "WorkersOption",
+    "check_folders",
+    "command_of",
+    "discard",
+    "examine",
+    "feed_of",
+    "short",
+    "write_json",
+]
+
+ArgumentsOption = Annotated[
+    list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+]
+ModuleOption = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)]
+WorkersOption = Annotated[
+    str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+]
+FeedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--feed",
+        metavar="FILE|none",
+        help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)]
+ReportOption = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
+]
+
+
+def command_of(module: str | None, arguments: list[str]) -> list[str]:
+    """The worker's command, checked before anything is started.
+
+    Raises:
+        ArgumentError: no script, or none that is there.
+    """
+    if module is not None:
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise ArgumentError(f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages.")
+        return ["-m", module, *arguments]
+    if not arguments:
+        raise ArgumentError("no script given: name one, SCRIPT [ARGS…], or a module, -m MODULE [ARGS…].")
+    script = Path(arguments[0])
+    if script.is_dir():
+        raise ArgumentError(f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?")
+    if not script.is_file():
+        folder = script.parent if str(script.parent) else Path()
+        near = difflib.get_close_matches(script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1)
+        hint = f" Did you mean {folder / near[0]}?" if near else ""
+        raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
+    return arguments
+
+
+def feed_of(asked: str | None, script: str) -> tuple[str, str]:
+    """``--feed``, checked before anything is started: what the workers are told, and what the user is.
+
+    Raises:
+        ArgumentError: the file is not there, or cannot be used.
+    """
+    if asked is None:
+        asked = os.environ.get("RONDE_FEED") or None
+    if asked == "none":
+        return "none", ""
+    from ronde.feed.apply import sentence
+    from ronde.feed.settings import FeedSettings, settings_file
+
+    file = settings_file(script) if asked is None else Path(asked)
+    if asked is None and not file.is_file():
+        return "none", ""
+    settings = FeedSettings.load(file)
+    return str(file.absolute()), f"feed: {short(file)} ({sentence(settings)})"
+
+
+def check_folders(**files: Path | None) -> None:
+    """Whether what shall be written can be: ``json=…`` is the file of ``--json``.
+
+    Raises:
+        ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder itself.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ArgumentError(f"--{option} {path}: there is no folder {folder}.")
+        if path.is_dir():
+            raise ArgumentError(f"--{option} {path}: this is a folder, expected a file's name.")
+        if not os.access(folder, os.W_OK):
+            raise ArgumentError(f"--{option} {path}: nothing may be written to {folder}.")
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
+    temporary.write_text(json.dumps(values, indent=2, default=str) + "\n")
+    temporary.rename(file)
+
+
+def short(path: Path) -> str:
+    """Seen from here, where it is below."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def discard(_: bytes) -> None:
+    """The script's output, where it is not wanted."""
+
+
+def examine(
+    study: str,
+    command: list[str],
+    workers: int,
+    folder: Path,
+    options: str,
+    say: Callable[[str], None],
+    failed: Callable[[str], str],
+    environment: dict[str, str] | None = None,
+) -> Path:
+    """Start a script's workers up to ``ronde.distribute``, where a study examines it instead of training.
+
+    Args:
+        study: its name.
+        folder: where its answer and the workers' run directory go; empty.
+        options: what the study is told, as JSON.
+        say: told what it is doing.
+        failed: ``failed(error)``: the sentence for a script that ended before the study had an answer.
+        environment: more of the workers' environment.
+
+    Returns:
+        The file with the study's answer; it is not there where the script ended without calling ``distribute``.
+
+    Raises:
+        RondeError: the script failed before.
+        typer.Exit: a signal stopped it.
+    """
+    from ronde.launch import Job, launch
+
+    out = folder / "answer.json"
+    told = {
+        "RONDE_STUDY": study,
+        "RONDE_STUDY_FILE": str(out),
+        "RONDE_STUDY_OPTIONS": options,
+        "RONDE_RUNS": "none",
+        "RONDE_PROGRESS": "quiet",
+        "RONDE_RESUME": "0",
+        **(environment or {}),
+    }
+
+    def heard(message: dict[str, Any]) -> None:
+        if "study" in message:
+            say(str(message["study"]))
+
+    outcome = launch(Job(command, workers, folder / "run", told), discard, heard)
+    if outcome.interrupted:
+        typer.echo("stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended")
+        raise typer.Exit(outcome.status)
+    if outcome.status and not out.exists():
+        error = outcome.error or ""
+        if outcome.traceback and "NoisyMachine" not in error:  # that is no fault of the script's
+            typer.echo(outcome.traceback.rstrip(), err=True)
+        raise RondeError(failed(error))
+    return out
