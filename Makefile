@@ -24,7 +24,7 @@ demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py
 
 test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some, RONDE_TEST_ALL=1 runs whole grids
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## look at format, style, types and who imports whom
 	@$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@
     python benchmarks/plan_truth.py --json benchmarks/results/plan_truth.json
 
 In each process group the layers and the links are measured first, with all workers at work; every plan is predicted, and the
-predictions are written down; then each plan trains. "After one step" corrects a plan's prediction by its first measured step.
+predictions are written down; then the plans train in turn, in three rounds. "After one step" corrects a plan's prediction by its first measured step.
 Reported: mean absolute error, the share of pairs of plans more than 5 % apart that are in the right order, and how far the chosen
 plan is from the best measured one. Sleeping layers stand for a device each, so that four workers run on two cores.
 """
@@ -55,7 +55,9 @@ PLANS = {
     ],
 }
 CASES = {"transformer": 2, "mlp": 2, "sleep": 4, "uneven": 4}
-WARM, STEPS = 3, 16
+SLEEPING = ("sleep", "uneven")
+WARM, STEPS, ROUNDS = 2, 8, 3
+ATTEMPTS = 3  # at layers' costs, while the machine is disturbed
 
 
 def build(kind: str) -> tuple[Any, Any, int]:
@@ -106,22 +108,24 @@ def worker(kind: str, out: Path) -> None:
     from ronde.plan.predict import predict
     from ronde.study import forecast
     from ronde.study.links import calibrate
-    from ronde.study.noise import TOLERANCE, Reference
+    from ronde.study.noise import TOLERANCE, NoisyMachine, Reference
 
     os.environ.setdefault("RONDE_RUNS", "none")
 
     def loss_of(output: Any, target: Any) -> Any:
         return (output - target).square().mean()
 
-    reference = Reference(torch.device("cpu"))
+    # Four workers share two cores while they sleep: there only the time counts that a thread worked.
+    reference = Reference(torch.device("cpu"), calm=kind in SLEEPING)
 
-    def train(spec: str) -> list[float]:
+    def train(spec: str, steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each step after the first few, and of fixed work next to each, on the slowest worker."""
         model, data, batch = build(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         run = ronde.distribute(model, optimizer, data, loss=loss_of, batch_size=batch, plan=spec)
         seconds: list[float] = []
         readings: list[float] = []
-        while len(seconds) < WARM + STEPS:
+        while len(seconds) < WARM + steps:
             dist.barrier()
             start = time.perf_counter()
             for b in run.batches():
@@ -131,15 +135,11 @@ def worker(kind: str, out: Path) -> None:
                 readings.append(reference())
                 dist.barrier()
                 start = time.perf_counter()
-        # As in calibration: steps next to which fixed work took 10 % longer than at its best, on any worker, are left out.
         slowest = torch.tensor(readings)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        best = min(best_reading, float(slowest.min()))
-        kept = [t for t, reading in zip(seconds[WARM:], slowest[WARM:].tolist(), strict=True) if reading <= best * (1 + TOLERANCE)]
-        return kept if len(kept) >= 4 else seconds[WARM:]
+        return seconds[WARM:], slowest[WARM:].tolist()
 
-    best_reading = math.inf
-    train("replicate")  # warms kernels, allocator and connections
+    train("replicate", STEPS)  # warms kernels, allocator and connections
     me = ronde.run.entry.connect()
     model, data, batch = build(kind)
     work = ronde.parallel.Work(
@@ -149,13 +149,22 @@ def worker(kind: str, out: Path) -> None:
         lambda n: data[:n],
     )
     calls = ronde.run.losses.LossCall(loss_of, None)
-    lowest = torch.tensor(min(reference() for _ in range(20)))
-    dist.all_reduce(lowest, dist.ReduceOp.MAX)
-    best_reading = float(lowest)
+    costs, least = None, math.inf
+    for _ in range(ATTEMPTS):
+        dist.barrier()
+        tried = forecast.gauge(work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None)
+        noise = torch.tensor(tried.noise)
+        dist.all_reduce(noise, dist.ReduceOp.MAX)
+        if costs is None or float(noise) < least:
+            costs, least = tried, float(noise)
+        if least <= TOLERANCE:
+            break
+    assert costs is not None
     dist.barrier()
-    costs = forecast.gauge(work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None)
-    dist.barrier()
-    cluster = calibrate(me, accept_noise=True)
+    try:
+        cluster = calibrate(me)
+    except NoisyMachine:
+        cluster = calibrate(me, accept_noise=True)
     predicted = {}
     for spec in PLANS[me.size]:
         parsed = Plan.parse(spec)
@@ -167,21 +176,31 @@ def worker(kind: str, out: Path) -> None:
         predicted[spec] = predict(plan, costs, cluster)
     if me.is_main:
         out.with_suffix(".predicted").write_text(json.dumps({k: v.step_seconds for k, v in predicted.items()}))
+    # Every plan in turn, round after round: the machine's own speed drifts by more than plans differ.
+    taken: dict[str, list[tuple[float, float]]] = {spec: [] for spec in PLANS[me.size]}
+    for _ in range(ROUNDS):
+        for spec, steps in taken.items():
+            steps += zip(*train(spec, STEPS), strict=True)
+    best = min(reading for steps in taken.values() for _, reading in steps)
     rows = []
-    for spec in PLANS[me.size]:
-        seconds = train(spec)
+    for spec, steps in taken.items():
+        # As in calibration: steps next to which fixed work took 10 % longer than at its best are left out, while there are enough others.
+        limit = max(best * (1 + TOLERANCE), sorted(reading for _, reading in steps)[STEPS - 1])
+        kept = [seconds for seconds, reading in steps if reading <= limit]
         rows.append(
             {
                 "case": kind,
                 "plan": spec,
                 "predicted": predicted[spec].step_seconds,
                 "terms": predicted[spec].terms,
-                "first": seconds[0],
-                "measured": statistics.median(seconds[1:]),
+                "first": kept[0],
+                "measured": statistics.median(kept[1:]),
+                "kept": len(kept),
+                "quartiles": statistics.quantiles(kept, n=4)[::2],
             }
         )
     if me.is_main:
-        out.write_text(json.dumps({"rows": rows, "noise": costs.noise, "costs": costs.to_dict(), "cluster": cluster.to_dict()}))
+        out.write_text(json.dumps({"rows": rows, "noise": least, "costs": costs.to_dict(), "cluster": cluster.to_dict()}))
 
 
 @contextlib.contextmanager

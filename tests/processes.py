@@ -175,6 +175,12 @@ def _fork_each(commands: list[list[str]]) -> None:
     print(json.dumps(answers))
 
 
+def forked(script: Path, workers: int, *arguments: object, imports: Sequence[str] = ()) -> list[str]:
+    """The command line of a script's ranks as forks of one process: see ``forked.py``."""
+    runner = Path(__file__).with_name("forked.py")
+    return [sys.executable, str(runner), "-n", str(workers), "-i", ",".join(imports), str(script), *map(str, arguments)]
+
+
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """What a launcher sets that follows torch's convention."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pipeline_cases import MODELS, largest_difference, plain
+from processes import forked
 
 HERE = Path(__file__).parent
 BOUND = 1e-10
@@ -73,9 +73,8 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "ronde", "run", "-q", "--workers", str(workers), "--runs", "none"]
     done = subprocess.run(
-        [*command, str(HERE / "pipeline_worker.py"), str(listing), str(out)],
+        forked(HERE / "pipeline_worker.py", workers, listing, out, imports=["torch.distributed.pipelining"]),
         env={**os.environ, "PYTHONPATH": str(HERE)},
         cwd=folder,
         capture_output=True,
@@ -124,9 +123,8 @@ def test_where_it_is_cut(tmp_path):
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "ronde", "run", "-q", "--workers", "2", "--runs", "none", str(HERE / "pipeline_worker.py")]
     done = subprocess.run(
-        [*command, str(listing), str(out)],
+        forked(HERE / "pipeline_worker.py", 2, listing, out, imports=["torch.distributed.pipelining"]),
         env={**os.environ, "PYTHONPATH": str(HERE)},
         cwd=tmp_path,
         capture_output=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,13 @@ pytest.importorskip("monai")
 import foreign_models as foreign
 from foreign_worker import plain
 from pipeline_cases import largest_difference
+from processes import forked
 
 for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
     load()
 HERE = Path(__file__).parent
 ALL = os.environ.get("RONDE_TEST_ALL") == "1"
+LOADED = [f"foreign_models:load_{name}" for name in ("transformers", "diffusers", "monai")]
 KINDS = ("TRANSFORMERS", "DIFFUSERS", "MONAI")
 # One tied, one with several inputs, one with skips, one with layers of one's own, of each package.
 SAMPLE = {
@@ -51,9 +52,8 @@ def test_models_nobody_here_wrote(stages, tmp_path):
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "ronde", "run", "-q", "--workers", str(stages), "--runs", "none", str(HERE / "foreign_worker.py")]
     done = subprocess.run(
-        [*command, str(listing), str(out)],
+        forked(HERE / "foreign_worker.py", stages, listing, out, imports=["torch.distributed.pipelining", *LOADED]),
         env={**os.environ, "PYTHONPATH": str(HERE)},
         cwd=tmp_path,
         capture_output=True,

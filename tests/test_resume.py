@@ -90,7 +90,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
     (folder / "train.py").write_text(SCRIPT)
     ronde_run(folder, "-q", "-n", "1", "--name", "whole", "train.py", "0", "-1")
-    ronde_run(folder, "-q", "-n", "1", "--name", "whole-dropout-1", "train.py", "0.3", "-1")
+    if ALL:
+        ronde_run(folder, "-q", "-n", "1", "--name", "whole-dropout-1", "train.py", "0.3", "-1")
     ronde_run(folder, "-q", "-n", "2", "--name", "whole-dropout-2", "train.py", "0.3", "-1")
     return folder
 
@@ -99,7 +100,7 @@ def folder(tmp_path_factory):
 RESUMED = [(2, 2, 8, 0), (2, 1, 5, 2), (1, 3, 13, 0), (3, 2, 17, 1)]
 
 
-@pytest.mark.parametrize(("first", "second", "stop", "loaders"), RESUMED if ALL else RESUMED[1:3])
+@pytest.mark.parametrize(("first", "second", "stop", "loaders"), RESUMED if ALL else RESUMED[1:2])
 def test_resumed_on_another_number_of_workers(folder, first, second, stop, loaders):
     name = f"r-{first}-{second}-{stop}"
     env = {"LOADERS": str(loaders)}
@@ -144,7 +145,7 @@ def test_another_training_is_not_resumed(folder):
         ("return 37", "return 36", "samples in the data set was 37 then and is 36 now"),
         ("Rows(), 8", "Rows(), 9", "batch_size was 8 then and is 9 now"),
     )
-    for old, new, text in changes if ALL else changes[:3]:
+    for old, new, text in changes if ALL else changes[:1]:
         path = folder / "changed.py"
         path.write_text(changed.replace(old, new).replace("Linear(16, 3)", "Linear(17, 3)" if "17" in new else "Linear(16, 3)"))
         said = ronde_run(folder, "-n", "1", "--name", "other", "--resume", "changed.py", "0", "-1", fails=True)

@@ -28,6 +28,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import ronde
 from equality_cases import CLASSES, LENGTH, MODELS, VOCABULARY, Case, Samples, largest_difference, mean_loss, plain_loop
+from processes import forked
 from ronde.parallel import recompute
 
 HERE = Path(__file__).parent
@@ -395,9 +396,8 @@ def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
     listing.write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
-    command = [sys.executable, "-m", "ronde", "run", "-q", "--workers", str(workers), "--runs", "none", str(HERE / "test_shard.py")]
     done = subprocess.run(
-        [*command, str(listing), str(out)],
+        forked(HERE / "test_shard.py", workers, listing, out, imports=["torch.distributed.fsdp", "torchmetrics.classification"]),
         env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         cwd=folder,
         capture_output=True,
@@ -454,8 +454,10 @@ CASES = {
 }
 
 
-if os.environ.get("RONDE_TEST_ALL") != "1":  # of optimizers alone, every third
-    CASES[2] = [*CASES[2][:-13], *CASES[2][-13::3]]
+if os.environ.get("RONDE_TEST_ALL") != "1":  # every second, with those that others are compared with; of optimizers alone, every third
+    some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
+    others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
+    CASES = {2: [*COMMON, *others[::2], *some, *CASES[2][-13::3]], 3: CASES[3][1::2], 4: CASES[4][::2]}
 
 
 @pytest.mark.timeout(320)
