@@ -11,10 +11,30 @@ _PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "RO
 
 
 # They begin first, longest first, so that at the end no process is left alone with a long file.
-_LONGEST = (
-    "docs doctor cli resume shard pipeline plan_costs cut launchers_real tensor examples feed_executor pipeline_foreign reshard "
-    "run prove equality feed_resume plan_memory plan_search scale errors"
-).split()
+_LONGEST = [
+    "docs",
+    "doctor",
+    "cli",
+    "resume",
+    "shard",
+    "pipeline",
+    "plan_costs",
+    "cut",
+    "launchers_real",
+    "tensor",
+    "examples",
+    "feed_executor",
+    "pipeline_foreign",
+    "reshard",
+    "run",
+    "prove",
+    "equality",
+    "feed_resume",
+    "plan_memory",
+    "plan_search",
+    "scale",
+    "errors",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
