@@ -576,6 +576,39 @@ def test_what_the_runtime_adds_by_hand():
     assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, cluster).terms["overhead"] == pytest.approx(16 * 0.03)
 
 
+def test_gradients_of_further_micro_batches_are_added_to_those_that_are_there():
+    plain = even(4, batch=8, parameters=10**9)
+    costs = dataclasses.replace(plain, accumulate_seconds=0.8)
+
+    def more(plan: Plan) -> float:
+        one, other = (predict(plan, c, wires(action_seconds=0.0)).raw_step_seconds for c in (costs, plain))
+        return one - other
+
+    assert more(Plan(2, 8)) == 0
+    assert more(Plan(2, 8, micro_batch=1)) == pytest.approx(3 * 0.8)
+    assert more(Plan(2, 8, shard="parameters", micro_batch=1)) == pytest.approx(3 * 0.4)  # of what is kept, a half
+    # A worker of four has a quarter of them; 7 of 8 micro-batches add, and the first and the last three wait for it too.
+    assert more(Plan(4, 8, pipeline=4, micro_batch=1)) == pytest.approx((8 + 3) * 0.2 * 7 / 8)
+
+
+def test_workers_that_share_cores_are_faster_while_others_wait():
+    two = Times((1.5,) * 2, (3.0,) * 2, (0.0,) * 2, (0.0,) * 2)
+    # One micro-batch: never do both work, so that each pass takes what it does alone.
+    assert run_step("gpipe", 2, 1, 1, two, contention=1.5).seconds == pytest.approx((1.5 + 3.0) * 2 / 1.5)
+    # Two copies of it: the other copy works beside each pass, one of three others.
+    both = run_step("gpipe", 2, 1, 1, two, contention=1.5, copies=2).seconds
+    assert both == pytest.approx(2 * 4.5 / 1.5 * (1 + 0.5 / 3))
+    # Of nine slots of a forward and a backward pass, in the first and the last one worker waits.
+    many = run_step("1f1b", 2, 1, 8, two, contention=1.5)
+    assert many.seconds == pytest.approx(7 * 4.5 + 2 * 4.5 / 1.5, rel=0.03)
+    assert run_step("1f1b", 2, 1, 8, two).seconds == pytest.approx(9 * 4.5)
+    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), contention=2.0)
+    alone = predict(Plan(4, 8, pipeline=4, micro_batch=8), costs, wires(action_seconds=0.0))
+    assert alone.raw_step_seconds == pytest.approx(
+        0.5 * predict(Plan(4, 8, pipeline=4, micro_batch=8), even(4, batch=8, parameters=10**9), wires(action_seconds=0.0)).raw_step_seconds
+    )
+
+
 def test_a_pipeline_by_hand():
     costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
     pipe = predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, wires(action_seconds=0.0))

@@ -115,6 +115,8 @@ class Costs:
         action_seconds: what a pipeline's runtime adds to each forward or backward pass of a micro-batch; 0 where not measured (then it is
             the cluster's).
         lockstep: how much longer the layers take where workers wait for each other at every one of them.
+        contention: how much longer the layers take while all workers compute than while one does; the units' seconds have it in them.
+        accumulate_seconds: what adding the gradients of a further micro-batch to those that are there takes, of the whole model.
     """
 
     units: tuple[Unit, ...]
@@ -137,6 +139,8 @@ class Costs:
     optimizer_fixed_seconds: float = 0.0
     action_seconds: float = 0.0
     lockstep: float = 1.0
+    contention: float = 1.0
+    accumulate_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -14,6 +14,8 @@ Nothing is fitted to step times. How each strategy is composed:
   and activations are all-reduced, not hidden.
 - *On the CPU* all of these take what the runtime adds (``Cluster.added``: hooks, copies into and out of flat buffers, waking up), and a
   sharded model takes at each layer as long as its slowest worker does (``Costs.lockstep``): both measured, like the collectives.
+- *Workers that share cores* (measured together against alone, ``Costs.contention``) are faster while others wait: in a pipeline each
+  pass is timed by how many others work beside it. Each further micro-batch adds its gradients to those that are there.
 - *Recompute*: the forward pass, or the cheap part of it, once more. *Offload*: gradients down and parameters up, not hidden.
 
 Memory is the largest sum at any one moment of the step: states, activations kept so far, gradients made so far, what a unit needs
@@ -212,7 +214,8 @@ class Predictor:
             fit = min(max(1, fit), batch_size)
             count = math.ceil(batch_size / fit)
             made = self.chain_of(plan, batch_size / count, alone)
-            self._one_device[batch_size] = count * float(made.seconds.sum()) + self.costs.optimizer_seconds / self.cluster.speed
+            once = self.costs.optimizer_seconds + (count - 1) * self.costs.accumulate_seconds
+            self._one_device[batch_size] = count * float(made.seconds.sum()) + once / self.cluster.speed
         return self._one_device[batch_size]
 
     def verdict(self, memory_bytes: float) -> Verdict:

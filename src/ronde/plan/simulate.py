@@ -11,16 +11,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ronde.plan.partition import StageCost
 from ronde.plan.plan import Schedule
 from ronde.plan.schedules import Action, actions, allowed
 from ronde.world import ArgumentError
 
-__all__ = ["INPUT_SHARE", "Event", "Timeline", "Times", "run_step", "simulate"]
+__all__ = ["INPUT_SHARE", "Event", "Timeline", "Times", "run_step", "share_cores", "simulate"]
 
 INPUT_SHARE = 0.5
 """Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts apart: assumed (F = I = W)."""
 
+_SHARED_TRIES = 3  # what overlaps depends on how long it takes; after three it hardly moves
 _ACTIONS = 6_000  # a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
 
 
@@ -99,7 +102,13 @@ class Timeline:
 
 
 def simulate(
-    lists: Sequence[Sequence[Action]], times: Times, *, overhead_seconds: float = 0.0, keep_events: bool = True, micro_batches: int = 0
+    lists: Sequence[Sequence[Action]],
+    times: Times,
+    *,
+    overhead_seconds: float = 0.0,
+    keep_events: bool = True,
+    micro_batches: int = 0,
+    stretch: dict[tuple[int, Action], float] | None = None,
 ) -> Timeline:
     """Let every worker do its list.
 
@@ -110,6 +119,7 @@ def simulate(
         overhead_seconds: what the runtime adds to each action.
         keep_events: whether the result has them.
         micro_batches: for the record.
+        stretch: (worker, action) -> how many times as long it takes.
 
     Raises:
         ArgumentError: the lists wait for each other.
@@ -162,7 +172,8 @@ def simulate(
                 start = max(now, there)
             if kind in ("B", "W"):
                 held[stage] -= 1
-            now = start + cost[kind][stage] + overhead_seconds
+            seconds = cost[kind][stage] + overhead_seconds
+            now = start + (seconds * stretch[worker, row[k]] if stretch else seconds)
             busy[worker] += now - start
             if keep_events:
                 events.append(Event(worker, start, now, row[k]))
@@ -196,6 +207,28 @@ def simulate(
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(most), tuple(events), micro_batches)
 
 
+def share_cores(timeline: Timeline, contention: float, copies: int) -> dict[tuple[int, Action], float]:
+    """How much less than with all workers at work each action takes, where they share cores and some of them wait meanwhile.
+
+    Args:
+        timeline: with its events, of actions that take as long as with all workers at work.
+        contention: how many times longer an action takes so than alone; in between it grows in a line with the others that work.
+        copies: pipelines that do the same at the same time.
+    """
+    starts = np.array([e.start for e in timeline.events])
+    ends = np.array([e.end for e in timeline.events])
+    edges = np.concatenate([starts, ends])
+    order = np.argsort(edges, kind="stable")
+    at = edges[order]
+    working = np.cumsum(np.where(order < len(starts), 1.0, -1.0))  # from each edge to the next
+    worked = np.concatenate([[0.0], np.cumsum(working[:-1] * np.diff(at))])
+    mean = (np.interp(ends, at, worked) - np.interp(starts, at, worked)) / np.maximum(ends - starts, 1e-12)
+    others = np.clip((copies * mean - 1.0) / max(1, copies * len(timeline.busy) - 1), 0.0, 1.0)
+    return {
+        (e.worker, e.action): (1.0 + (contention - 1.0) * o) / contention for e, o in zip(timeline.events, others.tolist(), strict=True)
+    }
+
+
 def run_step(
     schedule: Schedule,
     workers: int,
@@ -206,11 +239,13 @@ def run_step(
     overhead_seconds: float = 0.0,
     keep_events: bool = False,
     exact: bool = False,
+    contention: float = 1.0,
+    copies: int = 1,
 ) -> Timeline:
     """Simulate one step of a schedule.
 
     A long step is simulated at two smaller numbers of micro-batches and continued in a line: once a pipeline is full, each round of
-    micro-batches takes as long as the one before. ``exact`` forbids that.
+    micro-batches takes as long as the one before. ``exact`` forbids that. Where workers share cores, see :func:`share_cores`.
 
     Raises:
         ArgumentError: the schedule does not allow these numbers.
@@ -230,7 +265,12 @@ def run_step(
             )
             return _continue(a, b, few, more, micro_batches, schedule)
     lists = actions(schedule, workers, virtual, micro_batches)
-    return simulate(lists, times, overhead_seconds=overhead_seconds, keep_events=keep_events, micro_batches=micro_batches)
+    shared = contention > 1.0 and micro_batches * each * workers * virtual <= _ACTIONS
+    stretch: dict[tuple[int, Action], float] | None = None
+    for _ in range(_SHARED_TRIES if shared else 0):
+        found = simulate(lists, times, overhead_seconds=overhead_seconds, micro_batches=micro_batches, stretch=stretch)
+        stretch = share_cores(found, contention, copies)
+    return simulate(lists, times, overhead_seconds=overhead_seconds, keep_events=keep_events, micro_batches=micro_batches, stretch=stretch)
 
 
 def _continue(a: Timeline, b: Timeline, few: int, more: int, micro_batches: int, schedule: Schedule) -> Timeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Step(Moments):
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
         terms = dict.fromkeys(TERMS, 0.0)
-        terms["compute"] = times * (forward + backward - recompute - reduce)
+        terms["compute"] = times * (forward + backward - recompute - reduce) + (times - 1) * self._accumulated(float(made.trainable.sum()))
         terms["recompute"] = times * recompute
         terms["tensor"] = times * reduce
         hidden = 0.0
@@ -139,6 +140,11 @@ class Step(Moments):
         terms["gather"], terms["exchange"] = times * shown * part, times * shown * (1.0 - part)
         return times * max(0.0, gathers + reduces - shown)
 
+    def _accumulated(self, trainable: float) -> float:
+        """Seconds of adding the gradients of so many bytes of parameters to those of the micro-batch before."""
+        part = trainable / self.owner._trainable if self.owner._trainable else 0.0
+        return self.costs.accumulate_seconds / self.cluster.speed * part / (self.parts if self.fsdp else 1)
+
     def _optimizer(self, trainable: float) -> float:
         part = trainable / self.owner._trainable if self.owner._trainable else 0.0
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
@@ -178,19 +184,30 @@ class Step(Moments):
                 back[s] = (far if crosses else near)(float(stages.back_bytes[s]))
         # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of it in the weights' part.
         inputs = (0.0, *(INPUT_SHARE * stages.backward[1:]).tolist())
-        times = Times(tuple(stages.forward.tolist()), tuple(stages.backward.tolist()), tuple(send.tolist()), tuple(back.tolist()), inputs)
+        # All but the first add to gradients that are there: spread over all of them.
+        further = (self.micro_batches - 1) / self.micro_batches
+        backward = [float(b) + further * self._accumulated(float(t)) for b, t in zip(stages.backward, stages.trainable, strict=True)]
+        times = Times(tuple(stages.forward.tolist()), tuple(backward), tuple(send.tolist()), tuple(back.tolist()), inputs)
         if quick:
             timeline = closed_form(plan, stages, self.micro_batches, self.owner.action_seconds, float(send.sum() + back.sum()))
             unsent = timeline
         else:
             draw = self.owner.draws and workers * virtual * self.micro_batches <= _DRAWN
-            timeline = run_step(
-                plan.schedule, workers, virtual, self.micro_batches, times, overhead_seconds=self.owner.action_seconds, keep_events=draw
+            simulated = partial(
+                run_step,
+                plan.schedule,
+                workers,
+                virtual,
+                self.micro_batches,
+                overhead_seconds=self.owner.action_seconds,
+                contention=self.costs.contention,
+                copies=plan.replicas * plan.tensor,
             )
+            timeline = simulated(times, keep_events=draw)
             unsent = self.owner.simulated = timeline
             if split_waits:
                 free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
-                unsent = run_step(plan.schedule, workers, virtual, self.micro_batches, free, overhead_seconds=self.owner.action_seconds)
+                unsent = simulated(free)
         trainable = by_worker(stages.trainable, stages, workers)
         parameters = by_worker(stages.parameters, stages, workers)
         starts = np.array(bounds[:-1])

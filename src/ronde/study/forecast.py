@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from ronde.run.compare import Forecast
 from ronde.study.chain import Link
 from ronde.study.links import calibrate
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
+from ronde.study.memory import line
 from ronde.study.runtime import action_seconds
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
@@ -40,7 +42,8 @@ from ronde.world.agree import broadcast_json
 __all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
 
 
-_LOADED_ROUNDS = 7
+_LOADED_ROUNDS, _LOADED_SECONDS = 7, 8.0  # hosts have fast and slow seconds: what is usual shows after some
+_LEAST_FACTOR = 0.5  # what was timed alone was disturbed then
 
 
 def install() -> None:
@@ -114,46 +117,69 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or not costs.measured_samples:
         return costs
-    samples = max(costs.measured_samples)
-    alone = sum(u.forward_seconds.at(samples) + u.backward_seconds.at(samples) for u in costs.units)
-    batch = work.sample(samples)
-    chain = [Link(u.name, u.alike) for u in costs.units]
-    passes, updates, parts = loaded(
-        work.model, work.optimizer, calls, batch, precision=plan.precision, rounds=_LOADED_ROUNDS, wait=dist.barrier, chain=chain
-    )
     device = next(p.device for p in work.model.parameters())
+    sizes = sorted(costs.measured_samples)
+    chain = [Link(u.name, u.alike) for u in costs.units]
+    batches = [work.sample(n) for n in sizes]
+    began = time.perf_counter()
+    rounds = 0
 
-    def slowest(values: list[float]) -> list[float]:
+    def enough() -> bool:
+        nonlocal rounds
+        rounds += 1
+        spent = torch.tensor(time.perf_counter() - began, device=device)
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # all stop in the same round
+        return rounds >= _LOADED_ROUNDS and float(spent) >= _LOADED_SECONDS
+
+    found = loaded(work.model, work.optimizer, calls, batches, precision=plan.precision, enough=enough, wait=dist.barrier, chain=chain)
+
+    def over_workers(values: list[float], how: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, how)
         return [float(v) for v in tensor]
 
-    rounds = slowest([*passes, *updates, *[0.0] * (_LOADED_ROUNDS - len(updates))])
+    def usual(values: list[float]) -> float:
+        """The middle of what the slowest worker took."""
+        return statistics.median(over_workers(values, dist.ReduceOp.MAX))
+
+    passes = [usual([taken[k] for taken in found.passes]) for k in range(len(sizes))]
+    tried = torch.tensor(len(found.updates), device=device)
+    dist.all_reduce(tried, dist.ReduceOp.MIN)
+    # After a pass in which they waited for each other, they do not wait for this.
+    update = statistics.median(over_workers(found.updates, dist.ReduceOp.SUM)) / dist.get_world_size() if int(tried) == rounds else 0.0
     # Where workers wait for each other at every layer, each layer takes as long as the slowest worker takes for it.
-    together = statistics.median(slowest([sum(each) for each in parts]))
-    each_slowest = slowest([seconds for each in parts for seconds in each])
-    apart = len(parts[0])
-    lockstep = statistics.median(sum(each_slowest[i * apart : (i + 1) * apart]) for i in range(len(parts))) / together
-    factor = max(1.0, statistics.median(rounds[:_LOADED_ROUNDS]) / alone)
-    update = max(costs.optimizer_seconds, statistics.median(rounds[_LOADED_ROUNDS:]))
+    together = usual([sum(each) for each in found.units])
+    each_slowest = over_workers([seconds for row in found.units for seconds in row], dist.ReduceOp.MAX)
+    apart = len(found.units[0])
+    lockstep = statistics.median(sum(each_slowest[i * apart : (i + 1) * apart]) for i in range(rounds)) / together
+    alone = [sum(u.forward_seconds.at(n) + u.backward_seconds.at(n) for u in costs.units) for n in sizes]
+    factors = [max(_LEAST_FACTOR, taken / least) for taken, least in zip(passes, alone, strict=True)]
     units = tuple(
-        dataclasses.replace(u, forward_seconds=_times(u.forward_seconds, factor), backward_seconds=_times(u.backward_seconds, factor))
+        dataclasses.replace(
+            u, forward_seconds=_through(u.forward_seconds, sizes, factors), backward_seconds=_through(u.backward_seconds, sizes, factors)
+        )
         for u in costs.units
     )
+    factor = max(1.0, statistics.median(factors))
     note = f"layers take × {factor:.2f} while all workers compute"
     return dataclasses.replace(
         costs,
         units=units,
-        optimizer_seconds=update,
+        optimizer_seconds=max(costs.optimizer_seconds, update),
         lockstep=max(1.0, lockstep),
-        optimizer_fixed_seconds=min(update, costs.optimizer_fixed_seconds * factor),
+        contention=factor,
+        accumulate_seconds=max(0.0, usual(found.further) - passes[0]),
+        optimizer_fixed_seconds=min(max(costs.optimizer_seconds, update), costs.optimizer_fixed_seconds * factor),
         action_seconds=costs.action_seconds * factor,
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
     )
 
 
-def _times(line: Line, factor: float) -> Line:
-    return Line(line.fixed * factor, line.per_sample * factor)
+def _through(one: Line, sizes: list[int], factors: list[float]) -> Line:
+    """The line of a unit that takes so many times longer at each of some sizes."""
+    if len(sizes) == 1:
+        return Line(one.fixed * factors[0], one.per_sample * factors[0])
+    return line([(n, one.at(n) * factor) for n, factor in zip(sizes, factors, strict=True)])
 
 
 def load(file: Path) -> tuple[Costs, Plan]:

@@ -8,6 +8,7 @@ longer than at its best are left out, and the least of the rest is taken.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -227,41 +228,71 @@ def measure(
         )
 
 
+@dataclass
+class Loaded:
+    """Seconds that a worker took for each part of each round.
+
+    Attributes:
+        passes: whole passes of each micro-batch size.
+        further: a pass of the smallest whose gradients are added to some that are there.
+        updates: the optimizer's steps; empty where it cannot be tried.
+        units: each unit's forward and backward in a pass with clocks in it.
+    """
+
+    passes: list[list[float]]
+    further: list[float]
+    updates: list[float]
+    units: list[list[float]]
+
+
 def loaded(
     model: nn.Module,
     optimizer: Optimizer,
     compute: Any,
-    batch: Any,
+    batches: Sequence[Any],
     *,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    rounds: int,
+    enough: Callable[[], bool],
     wait: Callable[[], None],
     chain: list[Link],
-) -> tuple[list[float], list[float], list[list[float]]]:
-    """Seconds of passes and of the optimizer's steps in turn, on a copy as :func:`measure` makes it, with ``wait()`` before each of them; and
-    of each unit's forward and backward in passes with clocks in them.
+) -> Loaded:
+    """Passes and optimizer's steps in turn, on a copy as :func:`measure` makes it, with ``wait()`` before each of them.
 
-    The second list is empty where the optimizer cannot be tried.
+    Args:
+        batches: micro-batches of some sizes, the largest last.
+        enough: called after each round; whether that was the last.
+        wait: until the others have come as far.
+        chain: the units.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     autocast: Callable[[], Any] = (
         partial(torch.autocast, device.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
     )
-    passes: list[float] = []
+    passes: list[list[float]] = []
+    further: list[float] = []
     updates = _Rounds({}, {}, [])
     units: list[list[float]] = []
     with untouched(model), contextlib.ExitStack() as stack:
         model.train()
         subject = _Subject(stack, model, optimizer, compute, chain, device, autocast)
-        for _ in range(rounds + 1):
+        for r in itertools.count():
+            taken = []
+            for batch in batches:
+                wait()
+                taken.append(sum(subject.whole(batch)))
+            passes.append(taken)
             wait()
-            passes.append(sum(subject.whole(batch)))
+            subject.whole(batches[0])
+            wait()
+            further.append(sum(subject.whole(batches[0], further=True)))
             wait()
             if subject.optimizer is not None:
                 subject.update(updates)
             wait()
-            units.append([seconds for t in subject.hooked(batch) for seconds in (sum(t.own) + sum(t.glue), sum(t.backward))])
-    return passes[1:], [sum(each) for each in updates.optimizer], units[1:]
+            units.append([seconds for t in subject.hooked(batches[-1]) for seconds in (sum(t.own) + sum(t.glue), sum(t.backward))])
+            if r and enough():  # the first only warms
+                break
+    return Loaded(passes[1:], further[1:], [sum(each) for each in updates.optimizer], units[1:])
 
 
 def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int = 7) -> float:
@@ -323,6 +354,7 @@ class _Subject:
             self.notes.append("memory is too short for a copy of the model: it was timed in place, and the optimizer's step was not")
         self.model, made = stack.enter_context(standing_in(model, torch.Tensor.detach if short else clone))
         self.optimizer: Optimizer | None = None
+        self._stepped = False
         if not short:
             try:
                 self.optimizer = copied_optimizer(optimizer, made, clone)
@@ -333,9 +365,10 @@ class _Subject:
         for p in self.model.parameters():
             p.grad = None
 
-    def whole(self, batch: Any) -> tuple[float, float]:
-        """A whole step without clocks in it."""
-        self._clear()
+    def whole(self, batch: Any, further: bool = False) -> tuple[float, float]:
+        """A whole step without clocks in it; a ``further`` one adds to the gradients that are there."""
+        if not further:
+            self._clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         start, cpu = time.perf_counter(), time.thread_time()
@@ -430,7 +463,7 @@ class _Subject:
                 if id(p) not in own and p.requires_grad:
                     p.grad = torch.zeros_like(p)
         try:
-            first = not self.optimizer.state
+            first, self._stepped = not self._stepped, True  # which makes its state
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             start, cpu = time.perf_counter(), time.thread_time()
