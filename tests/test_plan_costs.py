@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import PEAKS, Block, Sleep, Tied, tokens_loss
-from processes import child, marked, ronde, ronde_run
+from processes import child, forked, marked, python, ronde, ronde_run
 from ronde.parallel import Work
 from ronde.plan import Added, Cluster, Costs
 from ronde.run.losses import LossCall
@@ -579,3 +579,46 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", fail)
     assert links.default_cluster(2) == first
     assert [p.suffix for p in (tmp_path / "state").iterdir()] == [".yaml"]
+
+
+TOGETHER = """
+import dataclasses, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ronde.run.entry
+import ronde.run.losses
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.study import forecast
+
+me = ronde.run.entry.connect()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+x, y = torch.randn(16, 32), torch.randn(16, 8)
+work = Work(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda b: (nn.functional.mse_loss(model(b[0]), b[1]), None),
+    lambda n: (x[:n], y[:n]),
+)
+plain = forecast.measure
+forecast.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_samples=(1, 4, 16) if me.is_main else (1, 2, 8))
+before = {k: v.clone() for k, v in model.state_dict().items()}
+calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
+costs = forecast.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
+assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
+assert costs.contention >= 1 and costs.lockstep >= 1 and costs.accumulate_seconds >= 0
+assert costs.optimizer_seconds > 0  # of an optimizer that keeps nothing
+assert all(u.forward_seconds.at(8) > 0 for u in costs.units if u.parameter_bytes)
+Path(sys.argv[1], str(me.rank)).touch()
+"""
+
+
+def test_workers_that_measure_together_agree_on_sizes_and_leave_the_model_alone(tmp_path):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    done = python(forked(tmp_path / "together.py", 2, tmp_path)[1:], tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()

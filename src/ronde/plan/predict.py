@@ -152,6 +152,8 @@ class Predictor:
         group = groups(plan.layout, self.cluster)["tensor"] if plan.tensor > 1 else Group(1, "node", 1, 1)
         total = float(self.chain_of(plan, share / count, group).seconds.sum())
         wait = bubble(plan.schedule, plan.pipeline, plan.virtual, count) if plan.pipeline > 1 else 0.0
+        if plan.pipeline > 1:
+            total /= self.costs.contention  # at best nobody else works meanwhile
         return count * total / plan.pipeline / (1.0 - wait) * self.cluster.corrections.get(plan.family, 1.0)
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:

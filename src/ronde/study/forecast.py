@@ -118,7 +118,10 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
     if not dist.is_initialized() or dist.get_world_size() == 1 or not costs.measured_samples:
         return costs
     device = next(p.device for p in work.model.parameters())
-    sizes = sorted(costs.measured_samples)
+    own = sorted(costs.measured_samples)
+    agreed = torch.tensor([own[0], own[len(own) // 2], own[-1]], device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)  # a slower worker may have had time for smaller ones only
+    sizes = sorted({int(n) for n in agreed})
     chain = [Link(u.name, u.alike) for u in costs.units]
     batches = [work.sample(n) for n in sizes]
     began = time.perf_counter()
@@ -129,7 +132,7 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         rounds += 1
         spent = torch.tensor(time.perf_counter() - began, device=device)
         dist.all_reduce(spent, dist.ReduceOp.MAX)  # all stop in the same round
-        return rounds >= _LOADED_ROUNDS and float(spent) >= _LOADED_SECONDS
+        return rounds >= _LOADED_ROUNDS and (device.type != "cpu" or float(spent) >= _LOADED_SECONDS)
 
     found = loaded(work.model, work.optimizer, calls, batches, precision=plan.precision, enough=enough, wait=dist.barrier, chain=chain)
 

@@ -203,6 +203,7 @@ def measure(
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         gate = Gate(reference or Reference(where, calm=subject.calm), watch_others=reference is None and where.type == "cpu" and alone)
         rounds = subject.time(micro, seconds, gate, say)
+        further = subject.accumulating(micro[sizes[0]])
         kept, repeats, too_few = _keep(rounds, gate.good(), subject.calm)
         level = gate.level(repeats)
         notes = [*costs.notes, *subject.notes]
@@ -217,6 +218,7 @@ def measure(
             costs,
             units=units,
             optimizer_seconds=_least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
+            accumulate_seconds=further,
             device=device_name(where),
             threads=torch.get_num_threads(),
             noise=level,
@@ -381,6 +383,15 @@ class _Subject:
         wall, cpu = time.perf_counter() - start, time.thread_time() - cpu
         del loss
         return min(cpu, wall), max(0.0, wall - cpu)
+
+    def accumulating(self, batch: Any) -> float:
+        """What it takes longer to add gradients to those that are there than to write them anew."""
+        added = []
+        for _ in range(_LEAST_ROUNDS):
+            first = sum(self.whole(batch)[: 1 if self.calm else 2])
+            added.append(sum(self.whole(batch, further=True)[: 1 if self.calm else 2]) - first)
+        self._clear()
+        return max(0.0, statistics.median(added))
 
     def hooked(self, batch: Any) -> list[_Times]:
         self._clear()
