@@ -92,7 +92,7 @@ class Predictor:
         self._one_device: dict[int, float] = {}
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
-        self.added = {name: cluster.added.get(name, Added()) for name in ("gather", "reduce", "bucket", "update")}
+        self.added = {name: cluster.added.get(name, Added()) for name in ("gather", "reduce", "bucket", "update", "pipeline")}
         self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
         self.action_seconds = cluster.action_seconds
         if costs.action_seconds and "action" in cluster.added:

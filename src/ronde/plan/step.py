@@ -245,6 +245,7 @@ class Step(Moments):
         terms["recompute"] = self.micro_batches * float(by_worker(stages.recompute, stages, workers)[last])
         terms["tensor"] = self.micro_batches * float(by_worker(stages.reduce, stages, workers)[last])
         terms["compute"] = max(0.0, timeline.busy[last] - terms["overhead"] - terms["recompute"] - terms["tensor"])
+        terms["overhead"] += self.owner.added["pipeline"].call
         waits = timeline.done[last] - timeline.busy[last]
         terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
         terms["bubble"] = waits - terms["p2p"]

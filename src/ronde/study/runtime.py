@@ -209,23 +209,27 @@ class _Napping(nn.Linear):
         return y
 
 
-def _acted(me: World, send: Fit, tries: int) -> float:
-    """What a pipeline adds to a pass of a micro-batch beside following the model: its sends and receives, and waking up for them.
+def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
+    """What a pipeline adds to a pass of a micro-batch beside following the model (its sends and receives, and waking up for them), and to a
+    step (its loss that comes back to all).
 
-    It is what makes the simulation of a pipeline whose layers sleep as long as it took.
+    It is what makes the simulations of a pipeline whose layers sleep, with few micro-batches and with many, as long as those took.
     """
     from ronde.parallel.pipeline import Pipeline
 
-    model = nn.Sequential(*(_Napping(16, 16) for _ in range(me.size)))
-    count = 4 * me.size
-    data = torch.zeros(count, 16), torch.zeros(count, 16)
-    work = Work(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        lambda batch: ((model(batch[0]) - batch[1]).square().mean(), None),
-        lambda n: (data[0][:n], data[1][:n]),
-    )
-    followed: float = action_seconds(work)
+    counts = (me.size, 5 * me.size)
+    data = torch.zeros(counts[1], 16), torch.zeros(counts[1], 16)
+
+    def new() -> Work:  # a pipeline keeps its worker's part of a model only
+        model = nn.Sequential(*(_Napping(16, 16) for _ in range(me.size)))
+        return Work(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            lambda batch: ((model(batch[0]) - batch[1]).square().mean(), None),
+            lambda n: (data[0][:n], data[1][:n]),
+        )
+
+    followed: float = action_seconds(new())
     layer, x = _Napping(16, 16), torch.zeros(1, 16)
     passes: list[tuple[float, float]] = []
     for _ in range(tries):
@@ -235,40 +239,51 @@ def _acted(me: World, send: Fit, tries: int) -> float:
         y.backward()
         passes.append((middle - start, time.perf_counter() - middle))
     slept = torch.tensor([statistics.median(each) for each in zip(*passes, strict=True)], dtype=torch.float64)
-    plan = Plan(
-        workers=me.size,
-        batch_size=count,
-        pipeline=me.size,
-        micro_batch=1,
-        accumulation=count,
-        split_at=tuple(str(i) for i in range(1, me.size)),
-    )
-    strategy = Pipeline(plan, work, me)
-    micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
-    parts = [Part(1, count, i == count - 1) for i in range(count)]
-    steps = []
-    for _ in range(tries):
-        dist.barrier()
-        start = time.perf_counter()
-        strategy.step(micros, parts, work.compute, None)
-        strategy.finish()
-        steps.append(time.perf_counter() - start)
-    told = torch.tensor([*slept.tolist(), statistics.median(steps[2:]), followed], dtype=torch.float64)
+    taken: list[float] = []
+    plans = [
+        Plan(
+            workers=me.size,
+            batch_size=count,
+            pipeline=me.size,
+            micro_batch=1,
+            accumulation=count,
+            split_at=tuple(str(i) for i in range(1, me.size)),
+        )
+        for count in counts
+    ]
+    for count, plan in zip(counts, plans, strict=True):
+        work = new()
+        strategy = Pipeline(plan, work, me)
+        micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
+        parts = [Part(1, count, i == count - 1) for i in range(count)]
+        steps = []
+        for _ in range(tries):
+            dist.barrier()
+            start = time.perf_counter()
+            strategy.step(micros, parts, work.compute, None)
+            strategy.finish()
+            steps.append(time.perf_counter() - start)
+        taken.append(statistics.median(steps[2:]))
+    told = torch.tensor([*slept.tolist(), *taken, followed], dtype=torch.float64)
     dist.all_reduce(told)
-    forward, backward, step, followed = (told / me.size).tolist()
+    forward, backward, few, many, followed = (told / me.size).tolist()
     each = send.alpha + 64 / send.beta
     times = Times((forward,) * me.size, (backward,) * me.size, (each,) * me.size, (each,) * me.size)
-    low, high = 0.0, step
+
+    def simulated(count: int, overhead: float) -> float:
+        return run_step(plans[0].schedule, me.size, 1, count, times, overhead_seconds=overhead).seconds
+
+    low, high = 0.0, many
     for _ in range(30):
         middle = (low + high) / 2
-        taken = run_step(plan.schedule, me.size, 1, count, times, overhead_seconds=middle).seconds
-        low, high = (middle, high) if taken < step else (low, middle)
-    return float(max(0.0, low - followed))
+        more = simulated(counts[1], middle) - simulated(counts[0], middle)
+        low, high = (middle, high) if more < many - few else (low, middle)
+    return max(0.0, low - followed), max(0.0, few - simulated(counts[0], low))
 
 
 def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str], None]) -> dict[str, Added]:
     """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to a collective, and a pipeline to an action
-    (``"action"``). All ranks call it.
+    (``"action"``) and to its step (``"pipeline"``). All ranks call it.
 
     Args:
         fits: the collectives themselves, over all workers.
@@ -288,7 +303,7 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
         "bucket": ("all_reduce", 1),
         "update": ("broadcast", me.size),  # one from every worker
     }
-    found = {"action": Added(call=acted)}
+    found = {"action": Added(call=acted[0]), "pipeline": Added(call=acted[1])}
     for name, taken in rows.items():
         fit, calls = fits[of[name][0]], of[name][1]
         seconds = torch.tensor([s for *_, s in taken], dtype=torch.float64)
