@@ -208,7 +208,9 @@ def simulate(
 
 
 def share_cores(timeline: Timeline, contention: float, copies: int) -> dict[tuple[int, Action], float]:
-    """How much less than with all workers at work each action takes, where they share cores and some of them wait meanwhile.
+    """Factors, at most 1, by which each action is shorter than with all workers at work, where they share cores and some wait meanwhile.
+
+    All workers are taken to share the cores, also those of other nodes.
 
     Args:
         timeline: with its events, of actions that take as long as with all workers at work.

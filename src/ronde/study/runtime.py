@@ -210,8 +210,8 @@ class _Napping(nn.Linear):
 
 
 def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
-    """What a pipeline adds to a pass of a micro-batch beside following the model (its sends and receives, and waking up for them), and to a
-    step (its loss that comes back to all).
+    """Seconds that a pipeline adds to a pass of a micro-batch beside following the model (its sends and receives, and waking up for them),
+    and to a step whatever its micro-batches.
 
     It is what makes the simulations of a pipeline whose layers sleep, with few micro-batches and with many, as long as those took.
     """
