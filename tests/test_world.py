@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from processes import python
+from processes import python, ronde_run
 from ronde.world import WorldError, identify, launchers, threads_per_worker, usable_cores
 from ronde.world import cores as cores_module
 from ronde.world.cores import _cgroup_cores
@@ -318,3 +318,47 @@ def test_usable_cores(monkeypatch):
 @pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 8, 8), (2, 8, 4), (3, 8, 2), (16, 8, 1), (0, 4, 4)])
 def test_threads_per_worker(workers, cores, threads):
     assert threads_per_worker(workers, cores) == threads
+
+
+POLICIES = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import ronde
+
+before = os.sched_getscheduler(0)
+if sys.argv[1:] == ["idle"]:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=torch.nn.functional.mse_loss, batch_size=4)
+for batch in run.batches():
+    run.step(batch)
+found = {t.joinpath("comm").read_text().strip(): os.sched_getscheduler(int(t.name)) for t in Path("/proc/self/task").iterdir()}
+gloo = [policy for name, policy in found.items() if "gloo" in name]
+Path(f"policy-{run.rank}").write_text(f"{before} {os.sched_getscheduler(0)} {sorted(set(gloo))}")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux schedules so")
+@pytest.mark.parametrize(
+    ("workers", "setting", "argument", "expected"),
+    [
+        (2, None, "", (os.SCHED_BATCH, [os.SCHED_BATCH])),
+        (2, "other", "", (os.SCHED_OTHER, [os.SCHED_OTHER])),
+        (2, None, "idle", (os.SCHED_IDLE, [os.SCHED_IDLE])),  # somebody's choice stays
+        (1, None, "", (os.SCHED_OTHER, [])),
+    ],
+    ids=["batch", "left", "chosen", "alone"],
+)
+def test_workers_on_the_cpu_are_scheduled_as_batch(tmp_path, workers, setting, argument, expected):
+    script = tmp_path / "train.py"
+    script.write_text(POLICIES)
+    done = ronde_run(
+        ["run", "--workers", str(workers), "train.py", *([argument] if argument else [])], tmp_path, env={"RONDE_SCHEDULING": setting}
+    )
+    assert done.returncode == 0, done.stderr
+    policy, gloo = expected
+    told = [path.read_text() for path in sorted(tmp_path.glob("policy-*"))]
+    assert told == [f"{os.SCHED_OTHER} {policy} {gloo}"] * workers

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ronde.world.cores import threads_per_worker
+from ronde.world.cores import schedule_as_batch, threads_per_worker
 from ronde.world.errors import WorldError
 from ronde.world.who import World, _identity, world
 
@@ -85,6 +85,8 @@ def connect(timeout_seconds: float = 1800.0) -> World:
     if "OMP_NUM_THREADS" not in os.environ:
         # srun and mpirun set nothing: every worker would use every core.
         torch.set_num_threads(threads_per_worker(me.local_size))
+    if me.device.type == "cpu":
+        schedule_as_batch()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (me.rank, me.size):
             raise WorldError(
