@@ -5,7 +5,7 @@
     python benchmarks/plan_truth.py --json benchmarks/results/plan_truth.json
 
 In each process group the layers and the links are measured first, with all workers at work; every plan is predicted, and the
-predictions are written down; then the plans train in turn, in four rounds. "After one step" corrects a plan's prediction by its first
+predictions are written down; then the plans train in turn, in three rounds. "After one step" corrects a plan's prediction by its first
 measured step.
 
 Reported: mean absolute error; the same beside what all plans of a group have in common (a host that became faster or slower between
@@ -58,7 +58,7 @@ PLANS = {
     ],
 }
 CASES = {"transformer": 2, "mlp": 2, "sleep": 4, "uneven": 4}
-WARM, STEPS, ROUNDS = 2, 6, 4
+WARM, STEPS, ROUNDS = 6, 8, 3
 ATTEMPTS = 3  # at layers' costs, while the machine is disturbed
 
 

@@ -56,6 +56,10 @@ class Added:
         """Seconds for so much; nothing for no bytes."""
         return self.call * calls + self.tensor * tensors + self.byte * size if size > 0 else 0.0
 
+    def times(self, factor: float) -> Added:
+        """All of it so many times as long."""
+        return Added(self.call * factor, self.tensor * factor, self.byte * factor)
+
 
 @dataclass(frozen=True)
 class Cluster:

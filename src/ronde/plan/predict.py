@@ -92,11 +92,14 @@ class Predictor:
         self._one_device: dict[int, float] = {}
         self._trainable = float(chain(costs, 1).trainable.sum())
         self._base = max(costs.base_bytes, cluster.base_bytes)
-        self.added = {name: cluster.added.get(name, Added()) for name in ("gather", "reduce", "bucket", "update", "pipeline")}
+        # Measured while the others sleep; slower, as the layers are, while they work.
+        self.added = {
+            name: cluster.added.get(name, Added()).times(costs.contention) for name in ("gather", "reduce", "bucket", "update", "pipeline")
+        }
         self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
         self.action_seconds = cluster.action_seconds
         if costs.action_seconds and "action" in cluster.added:
-            self.action_seconds = costs.action_seconds / cluster.speed + cluster.added["action"].call
+            self.action_seconds = costs.action_seconds / cluster.speed + cluster.added["action"].call * costs.contention
         self.simulated: Timeline | None = None
         self.draws = False
 

@@ -38,6 +38,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
 _BRIEF: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("interleaved", 2))
 _TENSOR = (2, 4, 8, 16)
 _SIMPLER = 0.005  # of step time, for each mechanism more: between two plans as fast, the simpler one
+_DOUBT = 0.04  # of step time at most, for what is not simple: as much as the measurements were disturbed
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ def search(
     left_out: dict[str, int] = {}
     considered = 0
     drawer_size = max(1, simulate)
-
+    noise = max(costs.noise, cluster.noise)
     fastest = math.inf
 
     def look(plan: Plan) -> Prediction | None:
         nonlocal considered, fastest
         considered += 1
-        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest:
+        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest * (1.0 + min(noise, _DOUBT)):
             left_out["slower"] = left_out.get("slower", 0) + 1
             return None
         try:
@@ -138,7 +139,7 @@ def search(
         elif quick.verdict != "risky":
             fastest = min(fastest, quick.step_seconds)
         drawer = kept.setdefault((plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), [])
-        entry = (tuple(-k for k in rank_key(quick, optimize)), -considered, quick)
+        entry = (tuple(-k for k in rank_key(quick, optimize, noise)), -considered, quick)
         if len(drawer) < drawer_size:
             heapq.heappush(drawer, entry)
         else:
@@ -157,7 +158,7 @@ def search(
         made = _in_full(predictor, quick.plan, optimize) if simulate else quick
         if made is not None:
             full.append(made)
-    full.sort(key=lambda p: rank_key(p, optimize))
+    full.sort(key=lambda p: rank_key(p, optimize, noise))
     families: dict[str, Prediction] = {}
     for k, made in enumerate(full):
         if made.plan.family not in families:
@@ -165,8 +166,11 @@ def search(
     return Found(tuple(full), families, considered, len(full) if simulate else 0, left_out, workers, optimize)
 
 
-def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "speed") -> tuple[float, ...]:
-    """What plans are sorted by: whether they fit, then step time (or memory), with half a percent for each mechanism more."""
+def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "speed", noise: float = 0.0) -> tuple[float, ...]:
+    """What plans are sorted by: whether they fit, then step time (or memory), with half a percent for each mechanism more.
+
+    ``noise`` is how far the measurements may be wrong: a plan that is less simple has to be faster than the doubt, up to 4 %.
+    """
     plan = prediction.plan
     mechanisms = (
         (plan.shard != "none")
@@ -179,7 +183,8 @@ def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "spe
     )
     value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
     other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
-    return (float(_VERDICTS[prediction.verdict]), value * (1.0 + _SIMPLER * mechanisms), other)
+    doubt = min(noise, _DOUBT) * min(mechanisms, 2) / 2 if optimize == "speed" else 0.0
+    return (float(_VERDICTS[prediction.verdict]), value * (1.0 + _SIMPLER * mechanisms + doubt), other)
 
 
 def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:

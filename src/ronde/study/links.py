@@ -183,7 +183,8 @@ def _attempt(group: _Group, sizes: Sequence[int], rounds: int, tell: Callable[[s
     drift = abs(last / first - 1)
     chosen = kept if len(kept) >= 2 else list(range(rounds))
     points = {
-        kind: [(float(size), min(slow[i][c] for i in chosen)) for c, (k, size) in enumerate(cases) if k == kind] for kind in COLLECTIVES
+        kind: [(float(size), statistics.median(slow[i][c] for i in chosen)) for c, (k, size) in enumerate(cases) if k == kind]
+        for kind in COLLECTIVES
     }
     halves = [[min(slow[i][c] for i in half) for c in range(len(cases))] for half in (chosen[::2], chosen[1::2])]
     repeats = statistics.median(max(a, b) / min(a, b) - 1 for a, b in zip(*halves, strict=True)) if len(chosen) >= 4 else 0.0

@@ -35,9 +35,11 @@ _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 
 """Bytes and tensors of what is exchanged at once."""
 _PAUSE = 0.001  # as in training, nobody has exchanged anything just before
 _TRIES = 12
+_WARM = 4  # tries before them that are not counted
+_PASSES = 3  # hosts have fast and slow seconds: each thing is tried in several of them
 
-Row = tuple[int, int, float]
-"""Bytes, tensors, seconds."""
+Row = tuple[int, int, list[float]]
+"""Bytes, tensors, seconds of each try."""
 
 
 def fit_added(rows: Sequence[tuple[float, float, float, float]]) -> Added:
@@ -115,7 +117,9 @@ class _Layer(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, marks: _Marks) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(size, tensors, marks, i) for i, (size, tensors) in enumerate(_CASES))
+        made = [_Layer(size, tensors, marks, i) for i, (size, tensors) in enumerate(_CASES)]
+        self.sizes = [layer.size for layer in made]
+        self.layers = nn.ModuleList(made)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -136,7 +140,7 @@ def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
     gathers: list[list[float]] = [[] for _ in _CASES]
     reduces: list[list[float]] = [[] for _ in _CASES]
     x = torch.zeros(1)
-    for _ in range(tries + 2):
+    for _ in range(_WARM + tries):
         dist.barrier()
         model(x).sum().backward()
         end = time.perf_counter()
@@ -147,10 +151,10 @@ def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
             reduces[i].append(after - at["backed", i])
         for p in model.parameters():
             p.grad = None
-    sizes = [(layer.size, tensors) for layer, (_, tensors) in zip(model.layers, _CASES, strict=True)]
+    sizes = [(size, tensors) for size, (_, tensors) in zip(model.sizes, _CASES, strict=True)]
     return (
-        [(size, n, statistics.median(values[2:])) for (size, n), values in zip(sizes, gathers, strict=True)],  # type: ignore[misc]
-        [(size, n, statistics.median(values[2:])) for (size, n), values in zip(sizes, reduces, strict=True)],  # type: ignore[misc]
+        [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, gathers, strict=True)],
+        [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, reduces, strict=True)],
     )
 
 
@@ -162,13 +166,13 @@ def _buckets(tries: int) -> list[Row]:
         layer = _Layer(size, tensors, marks, 0)
         model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
         values = []
-        for _ in range(tries + 2):
+        for _ in range(_WARM + tries):
             for p in layer.parameters():
                 p.grad = None
             dist.barrier()
             model(torch.zeros(1)).sum().backward()
             values.append(time.perf_counter() - marks.at["backed", 0])
-        found.append((layer.size, tensors, statistics.median(values[2:])))
+        found.append((layer.size, tensors, values[_WARM:]))
     return found
 
 
@@ -181,13 +185,13 @@ def _sent(tries: int) -> list[Row]:
             p.grad = p.detach()
         parts = OptimizerParts(torch.optim.SGD(layer.parameters(), lr=0.0), None)
         values = []
-        for _ in range(tries + 2):
+        for _ in range(_WARM + tries):
             dist.barrier()
             time.sleep(_PAUSE)
             start = time.perf_counter()
             parts.exchange()
             values.append(time.perf_counter() - start)
-        found.append((layer.size, tensors, statistics.median(values[2:])))
+        found.append((layer.size, tensors, values[_WARM:]))
     return found
 
 
@@ -292,9 +296,12 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
     tell("what the runtime adds to them")
     random = torch.get_rng_state()
     try:
-        gathers, reduces = _sharded(me, tries)
-        acted = _acted(me, fits["send"], tries)
-        rows = {"gather": gathers, "reduce": reduces, "bucket": _buckets(tries), "update": _sent(tries)}
+        acted = []
+        passes: list[dict[str, list[Row]]] = []
+        for _ in range(1 if quick else _PASSES):
+            gathers, reduces = _sharded(me, tries)
+            acted.append(_acted(me, fits["send"], tries))
+            passes.append({"gather": gathers, "reduce": reduces, "bucket": _buckets(tries), "update": _sent(tries)})
     finally:
         torch.set_rng_state(random)
     of = {
@@ -303,10 +310,12 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
         "bucket": ("all_reduce", 1),
         "update": ("broadcast", me.size),  # one from every worker
     }
-    found = {"action": Added(call=acted[0]), "pipeline": Added(call=acted[1])}
-    for name, taken in rows.items():
+    action, pipeline = (statistics.median(each) for each in zip(*acted, strict=True))
+    found = {"action": Added(call=action), "pipeline": Added(call=pipeline)}
+    for name, taken in passes[0].items():
         fit, calls = fits[of[name][0]], of[name][1]
-        seconds = torch.tensor([s for *_, s in taken], dtype=torch.float64)
+        tried = [[s for each in passes for s in each[name][k][2]] for k in range(len(taken))]
+        seconds = torch.tensor([statistics.median(values) for values in tried], dtype=torch.float64)
         dist.all_reduce(seconds)
         mean = (seconds / me.size).tolist()
         found[name] = fit_added(
