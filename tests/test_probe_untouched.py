@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ronde.feed import FeedSettings, LoaderSettings, synthetic
+from ronde.feed import FeedSettings, LoaderSettings, layers, synthetic
 from ronde.feed.decode import DECODERS, Decoder
 from ronde.feed.pack import pack
 from ronde.feed.probe import Probe
@@ -448,3 +448,37 @@ def test_a_file_that_is_no_image_is_called_by_its_name(tmp_path, folder):
         with pytest.raises(PIL.UnidentifiedImageError) as caught:
             Remedied(dataset, plan)[3]
         assert str(caught.value) == str(plain.value)
+
+
+def test_what_somebody_else_replaced_meanwhile_is_left_to_them():
+    module = types.ModuleType("module")
+    module.f = original = lambda: "original"
+    undo = layers.put(module, "f", lambda f: lambda: f() + " ours")
+    ours = module.f
+    module.f = theirs = lambda: ours() + " theirs"  # a mock, say, that wraps what it found
+    later = layers.put(module, "f", lambda f: lambda: f() + " later")
+    assert module.f() == "original ours theirs later"
+    undo()
+    assert module.f() == "original ours theirs later"
+    later()
+    assert module.f is theirs
+    module.f = original
+    again = layers.put(module, "f", lambda f: lambda: f() + " again")
+    assert module.f() == "original again"
+    again()
+    assert module.f is original
+
+
+def test_a_layer_over_what_another_took_away():
+    class Owner:
+        def f(self):
+            return 1
+
+    class Heir(Owner):
+        pass
+
+    undo = layers.put(Heir, "f", lambda f: lambda self: f(self) + 1)
+    assert Heir().f() == 2
+    del Heir.f  # somebody's cleaning up
+    undo()
+    assert Heir().f() == 1 and "f" not in vars(Heir)

@@ -29,8 +29,19 @@ class _Place:
         self.own = vars(owner).get(name)
         self.original = getattr(owner, name)
         self.layers: list[tuple[int, Callable[[Any], Any]]] = []
+        self.shown = self.own
+
+    def ours(self) -> bool:
+        """Whether what stands there is what was shown last: nobody else has replaced it since."""
+        return bool(vars(self.owner).get(self.name) is self.shown)
 
     def show(self) -> None:
+        if not self.ours():
+            return  # it is another's now, and his to put back
+        self._show()
+        self.shown = vars(self.owner).get(self.name)
+
+    def _show(self) -> None:
         if self.layers:
             value = self.original
             for _, make in sorted(self.layers, key=lambda layer: layer[0]):
@@ -52,7 +63,8 @@ def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Cal
         rank: a layer of a higher rank is laid over those of lower ones, whichever came first.
 
     Returns:
-        A function that takes this layer away again; when the last one is gone, what stood there before stands there again.
+        A function that takes this layer away again; when the last one is gone, what stood there before stands there again. Where somebody
+        else has replaced the attribute meanwhile, it is left as it is.
 
     Raises:
         TypeError: a class written in C, whose attributes cannot be set.
@@ -69,7 +81,7 @@ def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Cal
     """
     with _lock:
         place = _places.get((id(owner), name))
-        if place is None:
+        if place is None or not place.ours():
             place = _Place(owner, name)
         layer = (rank, make)
         place.layers.append(layer)
@@ -84,7 +96,7 @@ def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Cal
         with _lock:
             place.layers[:] = [other for other in place.layers if other is not layer]
             place.show()
-            if not place.layers:
-                _places.pop((id(owner), name), None)
+            if not place.layers and _places.get((id(owner), name)) is place:
+                del _places[id(owner), name]
 
     return take

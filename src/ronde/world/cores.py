@@ -102,9 +102,10 @@ def schedule_as_batch() -> bool:
     """
     if not hasattr(os, "SCHED_BATCH") or os.environ.get("RONDE_SCHEDULING") == "other":
         return False
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            for thread in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
         return os.sched_getscheduler(0) == os.SCHED_BATCH
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or a sandbox forbids it
-            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-    return os.sched_getscheduler(0) == os.SCHED_BATCH
+    return False
