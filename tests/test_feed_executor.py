@@ -474,6 +474,57 @@ class Shared(Works):
         return torch.tensor([i, self.now])
 
 
+class Records(Dataset):
+    """Numbers in a file, read by seeking: right only for who has the file for himself."""
+
+    def __init__(self, path, how):
+        self.path, self.how, self.file = path, how, None
+        if how == "at once":
+            self.file = path.open("rb", buffering=0)
+        if how == "hidden":
+            self.number = os.open(path, os.O_RDONLY)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        if self.how == "hidden":
+            os.lseek(self.number, 8 * i, os.SEEK_SET)
+            time.sleep(3e-4)  # a slow store
+            found = os.read(self.number, 8)
+        else:
+            if self.file is None:
+                self.file = self.path.open("rb", buffering=0)
+            self.file.seek(8 * i)
+            time.sleep(3e-4)
+            found = self.file.read(8)
+        return torch.tensor(int.from_bytes(found, "little"))
+
+
+@pytest.mark.parametrize(("how", "expected"), [("at once", "none"), ("hidden", "none"), ("lazily", "processes")])
+def test_auto_never_shares_an_open_file(tmp_path, how, expected):
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    told = []
+    taken = with_executor(take_over_(Records(path, how)), "auto")
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0, say=lambda text, warning: told.append(text))
+    found = torch.cat([b for _, bs in feed.read(lambda: shares(0, 0, 200, 8, 0, 1)) for b in bs])
+    feed.close()
+    assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
+    assert feed.executor == expected, told
+    assert taken.dataset.file is None or how != "lazily"  # nothing of the trial is left for processes to share
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_open_file_is_warned_of_where_the_executor_was_chosen(tmp_path, executor):
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    told = []
+    taken = with_executor(take_over_(Records(path, "at once")), executor)
+    read(taken, say=lambda text, warning: told.append((warning, text)))
+    assert [t for w, t in told if w and "Records.file (FileIO)" in t and f"Loading {executor} share" in t], told
+
+
 def test_auto_chooses_by_what_samples_are_like(tmp_path):
     (tmp_path / "data").write_bytes(b"x")
     cases = {
@@ -490,10 +541,13 @@ def test_auto_chooses_by_what_samples_are_like(tmp_path):
         assert torch.cat(found).tolist() == Order(200, 0).ids(0, 0, 24).tolist()
         assert [b for _, bs in feed.read(lambda: shares(0, 0, 24, 8, 0, 1)) for b in bs] and len(told) == 1  # decided once
         feed.close()
-    for data, why in ((Holds(tmp_path / "data"), "Holds.file"), (Shared(), "not the same when several threads")):
+    for data, expected, why in (
+        (Holds(tmp_path / "data"), "none", "Holds.file"),
+        (Shared(), "processes", "not the same when several threads"),
+    ):
         told = []
         torch.cat(read(with_executor(take_over_(data), "auto"), say=lambda text, warning, told=told: told.append(text)))
-        assert "executor processes" in told[0] and why in told[0]
+        assert f"executor {expected}" in told[0] and why in told[0]
     assert take_over_(DATA["two steps"]).settings.executor == "auto"
     assert take_over_(DataLoader(DATA["two steps"], num_workers=3)).settings.chosen == "processes"
     assert take_over_(Works(int)).settings.chosen == "none"

@@ -214,6 +214,8 @@ def test_out_must_be_free(tmp_path):
         pack(files, tmp_path / "other/mine.txt")
     with pytest.raises(ArgumentError, match=r"lies in"):
         pack(files, files / "packed")
+    with pytest.raises(ArgumentError, match=r"/proc/packed cannot be made: "):
+        pack(files, Path("/proc/packed"))
     pack(files, tmp_path / "out")
     again = pack(files, tmp_path / "out")
     assert again.already and again.samples == 11

@@ -119,6 +119,7 @@ def test_folder_labels_of_a_csv_and_of_a_function(tmp_path):
         ([["f", "l"], ["b.png", "1"], ["b", "1"]], r"line 3: 'b.png' stands there for the second time"),
         ([["f", "l"], ["b.png"]], r"line 2: 1 columns, expected 2"),
         ([["f", "l"]], r"has 1"),
+        ([["b.png", "1"], ["c.png", "2"]], r"needs a line of column names first: its first line names a file, 'b.png'"),
         ([["f"], ["b.png"]], r"label_column=1: .* has 1 columns"),
     ):
         with pytest.raises(ArgumentError, match=text):
@@ -534,6 +535,15 @@ def test_parquet_errors(tmp_path):
         source.read([0])
     samples = feed.parquet(paths[1:], data="raw", label="flag", name="text")
     assert samples[1] == Sample(bytes([167]) * (167 % 7), samples[1].label, "row 167") and type(samples[1].label) is bool
+
+
+def test_rows_without_data_or_label_are_named(tmp_path):
+    pq.write_table(pa.table({"data": [b"a", None, b"c", b"d"], "label": [1, 2, None, 4]}), tmp_path / "t.parquet")
+    samples = feed.parquet(tmp_path / "t.parquet", data="data", label="label")
+    assert [s.data for s in samples.read([0, 3])] == [b"a", b"d"]
+    for row, what in ((1, "data"), (2, "label")):
+        with pytest.raises(SampleError, match=f"row {row} has no '?{what}'?"):
+            samples[row]
 
 
 # Tokens and arrays

@@ -115,6 +115,7 @@ HEALTHY = [
     "groupnorm",
     "gpt",
     "lstm",
+    "packed",
     "translator",
     "bag",
     "frozen",

@@ -61,6 +61,19 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.tokens(t))[0][:, -1])
 
 
+class Packed(nn.Module):
+    """Sentences as a packed sequence, in an order that depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.gru, self.head = nn.Embedding(VOCABULARY, 8), nn.GRU(8, 10, batch_first=True), nn.Linear(10, 4)
+
+    def forward(self, t):
+        lengths = t[:, 0] % (LENGTH - 1) + 1
+        packed = nn.utils.rnn.pack_padded_sequence(self.tokens(t), lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.gru(packed)[1][-1])
+
+
 class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +146,7 @@ MODELS = {
     "groupnorm": lambda: (Residual(lambda n: nn.GroupNorm(2, n)), pixels),
     "gpt": lambda: (GPT(), Padded),
     "lstm": lambda: (Recurrent(), sentences),
+    "packed": lambda: (Packed(), sentences),
     "translator": lambda: (Translator(), Padded),
     "padding": lambda: (Translator(), Padded),  # not sound: the mask is forgotten
     "bag": lambda: (Bag(), sentences),

@@ -7,11 +7,13 @@ longer a sample takes where several threads read.
 
 from __future__ import annotations
 
-import io
+import os
+import signal
 import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+import torch.multiprocessing
 
-from ronde.feed.executor import limit_compute_threads
+from ronde.feed.executor import limit_compute_threads, limit_process_threads
 from ronde.feed.found import unchanged
+from ronde.feed.handles import held_open, let_go
 from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader
 
@@ -44,7 +47,8 @@ _WAITED_SECONDS = 0.1e-3
 _MOST_HELD = 0.5
 _LEAST_GAIN = 0.4  # of what a further thread would give at best
 
-_HANDLES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
+_FORKED_SECONDS = 0.15  # that several processes read at once, to see whether they disturb each other
+_PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -186,14 +190,44 @@ def _differs(a: Any, b: Any) -> bool:
     return isinstance(a, bytes | str | int | bool) and a != b
 
 
-def _open_handle(dataset: Any) -> str | None:
-    """The name of something that a data set holds open, whose position threads would share."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, io.IOBase) or type(value).__module__.split(".")[0] in _HANDLES:
-            return f"{type(dataset).__name__}.{name} ({type(value).__name__})"
-    return None
+def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: int) -> bool:
+    """Whether ``n`` forked processes that read at once find what one thread found. True where processes are not forked."""
+    if not hasattr(os, "fork") or torch.multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
+        return True
+
+    def look() -> bool:
+        limit_process_threads(1)
+        end, rounds = time.monotonic() + _FORKED_SECONDS, 0
+        while rounds < 2 or time.monotonic() < end:
+            for j, value in enumerate(expected):
+                if _differs(next(iter(reader.read(ask.part(j, j + 1)))), value):
+                    return False
+            rounds += 1
+        return True
+
+    children = []
+    for _ in range(n):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads: as a DataLoader's
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if look() else 1
+            finally:
+                os._exit(status)
+        children.append(child)
+    alike, limit = True, time.monotonic() + _PATIENCE_SECONDS
+    for child in children:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        while not ended and time.monotonic() < limit:
+            time.sleep(0.005)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:  # a lock that another thread held when it was forked
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+        alike &= status == 0
+    return alike
 
 
 def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None) -> tuple[str, str]:
@@ -206,16 +240,28 @@ def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, com
     """
     if workers < 1:
         return "none", "no loading threads or processes are asked for"
+    if (held := held_open(reader.dataset)) is not None:
+        return "none", (
+            f"the data set holds {held} open, whose place in it threads and forked processes would share. What is opened when the first "
+            "sample is read is each process's own"
+        )
     if trial.draws:
         return "processes", "samples draw from torch's, random's or numpy's global generator, which threads share"
     each = trial.seconds + trial.collate_seconds
     if each and (each < _CHEAP_SECONDS or each * batch < _CHEAP_BATCH_SECONDS):
         return "none", f"a sample takes {each * 1e6:.1f} µs"
-    if (held := _open_handle(reader.dataset)) is not None:
-        return "processes", f"the data set holds {held} open, which threads would share"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "threads", "this Python has no global lock"
     n = max(2, min(workers, _MOST_THREADS))
+    with let_go(reader.dataset):
+        found, why, values = _by_threads(reader, ask, each, n, compute_threads)
+    if values and not _alike_in_processes(reader, ask, values, n):
+        return "none", f"{why}, and when several processes did"
+    return found, why
+
+
+def _by_threads(reader: Reader, ask: Ask, each: float, n: int, compute_threads: int | None) -> tuple[str, str, list[Any]]:
+    """``(executor, why, samples)`` after ``n`` threads have read; the samples where threads found others than one thread alone."""
     undisturbed = statistics.median(_tick() for _ in range(15))
     ticks: list[float] = []
     alone: list[float] = []
@@ -225,9 +271,9 @@ def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, com
         (one,) = _together(reader, [ask], compute_threads, ticks)
         many = _together(reader, [ask] * n, compute_threads)
         if one.failed or any(t.failed for t in many):
-            return "processes", "a sample could not be read in a thread"
+            return "processes", "a sample could not be read in a thread", []
         if k == 0 and any(_differs(a, b) for t in many for a, b in zip(t.values, one.values, strict=False)):
-            return "processes", "samples were not the same when several threads read them at once"
+            return "processes", "samples were not the same when several threads read them at once", one.values
         alone.append(one.seconds)
         beside.append(statistics.mean(t.seconds for t in many))
         if time.perf_counter() - start > _BUDGET_SECONDS:
@@ -235,6 +281,6 @@ def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, com
     held_share = sum(t > undisturbed + _WAITED_SECONDS for t in ticks) / len(ticks) if ticks else 0.0
     times = n * min(alone) / min(beside)  # what else the machine does only makes either longer
     if held_share >= _MOST_HELD:
-        return "processes", f"samples hold Python's lock {held_share:.0%} of the time; {each * 1e3:.2g} ms a sample"
+        return "processes", f"samples hold Python's lock {held_share:.0%} of the time; {each * 1e3:.2g} ms a sample", []
     said = f"{n} threads read {times:.1f} × what one reads; {each * 1e3:.2g} ms a sample"
-    return ("threads" if times >= 1 + _LEAST_GAIN * (n - 1) else "processes"), said
+    return ("threads" if times >= 1 + _LEAST_GAIN * (n - 1) else "processes"), said, []

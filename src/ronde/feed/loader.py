@@ -19,6 +19,7 @@ from ronde.feed.choose import choose, try_out
 from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.found import unchanged
+from ronde.feed.handles import held_open, let_go
 from ronde.feed.order import Order, key_of
 from ronde.feed.processes import batches as from_processes
 from ronde.feed.randomness import Marks
@@ -171,6 +172,7 @@ class Feed:
             self._reader = Reader(dataset, settings, order, seed, evaluate)
         self._tolerant = self._reader is not None and self._reader.skip
         self._tried = False
+        self._warned = False
         self._false_alarms = 0
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
@@ -223,7 +225,8 @@ class Feed:
         low = min(low, self.order.epoch_samples - count)
         ask = Ask(share.epoch, low, self.order.ids(share.epoch, low, low + count).tolist())
         workers, threads = self.settings.num_workers, self._compute_threads
-        trial = try_out(self._reader, ask)
+        with let_go(self._reader.dataset):
+            trial = try_out(self._reader, ask)
         if self.executor == "auto":
             with unchanged(self._reader.dataset):
                 found, why = choose(self._reader, ask, trial, size, workers, threads)
@@ -233,6 +236,15 @@ class Feed:
             self._serialise("they are read one after another in the training process instead")
         if self.executor != "threads":
             self._make_loader()
+
+    def _warn_of_what_is_open(self) -> None:
+        dataset = self._reader.dataset if self._reader is not None else None
+        if dataset is not None and (held := held_open(dataset)) is not None:
+            self._say(
+                f"feed: the data set holds {held} open. Loading {self.executor} share its place in it, and may be given each other's "
+                "bytes: open it when the first sample is read, or set executor: none",
+                True,
+            )
 
     def _serialise(self, what: str) -> None:
         self.executor = "none"
@@ -281,6 +293,9 @@ class Feed:
             FeedError: a loading process died, or more samples were skipped than may be.
         """
         self.skipped = []
+        if not self._warned and self.settings.executor != "auto" and self.executor in ("threads", "processes"):
+            self._warned = True
+            self._warn_of_what_is_open()
         if self.executor in ("auto", "threads") and not self._tried and (first := next(shares(), None)) is not None:
             self._settle(first)
         found = self._read(shares) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)

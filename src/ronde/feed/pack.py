@@ -428,7 +428,10 @@ def pack(
     done = _done(place, task)
     if done is not None:
         return done
-    place.mkdir(parents=True, exist_ok=True)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"{place} cannot be made: {error.strerror or error}. Give a folder that can be written.") from error
     with _alone(place):
         try:
             return _Packing(place, task, progress).run()
@@ -523,7 +526,10 @@ def _packed(place: Path, manifest: dict[str, Any], **more: Any) -> Packed:
 def _alone(place: Path) -> Iterator[None]:
     """Nobody else packs into this folder meanwhile. The system lets go of the lock of a process that was killed."""
     lock = place / _LOCK
-    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ArgumentError(f"{place} cannot be written: {error.strerror or error}. Give a folder that can be.") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from ronde.feed import FeedSettings, Pipeline, apply_settings
+from ronde.feed.handles import held_open
 from ronde.run import hooks
 from ronde.study.arms import Arm, ArmResult, Bench, Timed
 from ronde.study.prescribe import Facts, Remedy, outlook, prescriptions, remedies
@@ -368,6 +369,7 @@ class _Study:
             pipeline=isinstance(taken.dataset, Pipeline),
             step_cpu_seconds=statistics.median(r.cpu_seconds for r in synthetic),
             loading_sweep=tuple(sweep),
+            held="" if self.bench.is_stream else held_open(taken.dataset) or "",
         )
         if sick and not self.bench.is_stream:
             from ronde.feed.remedies import facts

@@ -47,6 +47,7 @@ class Facts:
         batched: the data set could be asked for many rows at once.
         pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
         step_cpu_seconds: of one sample, in the training process.
+        held: what the data set holds open, whose place in it loaders would share; "" for nothing.
         loading_sweep: ``(loaders at once, samples per second)`` without training.
         storage_sweep: ``(readers at once, samples per second)`` of files that are not in memory; empty where it was not asked.
     """
@@ -72,6 +73,7 @@ class Facts:
     batched: bool = False
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
+    held: str = ""
     loading_sweep: tuple[tuple[int, float], ...] = ()
     storage_sweep: tuple[tuple[int, float], ...] = ()
 
@@ -135,7 +137,9 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     idle = max(0.0, 1.0 - cpu / wall) if wall else 0.0
     wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
     if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
-        if facts.executor == "none":
+        if facts.executor == "none" and facts.held:
+            pass  # loaders would be given each other's bytes
+        elif facts.executor == "none":
             n = min(
                 max(2, math.ceil(wall * float(rates["synthetic"]) / facts.workers * 1.2)),
                 max(each, math.ceil(each / max(1 - idle, 0.1)), 2),

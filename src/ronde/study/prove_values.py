@@ -37,9 +37,11 @@ def cast(value: Any) -> Any:
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value, and the way to it."""
+    """Every tensor in a value, and the way to it. A packed sequence is none: it is in an order of its batch's own, as are its indices."""
     if isinstance(value, torch.Tensor):
         yield path, value
+    elif isinstance(value, nn.utils.rnn.PackedSequence):
+        return
     elif isinstance(value, Mapping):
         for k, v in value.items():
             yield from tensors_of(v, f"{path}[{k}]")

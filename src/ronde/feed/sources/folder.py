@@ -249,6 +249,10 @@ def _from_csv(table: str, file_column: str | int, label_column: str | int, found
 
     files, labels = column(file_column, "file_column"), column(label_column, "label_column")
     known = set(found)
+    if len(header) > files and header[files].strip().removeprefix("./") in known:
+        raise ArgumentError(
+            f"labels={table!r} needs a line of column names first: its first line names a file, {header[files]!r}, which would be left out."
+        )
     stems: dict[str, list[str]] = {}
     for name in found:
         stems.setdefault(os.path.splitext(name)[0], []).append(name)  # noqa: PTH122

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -316,6 +317,10 @@ class ParquetSource(BaseSource):
         labels = [None] * len(ids) if label is None else columns[label]
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         names = columns[name] if name is not None else [str(i) for i in ids]
+        for i, d, one in zip(ids, columns[data], labels, strict=True):
+            # A null among whole numbers is read as NaN.
+            if d is None or (label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))):
+                raise SampleError(f"row {i} has no {(data if d is None else label)!r}: the column holds nothing there.")
         return [Sample(d, one, n) for d, one, n in zip(columns[data], labels, names, strict=True)]
 
 

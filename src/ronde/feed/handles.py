@@ -1,0 +1,68 @@
+"""What a data set holds open: all who read a file that was opened once share its position in it, threads and forked processes alike."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from ronde.feed.found import parts
+
+__all__ = ["held_open", "let_go"]
+
+_LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
+
+
+def _space(one: Any) -> dict[Any, Any]:
+    """Where it keeps things: the attributes of an object, the entries of a dictionary."""
+    if type(one) is dict:
+        return one
+    try:
+        found = vars(one)
+    except Exception:  # it has none; or it stands in for something else, and may raise anything
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _is_open(value: Any) -> bool:
+    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return not isinstance(value, type)
+    if not isinstance(value, io.IOBase) or isinstance(value, io.BytesIO | io.StringIO):
+        return False
+    try:
+        return value.readable() and value.fileno() > 2
+    except (OSError, ValueError):  # closed, or not a file
+        return False
+
+
+def held_open(dataset: Any) -> str | None:
+    """What a data set, or what it is made of, holds open, in words: ``"Volumes.file (BufferedReader)"``. None where nothing is found.
+
+    Ronde's own sources do not count: they read at a place, or open a file for each process.
+    """
+    for one in parts(dataset):
+        if type(one).__module__.partition(".")[0] == "ronde" or _is_open(one):
+            continue
+        inside = list(_space(one).items()) if type(one) not in (list, tuple) else list(enumerate(one))
+        for name, value in inside:
+            if _is_open(value):
+                place = f"{type(one).__name__}.{name}" if type(one) not in (dict, list, tuple) else f"an entry {name!r}"
+                return f"{place} ({type(value).__name__})"
+    return None
+
+
+@contextlib.contextmanager
+def let_go(dataset: Any) -> Iterator[None]:
+    """What a data set opens inside (a file, when the first sample is read) it will open again: each process has its own then."""
+    before = [(space, dict(space)) for one in parts(dataset) if (space := _space(one))]
+    try:
+        yield
+    finally:
+        for space, old in before:
+            for name, value in list(space.items()):
+                if old.get(name) is not value and any(_is_open(part) for part in parts(value)):
+                    if name in old:
+                        space[name] = old[name]
+                    else:
+                        del space[name]
