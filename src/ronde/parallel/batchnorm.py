@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["absent", "batchnorms", "set_present", "synchronise"]
+__all__ = ["absent", "batchnorms", "set_present", "spectral_norms", "synchronise"]
 
 _present = [True]
 
@@ -59,6 +59,17 @@ def set_present(present: bool) -> None:
 def batchnorms(model: nn.Module) -> list[str]:
     """Names of the modules that normalise over the batch."""
     return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+
+
+def spectral_norms(model: nn.Module) -> list[str]:
+    """Names of the modules of which a weight is normalised by its spectrum: each forward pass in training iterates once."""
+    found = []
+    for name, m in model.named_modules():
+        kinds = [type(hook).__name__ for hook in m._forward_pre_hooks.values()]
+        kinds += [type(one).__name__ for held in getattr(m, "parametrizations", {}).values() for one in held]
+        if {"SpectralNorm", "_SpectralNorm"} & set(kinds):
+            found.append(name)
+    return found
 
 
 def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

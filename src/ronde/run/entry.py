@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.feed import Feed, FeedSettings, Order, Taken, apply_settings, asked_settings, take_over
-from ronde.parallel import Work, batchnorms, carry_out
+from ronde.parallel import Work, batchnorms, carry_out, spectral_norms
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
@@ -277,6 +277,11 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
         run._warn(
             f"batch normalisation ({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} samples at a time, not the "
             f"global batch of {plan.batch_size}: this is not the same training as on one device{cure}"
+        )
+    if plan.accumulation > 1 and (iterating := spectral_norms(model)):
+        run._warn(
+            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward pass, and a step has {plan.accumulation} of them: this is "
+            "not the same training as without micro-batches"
         )
 
 

@@ -64,6 +64,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Batch normalisation takes its statistics from the samples of one worker, not of the global batch.",
         "sync_batchnorm=True in ronde.distribute, or a normalisation that does not mix samples (GroupNorm, LayerNorm).",
     ),
+    "state-of-each-pass": (
+        "A layer changes a state of its own in every forward pass (spectral normalisation iterates once), and a step has several passes here.",
+        "One pass a step: neither micro-batches nor a pipeline; or the layer in eval() while its state shall stay.",
+    ),
     "batch-dependent-layer": (
         "A layer mixes the samples of its batch, so its output depends on which of them are on the same worker.",
         "Normalise or attend within a sample; what must see the whole batch cannot be split over workers or micro-batches.",
@@ -237,6 +241,10 @@ def _module_of(name: str) -> str:
 
 def diagnose(case: Case) -> Cause:
     """The cause of a difference."""
+    iterating = case.one.first("opening").get("iterating", [])
+    several = not case.replicated or case.many.first("opening").get("micro_batch") is not None
+    if iterating and several and case.difference.phase in ("outputs", "loss", "gradients", "buffers"):
+        return cause("state-of-each-pass", f"{iterating[0]!r} is normalised by its spectrum")
     if not case.replicated and case.replicate_equal:
         d = case.difference
         shared = [names for names in case.one.first("opening").get("shared", []) if {d.name, *d.others} & set(names)]
@@ -434,7 +442,10 @@ def _of_rate(case: Case) -> Cause:
     scheduled = case.one.first("opening").get("contract", {}).get("the scheduler") != "NoneType"
     stepped = case.many.notes().get("scheduler", []) + case.one.notes().get("scheduler", [])
     where = f"the script steps a scheduler at {stepped[0].split('|', 1)[1]}" if stepped else None
-    return cause("scheduler" if scheduled or stepped else "learning-rate", where, _reads(case, "between", "setup"))
+    reads = _reads(case, "between", "setup")
+    if scheduled and not stepped and reads:  # it is stepped as it should be, and gives what the workers' number says
+        return cause("learning-rate-depends-on-workers", reads)
+    return cause("scheduler" if scheduled or stepped else "learning-rate", where, reads)
 
 
 def _of_weights(case: Case) -> Cause:

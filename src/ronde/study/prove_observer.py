@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed import LoaderSettings, Taken
-from ronde.parallel import batchnorms
+from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.run import hooks
 from ronde.run.losses import LossCall
@@ -278,6 +278,7 @@ class Watch(hooks.Observer):
             held=sorted(self._held),
             modules=mean,
             batchnorms=batchnorms(model),
+            iterating=spectral_norms(model),
             hooked=hooked,
             shared=[names for names in storages.values() if len(names) > 1],
             micro_batch=given.micro_batch,
