@@ -20,10 +20,11 @@ from torch import nn
 from cost_models import PEAKS, Block, Sleep, Tied, tokens_loss
 from processes import child, forked, marked, python, ronde, ronde_run
 from ronde.parallel import Work
-from ronde.plan import Added, Cluster, Costs
+from ronde.plan import Added, Cluster, Costs, Plan
 from ronde.run.losses import LossCall
 from ronde.study import links
 from ronde.study.chain import find_chain, take
+from ronde.study.forecast import gauge
 from ronde.study.measure import NoisyMachine, measure, optimizer_fixed_seconds
 from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
@@ -622,3 +623,34 @@ def test_workers_that_measure_together_agree_on_sizes_and_leave_the_model_alone(
     done = python(forked(tmp_path / "together.py", 2, tmp_path)[1:], tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+
+def test_no_pipeline_is_planned_where_none_could_be_cut():
+    class Packed(nn.Module):
+        """What the recurrent layer is given cannot be sent, and so the head's place is no cut either."""
+
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            lengths = torch.full((len(x),), x.shape[1])
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.head(self.rnn(packed)[1][-1])
+
+    def places(model, data):
+        batch = data, torch.zeros(len(data), 1)
+        work = Work(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            lambda b: ((model(b[0]) - b[1]).square().mean(), None),
+            lambda n: tuple(t[:n] for t in batch),
+        )
+        calls = LossCall(nn.functional.mse_loss, None)
+        costs = gauge(work, Plan(batch_size=8), calls, 1, True, lambda _: None)
+        return sum(u.cut_after for u in costs.units[:-1]), costs.notes
+
+    count, notes = places(Packed(), torch.randn(8, 5, 3))
+    assert count == 0 and any(n.startswith("no pipeline: there is no place to cut the model") for n in notes)
+    count, notes = places(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), torch.randn(8, 3))
+    assert count == 3 and not any("no pipeline" in n for n in notes)

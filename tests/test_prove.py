@@ -43,8 +43,10 @@ SAMPLE = [
     "scheduler_by_rank",
     "weights_by_share",
     "metric_f1",
+    "spectral_micro",
+    "scheduler_by_world",
 ]
-SOUND = ["residual", "gpt", "accumulated", "own"]
+SOUND = ["residual", "gpt", "packed", "accumulated", "own"]
 CASES = {f.fault: f for f in [*FAULTS, *LATER]}
 
 

@@ -88,6 +88,8 @@ LATER = [
         ("backward_hook", "gradient-hook", "gradients", "0.weight"),
         ("batchnorm_2d", "batchnorm", "outputs", "1"),
         ("batchnorm_micro", "batchnorm", "outputs", "1"),
+        ("spectral_micro", "state-of-each-pass", "outputs", "5"),
+        ("scheduler_by_world", "learning-rate-depends-on-workers", "scheduler", "learning rate of group 0"),
         ("hard_examples", "loss-over-the-batch", "loss", "loss"),
         ("loss_by_world", "rank-dependent-forward", "loss", "loss"),
         ("loss_batch_times", "loss-is-a-sum", "loss", "loss"),

@@ -50,6 +50,8 @@ class Whitening(nn.Module):
 KINDS = {"softmax_over_batch": Softmax0, "layer_drop": LayerDrop, "clock": Clock, "backward_hook": Whitening}
 torch.manual_seed(0)
 middle = KINDS.get(FAULT, nn.Identity)()
+if FAULT == "spectral_micro":
+    middle = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
 norm = nn.BatchNorm2d(4) if FAULT in ("batchnorm_2d", "batchnorm_micro") else nn.Identity()
 model = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.GELU(), nn.Flatten(), nn.Linear(36, 8), middle, nn.Linear(8, 3))
 
@@ -78,8 +80,11 @@ if FAULT == "weighted_by_rank":
     data = torch.utils.data.DataLoader(
         data, batch_size=10, sampler=torch.utils.data.SubsetRandomSampler(range(me.rank, 50, me.size) if me.size > 1 else range(25))
     )
-micro = 3 if FAULT == "batchnorm_micro" else None
-run = ronde.distribute(model, optimizer, data, loss=loss, batch_size=10, micro_batch=micro, sync_batchnorm=FAULT == "batchnorm_micro")
+micro = 3 if FAULT in ("batchnorm_micro", "spectral_micro") else None
+own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 if i < 2 else 1 / me.size) if FAULT == "scheduler_by_world" else None
+run = ronde.distribute(
+    model, optimizer, data, loss=loss, batch_size=10, micro_batch=micro, scheduler=own, sync_batchnorm=FAULT == "batchnorm_micro"
+)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 ema = {n: p.detach().clone() for n, p in model.named_parameters()}
 for epoch in run.epochs(5):

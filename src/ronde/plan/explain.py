@@ -251,6 +251,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
         assumed = all(f.assumed for by in cluster.links.values() for f in by.values())
         source = cluster.source or cluster.name
         rows.append(f"links: {'data sheet' if assumed else f'measured, fits within {100 * worst:.0f} %'} ({source})")
+    rows.extend(costs.notes)
     rows.extend(best.notes)
     if best.correction != 1.0:
         rows.append(

@@ -26,11 +26,13 @@ from ronde.parallel.recognise import recognise
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
 from ronde.plan.corrections import corrected, record
 from ronde.plan.explain import Explanation, explain
+from ronde.plan.intercept import watching
 from ronde.plan.predict import Prediction
 from ronde.plan.search import search
+from ronde.plan.trace import follow
 from ronde.run import hooks
 from ronde.run.compare import Forecast
-from ronde.study.chain import Link
+from ronde.study.chain import Link, untouched
 from ronde.study.links import calibrate
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
 from ronde.study.memory import line
@@ -91,7 +93,26 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
-    return _divisible(_under_load(_counted(costs, work), work, plan, calls), work)
+    return _divisible(_under_load(_cut_as_followed(_counted(costs, work), work), work, plan, calls), work)
+
+
+def _cut_as_followed(costs: Costs, work: Work) -> Costs:
+    """The costs without places to cut where a pipeline, which follows the model more closely, would find none."""
+    if not any(unit.cut_after for unit in costs.units[:-1]):
+        return costs
+    try:
+        batch = work.sample(1)
+        with untouched(work.model), watching(), torch.enable_grad():
+            points = follow(work.model, lambda: work.compute(batch)).points()
+        if any(not point.why_not for point in points):
+            return costs
+        why = next((f": {point.name}: {point.why_not}" for point in points), "")
+    except ArgumentError as error:
+        why = f": {error}"
+    except Exception:
+        return costs  # it is told where a pipeline is asked for
+    units = tuple(dataclasses.replace(unit, cut_after=False) for unit in costs.units)
+    return dataclasses.replace(costs, units=units, notes=(*costs.notes, f"no pipeline: there is no place to cut the model{why}"))
 
 
 def _counted(costs: Costs, work: Work) -> Costs:
