@@ -237,6 +237,22 @@ def test_micro_batches():
         run.update()
 
 
+def test_one_micro_batch_comes_in_a_list_too_where_the_script_asked_for_micro_batches():
+    run = make(micro_batch=100)
+    steps = 0
+    for batch in run.batches():
+        assert isinstance(batch, ronde.MicroBatches) and len(batch) == 1
+        if steps % 2:
+            run.step(batch)
+        else:
+            for x, y in batch:
+                run.backward(F.mse_loss(run.model(x), y))
+            run.update()
+        steps += 1
+    assert steps > 1 and run.state.step == steps
+    assert not any(isinstance(batch, ronde.MicroBatches) for batch in [next(make().batches())])
+
+
 def test_metrics():
     run = make()
     for metrics, words in (

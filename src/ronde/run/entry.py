@@ -507,6 +507,7 @@ def distribute(
         on_nan=on_nan,
         writer=_writer(directory, tensorboard, me),
     )
+    run._asked_micro = micro_batch is not None
     run._watcher.event(
         Started(
             schema=SCHEMA_VERSION,

@@ -120,6 +120,7 @@ class Run:
             partial(torch.autocast, me.device.type, DTYPES[plan.precision]) if plan.precision in DTYPES else nullcontext
         )
         self._reads_are_free = me.device.type == "cpu"
+        self._asked_micro = False
         self._share: Share | None = None  # the batch handed out and not yet stepped on
         self._backwards = 0
         self._in_epochs = False
@@ -219,7 +220,7 @@ class Run:
 
         Yields:
             What the data set's collate function makes of the worker's samples: usually ``(inputs, target)``, first
-            dimension = samples. With several micro-batches, a :class:`MicroBatches`.
+            dimension = samples. With several micro-batches, a :class:`MicroBatches`; always, if the script gave ``micro_batch``.
         """
         state, plan, order = self.state, self.plan, self._taken.order
         if self._epoch_is_over() and not self._in_epochs:
@@ -237,7 +238,7 @@ class Run:
             )
 
         self._watcher.rate.resume()
-        several = plan.accumulation > 1
+        several = plan.accumulation > 1 or self._asked_micro  # what a loop of the script's own finds must not depend on the workers
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1
