@@ -244,6 +244,12 @@ def test_tars_labels(tmp_path):
         feed.tar(tmp_path, label="cls")
 
 
+def test_files_without_an_ending_are_no_samples(tmp_path):
+    tar_of(tmp_path / "a.tar", [("README", b"r"), ("d.1/LICENSE", b"l"), ("d.1/0.jpg", b"x"), ("d.1/0.cls", b"1"), ("d.1/sums", b"s")])
+    source = feed.tar(tmp_path / "a.tar", data="jpg", label="cls")
+    assert [(s.data, s.label, s.name) for s in source.read(range(len(source)))] == [(b"x", 1, "d.1/0")]
+
+
 def test_tars_index_is_kept_checked_and_made_anew(tmp_path, monkeypatch):
     path = tar_of(tmp_path / "a.tar", web_members(10, 0))
     index = tmp_path / "a.tar.ronde-index"

@@ -346,7 +346,7 @@ def build(store: Store, path: str) -> TarIndex:
     here: set[str] = set()
     try:
         for name, offset, length in members_of(_windowed(store, path, size), size, path):
-            if _no_sample(name):
+            if _no_sample(name) or "." not in name.rpartition("/")[2]:  # without an ending (README): as in WebDataset
                 continue
             key, ending = key_and_suffix(name.removeprefix("./"))
             if not keys or keys[-1] != key:
