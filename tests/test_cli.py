@@ -250,6 +250,14 @@ def test_one_rank_raises(place):
     assert (end.status, end.rank) == ("failed", 1) and "no good on 1" in end.error
 
 
+def test_no_file_is_named_that_is_not_kept(tmp_path):
+    (tmp_path / "fails.py").write_text("import os, signal\nprint('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    done = ronde_run(["run", "-n", "1", "--runs", "none", "fails.py"], tmp_path)
+    assert done.returncode != 0 and "failed first: killed by signal 9" in done.stderr
+    assert "the last words\nthe rest of its output was not kept: --runs none" in done.stderr
+    assert ".log" not in done.stderr and "--resume" not in done.stderr
+
+
 def test_all_ranks_raise(place):
     done = failing(place, "all", "--how", "raise all")
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1 and re.search(r"ValueError: no good on [01]", done.stderr)

@@ -31,6 +31,7 @@ Examples:
 """
 
 _MEASURE_SECONDS = 10.0
+_LAST_LINES = 20  # of a failed worker's output, where its log is not kept
 
 
 def register(app: typer.Typer) -> None:
@@ -113,7 +114,7 @@ def register(app: typer.Typer) -> None:
             show(b"")
         if outcome.status:
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
-            _tell_failure(outcome, directory)
+            _tell_failure(outcome, directory, kept=temporary is None)
             raise typer.Exit(outcome.status)
         if not quiet:
             one = None
@@ -199,12 +200,12 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
     record.close()
 
 
-def _tell_failure(outcome: Any, directory: RunDir) -> None:
+def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True)
-    has_checkpoint = directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
+    has_checkpoint = kept and directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
     again = f"ronde run --resume --name {directory.name} …" if has_checkpoint else ""
     if outcome.interrupted:
         console.print(
@@ -216,8 +217,13 @@ def _tell_failure(outcome: Any, directory: RunDir) -> None:
         print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
     else:
         console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)
-    logs = short(directory.logs / f"rank-{outcome.rank}.log")
-    console.print(f"its output: {logs}" + (f"   go on with: {again}" if again else ""), highlight=False, soft_wrap=True)
+    log = directory.logs / f"rank-{outcome.rank}.log"
+    if not kept:  # the folder goes now
+        last = [] if outcome.traceback or not log.is_file() else log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        print(*last, sep="\n", end="\n" if last else "", file=sys.stderr, flush=True)
+        console.print("the rest of its output was not kept: --runs none", highlight=False, soft_wrap=True)
+        return
+    console.print(f"its output: {short(log)}" + (f"   go on with: {again}" if again else ""), highlight=False, soft_wrap=True)
 
 
 def _baseline(command: list[str], feed: str) -> float | None:
