@@ -98,6 +98,15 @@ def test_a_small_gap_is_healthy(real):
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
 
 
+def test_loaders_are_not_prescribed_where_they_would_share_an_open_file():
+    found = judge(seen(rounds(synthetic=1000, real=400, without__read=990), STAGES, loaders=0, executor="none")).values
+    for held, expected in (("", True), ("Records.file (FileIO)", False)):
+        assert ("loaders" in {r.id for r in remedies(found, Facts(1, 0, "none", 8, held=held))}) == expected
+    found = judge(seen(rounds(synthetic=1000, real=400, without__read=990), STAGES)).values
+    for held, expected in (("", True), ("Records.file (FileIO)", False)):
+        assert ("threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 8, held=held))}) == expected
+
+
 def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     wild = [{"synthetic": s, "real": r} for s, r in ((1000, 900), (1000, 600), (1000, 880), (1000, 620))]
     found = judge(seen(wild, STAGES)).values

@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+import zipfile
 
 import numpy as np
 import psutil
@@ -36,6 +37,7 @@ from ronde.feed import (
     take_over,
 )
 from ronde.feed.executor import Threads, parts_of
+from ronde.feed.handles import held_open
 from ronde.feed.receive import Receiver
 from ronde.plan import shares
 
@@ -513,6 +515,23 @@ def test_auto_never_shares_an_open_file(tmp_path, how, expected):
     assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
     assert feed.executor == expected, told
     assert taken.dataset.file is None or how != "lazily"  # nothing of the trial is left for processes to share
+
+
+def test_samples_that_a_plan_looks_at_leave_nothing_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    data = Records(path, "lazily")
+    model = torch.nn.Linear(1, 1)
+    run = ronde.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(data, batch_size=8, num_workers=2),
+        forward=lambda m, x: (m(x[:, None].float()), x[:, None].float()),
+        loss=torch.nn.functional.mse_loss,
+    )
+    assert run._work.sample(4).shape == (4,) and data.file is None
+    assert held_open(data) is None and held_open([zipfile.ZipInfo("a")]) is None
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])

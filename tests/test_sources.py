@@ -548,7 +548,7 @@ def test_rows_without_data_or_label_are_named(tmp_path):
     samples = feed.parquet(tmp_path / "t.parquet", data="data", label="label")
     assert [s.data for s in samples.read([0, 3])] == [b"a", b"d"]
     for row, what in ((1, "data"), (2, "label")):
-        with pytest.raises(SampleError, match=f"row {row} has no '?{what}'?"):
+        with pytest.raises(SampleError, match=f"t.parquet: row {row} of the table has no '{what}'"):
             samples[row]
 
 

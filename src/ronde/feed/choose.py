@@ -218,16 +218,19 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
                 os._exit(status)
         children.append(child)
     alike, limit = True, time.monotonic() + _PATIENCE_SECONDS
-    for child in children:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        while not ended and time.monotonic() < limit:
-            time.sleep(0.005)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        if not ended:  # a lock that another thread held when it was forked
+    try:
+        while children and time.monotonic() < limit:
+            ended, status = os.waitpid(children[0], os.WNOHANG)
+            if ended:
+                children.pop(0)
+                alike &= status == 0
+            else:
+                time.sleep(0.005)
+        return alike and not children
+    finally:
+        for child in children:  # it waits for a lock that another thread held when it was forked; or Ctrl-C came
             os.kill(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        alike &= status == 0
-    return alike
+            os.waitpid(child, 0)
 
 
 def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None) -> tuple[str, str]:
@@ -242,8 +245,8 @@ def choose(reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, com
         return "none", "no loading threads or processes are asked for"
     if (held := held_open(reader.dataset)) is not None:
         return "none", (
-            f"the data set holds {held} open, whose place in it threads and forked processes would share. What is opened when the first "
-            "sample is read is each process's own"
+            f"the data set holds {held} open, whose place in it threads and forked processes would share; open it when the first "
+            "sample is read, and each process has its own"
         )
     if trial.draws:
         return "processes", "samples draw from torch's, random's or numpy's global generator, which threads share"

@@ -228,12 +228,16 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def unchanged(dataset: Any) -> Iterator[None]:
-    """What is drawn inside was never drawn: the process's generators, those that the data set holds, and those of the user's modules."""
+    """What is drawn inside was never drawn (the process's generators, those that the data set holds, and those of the user's modules), and what
+    the data set opens inside was never opened."""
+    from ronde.feed.handles import let_go  # which looks for parts, as is done here
+
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
     undo = [found for one in (*parts(dataset), *of_modules) if (found := _undo_draws(one)) is not None]
     try:
-        yield
+        with let_go(dataset):
+            yield
     finally:
         for put_back in undo:
             put_back()

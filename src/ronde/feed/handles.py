@@ -7,27 +7,22 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from ronde.feed.found import parts
+from ronde.feed.found import _vars, parts
 
 __all__ = ["held_open", "let_go"]
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
+_CLOSED = ("ZipInfo", "TarInfo", "Row", "Empty", "Reference")  # what these libraries say of a file, and keep without it
 
 
 def _space(one: Any) -> dict[Any, Any]:
     """Where it keeps things: the attributes of an object, the entries of a dictionary."""
-    if type(one) is dict:
-        return one
-    try:
-        found = vars(one)
-    except Exception:  # it has none; or it stands in for something else, and may raise anything
-        return {}
-    return found if type(found) is dict else {}
+    return one if type(one) is dict else _vars(one)
 
 
 def _is_open(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return not isinstance(value, type)
+        return type(value).__name__ not in _CLOSED
     if not isinstance(value, io.IOBase) or isinstance(value, io.BytesIO | io.StringIO):
         return False
     try:

@@ -19,7 +19,7 @@ from ronde.feed.choose import choose, try_out
 from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.found import unchanged
-from ronde.feed.handles import held_open, let_go
+from ronde.feed.handles import held_open
 from ronde.feed.order import Order, key_of
 from ronde.feed.processes import batches as from_processes
 from ronde.feed.randomness import Marks
@@ -225,8 +225,7 @@ class Feed:
         low = min(low, self.order.epoch_samples - count)
         ask = Ask(share.epoch, low, self.order.ids(share.epoch, low, low + count).tolist())
         workers, threads = self.settings.num_workers, self._compute_threads
-        with let_go(self._reader.dataset):
-            trial = try_out(self._reader, ask)
+        trial = try_out(self._reader, ask)
         if self.executor == "auto":
             with unchanged(self._reader.dataset):
                 found, why = choose(self._reader, ask, trial, size, workers, threads)

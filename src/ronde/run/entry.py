@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.feed import Feed, FeedSettings, Order, Taken, apply_settings, asked_settings, take_over
+from ronde.feed.handles import let_go
 from ronde.parallel import Work, batchnorms, carry_out, spectral_norms
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
@@ -412,6 +413,7 @@ def distribute(
     if batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError("feed setting echo cannot be used with batch='grow': what is repeated would depend on the number of workers.")
     calls = LossCall(loss, forward)
+    in_lists = micro_batch is not None  # before an observer asks for others
     if hooks.observer is not None:
         given = hooks.Opening(
             model, optimizer, scheduler, taken, calls, precision, batch, clip_norm, micro_batch or asked.micro_batch, sync_batchnorm, seed
@@ -466,7 +468,8 @@ def distribute(
 
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
-        return next(on_device(sampled, share, micros, me.device)[0] for _, micros in sampled.read(lambda: iter([share])))
+        with let_go(taken.dataset):
+            return next(on_device(sampled, share, micros, me.device)[0] for _, micros in sampled.read(lambda: iter([share])))
 
     autocast = partial(torch.autocast, me.device.type, DTYPES[precision]) if precision in DTYPES else nullcontext
 
@@ -506,8 +509,8 @@ def distribute(
         keep=keep,
         on_nan=on_nan,
         writer=_writer(directory, tensorboard, me),
+        in_lists=in_lists,
     )
-    run._asked_micro = micro_batch is not None
     run._watcher.event(
         Started(
             schema=SCHEMA_VERSION,

@@ -94,6 +94,7 @@ class Run:
         keep: int,
         on_nan: str,
         writer: Any,
+        in_lists: bool,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -120,7 +121,7 @@ class Run:
             partial(torch.autocast, me.device.type, DTYPES[plan.precision]) if plan.precision in DTYPES else nullcontext
         )
         self._reads_are_free = me.device.type == "cpu"
-        self._asked_micro = False
+        self._in_lists = in_lists
         self._share: Share | None = None  # the batch handed out and not yet stepped on
         self._backwards = 0
         self._in_epochs = False
@@ -238,7 +239,7 @@ class Run:
             )
 
         self._watcher.rate.resume()
-        several = plan.accumulation > 1 or self._asked_micro  # what a loop of the script's own finds must not depend on the workers
+        several = plan.accumulation > 1 or self._in_lists  # what a loop of the script's own finds must not depend on the workers
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1

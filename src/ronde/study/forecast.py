@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ronde.parallel import Work
+from ronde.parallel.cutting import usable
 from ronde.parallel.recognise import recognise
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
 from ronde.plan.corrections import corrected, record
@@ -103,10 +104,10 @@ def _cut_as_followed(costs: Costs, work: Work) -> Costs:
     try:
         batch = work.sample(1)
         with untouched(work.model), watching(), torch.enable_grad():
-            points = follow(work.model, lambda: work.compute(batch)).points()
-        if any(not point.why_not for point in points):
-            return costs
-        why = next((f": {point.name}: {point.why_not}" for point in points), "")
+            trace = follow(work.model, lambda: work.compute(batch))
+            if usable(trace):
+                return costs
+            why = next((f": {point.name}: {point.why_not}" for point in trace.points()), "")
     except ArgumentError as error:
         why = f": {error}"
     except Exception:

@@ -137,9 +137,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     idle = max(0.0, 1.0 - cpu / wall) if wall else 0.0
     wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
     if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
-        if facts.executor == "none" and facts.held:
-            pass  # loaders would be given each other's bytes
-        elif facts.executor == "none":
+        if facts.executor == "none" and not facts.held:  # else loaders would be given each other's bytes
             n = min(
                 max(2, math.ceil(wall * float(rates["synthetic"]) / facts.workers * 1.2)),
                 max(each, math.ceil(each / max(1 - idle, 0.1)), 2),
@@ -154,7 +152,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                     loaders=n,
                 )
             )
-        else:
+        elif facts.executor != "none":
             most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - idle, 0.05))))
             n = min(math.ceil(facts.loaders * wanted), most, 4 * facts.loaders)
             if n > facts.loaders and in_loading >= _MAKING:
@@ -168,7 +166,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                         loaders=n / facts.loaders,
                     )
                 )
-        if facts.executor == "processes" and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5):
+        if facts.executor == "processes" and not facts.held and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5):
             found.append(
                 Remedy(
                     "threads",

@@ -93,9 +93,8 @@ def threads_per_worker(local_size: int, cores: int | None = None) -> int:
 def schedule_as_batch() -> bool:
     """Schedule all threads of this process, and those that they start, as ``SCHED_BATCH`` (Linux; no privilege is needed).
 
-    gloo moves bytes in threads of its own, which Linux lets interrupt each other, and the computation, for every piece that arrives: on two
-    cores, FSDP2's exchanges of a small transformer took three times as long so, and its step a third longer. A batch thread that
-    wakes up takes a free core at once, but takes none away.
+    gloo moves bytes in threads of its own, which Linux lets interrupt each other, and the computation, for every piece that arrives
+    (``benchmarks/scheduling.py`` tells what it costs). A batch thread that wakes up takes a free core at once, but takes none away.
 
     Returns:
         Whether it does so now. False where ``RONDE_SCHEDULING=other``, where the policy was chosen by somebody else, and off Linux.

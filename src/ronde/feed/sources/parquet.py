@@ -320,7 +320,10 @@ class ParquetSource(BaseSource):
         for i, d, one in zip(ids, columns[data], labels, strict=True):
             # A null among whole numbers is read as NaN.
             if d is None or (label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))):
-                raise SampleError(f"row {i} has no {(data if d is None else label)!r}: the column holds nothing there.")
+                path = self.paths[self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]]
+                raise SampleError(
+                    f"{path}: row {i} of the table has no {(data if d is None else label)!r}: the column holds nothing there."
+                )
         return [Sample(d, one, n) for d, one, n in zip(columns[data], labels, names, strict=True)]
 
 
