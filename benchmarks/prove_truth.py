@@ -36,8 +36,7 @@ def main() -> None:
     began = time.monotonic()
     with Pool(given.workers) as pool:
         for case in faults:
-            plans = list(dict.fromkeys(["replicate", case.plan]))
-            verdict = Study(pool, case.command, given.steps, 120).verdict(plans)
+            verdict = Study(pool, case.command, given.steps, 120).verdict(case.plans)
             found, named, said = judge(case, verdict)
             rows.append({"fault": case.fault, "found": found, "named": named, "said": said, "expected": case.cause})
             mark = "ok   " if named else "FOUND" if found else "MISS "

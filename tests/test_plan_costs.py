@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -654,3 +655,42 @@ def test_no_pipeline_is_planned_where_none_could_be_cut():
     assert count == 0 and any(n.startswith("no pipeline: there is no place to cut the model") for n in notes)
     count, notes = places(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), torch.randn(8, 3))
     assert count == 3 and not any("no pipeline" in n for n in notes)
+
+
+LOOPS = {
+    "own": ("for x in run.batches():\n        run.backward(run.model(x).mean())\n        run.update()", True),
+    "attribute": ("run = self.run\n    self.run.backward(one)\n    self.run.update()", True),
+    "step": ("for x in run.batches():\n        loss = run.step(x)", False),
+    "either": ("run.step(x) if fast else run.backward(x)\n    run.update()", False),
+    "torch": ("loss.backward()\n    optimizer.step()\n    metrics.update()", False),
+    "function": ("class Twice(torch.autograd.Function):\n        def backward(ctx, g): return g\n    seen.update()", False),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop):
+    text, owns = LOOPS[loop]
+    script = tmp_path / "train.py"
+    script.write_text(f"from ronde.study.loops import own_loop\nprint(own_loop())\ndef train():\n    {text}\n")
+    done = python([str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert bool(re.fullmatch(r"train\.py:\d+", done.stdout.strip())) == owns, done.stdout
+
+
+def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch, ronde\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.mse_loss, batch_size=8)\n"
+        "for epoch in run.epochs(1):\n"
+        "    for x, y in run.batches():\n"
+        "        run.backward(nn.functional.mse_loss(run.model(x), y))\n"
+        "        run.update()\n"
+    )
+    done = ronde_run(["plan", "-n", "2", "--accept-noise", "--json", "plan.json", "train.py"], tmp_path, 90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert "no pipeline: the script owns its loop (run.backward, train.py:8)" in json.dumps(found)
+    assert not any("pipeline" in family for family in found["families"]), found["families"]

@@ -45,6 +45,9 @@ SAMPLE = [
     "metric_f1",
     "spectral_micro",
     "scheduler_by_world",
+    "counts_calls",
+    "running_mean",
+    "running_scale",
 ]
 SOUND = ["residual", "gpt", "packed", "accumulated", "own"]
 CASES = {f.fault: f for f in [*FAULTS, *LATER]}
@@ -59,7 +62,7 @@ def pool():
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     case = CASES[name]
-    verdict = Study(pool, case.command, 6, 120).verdict(list(dict.fromkeys(["replicate", case.plan])))
+    verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
     found, named, said = judge(case, verdict)
     assert found and named, said
 

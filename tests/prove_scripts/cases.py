@@ -22,6 +22,11 @@ class Fault:
     def command(self) -> list[str]:
         return [str(HERE / self.script), self.fault]
 
+    @property
+    def plans(self) -> list[str]:
+        """What is proved: the fault of a pipeline's own is looked for there alone."""
+        return [self.plan] if self.plan.startswith("pipeline") else list(dict.fromkeys(["replicate", self.plan]))
+
 
 FAULTS = [
     # order and data
@@ -80,7 +85,7 @@ FAULTS = [
 
 # Written after the diagnosis: what it makes of faults that it was not written for.
 LATER = [
-    Fault(name, *what, script="more_faults.py")
+    Fault(name, *what[:3], script="more_faults.py", plan=what[3] if len(what) > 3 else "replicate")
     for name, *what in [
         ("softmax_over_batch", "batch-dependent-layer", "outputs", "5"),
         ("layer_drop", "randomness", "outputs", "5"),
@@ -89,6 +94,11 @@ LATER = [
         ("batchnorm_2d", "batchnorm", "outputs", "1"),
         ("batchnorm_micro", "batchnorm", "outputs", "1"),
         ("spectral_micro", "state-of-each-pass", "outputs", "5"),
+        ("counts_calls", "state-of-each-pass", "outputs", "5"),
+        ("running_mean", "state-of-each-pass", "loss", "loss", "pipeline=2"),
+        ("batchnorm_2d", "batchnorm", "loss", "loss", "pipeline=2"),
+        ("running_scale", "loss-over-the-batch", "gradients", "0.weight"),
+        ("own_scale", "loss-over-the-batch", "gradients", "0.weight"),
         ("scheduler_by_world", "learning-rate-depends-on-workers", "scheduler", "learning rate of group 0"),
         ("hard_examples", "loss-over-the-batch", "loss", "loss"),
         ("loss_by_world", "rank-dependent-forward", "loss", "loss"),

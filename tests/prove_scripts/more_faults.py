@@ -47,7 +47,56 @@ class Whitening(nn.Module):
         return x * 1.0
 
 
-KINDS = {"softmax_over_batch": Softmax0, "layer_drop": LayerDrop, "clock": Clock, "backward_hook": Whitening}
+class Counting(nn.Module):
+    """Anneals over its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return x / (1 + 0.1 * self.calls)
+
+
+class Follows(nn.Module):
+    """Centred by a running mean, and called twice in a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def once(self, x):
+        if self.training:
+            self.mean = self.mean.lerp(x.detach().mean(0), 0.1)
+        return self.inner(x - self.mean)
+
+    def forward(self, x):
+        return self.once(torch.tanh(self.once(x)))
+
+
+class RunningScale:
+    """Divides by a running average of itself: always near 1."""
+
+    def __init__(self):
+        self.average = None
+
+    def __call__(self, value):
+        now = value.detach()
+        self.average = now if self.average is None else self.average.lerp(now, 0.1)
+        return value / self.average
+
+
+running = RunningScale()
+KINDS = {
+    "softmax_over_batch": Softmax0,
+    "layer_drop": LayerDrop,
+    "clock": Clock,
+    "backward_hook": Whitening,
+    "counts_calls": Counting,
+    "running_mean": Follows,
+}
 torch.manual_seed(0)
 middle = KINDS.get(FAULT, nn.Identity)()
 if FAULT == "spectral_micro":
@@ -67,6 +116,10 @@ def loss(out, y):
     if FAULT == "focal_norm":
         weight = (1 - each.neg().exp()).detach()
         return (weight * each).sum() / weight.sum()
+    if FAULT == "running_scale":
+        return running(each.mean())
+    if FAULT == "own_scale":
+        return each.mean() / each.mean().detach()
     return each.mean()
 
 
@@ -80,7 +133,7 @@ if FAULT == "weighted_by_rank":
     data = torch.utils.data.DataLoader(
         data, batch_size=10, sampler=torch.utils.data.SubsetRandomSampler(range(me.rank, 50, me.size) if me.size > 1 else range(25))
     )
-micro = 3 if FAULT in ("batchnorm_micro", "spectral_micro") else None
+micro = 3 if FAULT in ("batchnorm_micro", "spectral_micro", "counts_calls") else None
 own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 if i < 2 else 1 / me.size) if FAULT == "scheduler_by_world" else None
 run = ronde.distribute(
     model, optimizer, data, loss=loss, batch_size=10, micro_batch=micro, scheduler=own, sync_batchnorm=FAULT == "batchnorm_micro"

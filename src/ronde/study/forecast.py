@@ -35,6 +35,7 @@ from ronde.run import hooks
 from ronde.run.compare import Forecast
 from ronde.study.chain import Link, untouched
 from ronde.study.links import calibrate
+from ronde.study.loops import own_loop
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
 from ronde.study.memory import line
 from ronde.study.runtime import action_seconds
@@ -98,9 +99,11 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
 
 
 def _cut_as_followed(costs: Costs, work: Work) -> Costs:
-    """The costs without places to cut where a pipeline, which follows the model more closely, would find none."""
+    """The costs without places to cut where no pipeline can be carried out: the script's loop or the model does not let it."""
     if not any(unit.cut_after for unit in costs.units[:-1]):
         return costs
+    if (line := own_loop()) is not None:
+        return _uncut(costs, f"the script owns its loop (run.backward, {line}), a pipeline needs run.step(batch)")
     try:
         batch = work.sample(1)
         with untouched(work.model), watching(), torch.enable_grad():
@@ -112,8 +115,12 @@ def _cut_as_followed(costs: Costs, work: Work) -> Costs:
         why = f": {error}"
     except Exception:
         return costs  # it is told where a pipeline is asked for
+    return _uncut(costs, f"there is no place to cut the model{why}")
+
+
+def _uncut(costs: Costs, why: str) -> Costs:
     units = tuple(dataclasses.replace(unit, cut_after=False) for unit in costs.units)
-    return dataclasses.replace(costs, units=units, notes=(*costs.notes, f"no pipeline: there is no place to cut the model{why}"))
+    return dataclasses.replace(costs, units=units, notes=(*costs.notes, f"no pipeline: {why}"))
 
 
 def _counted(costs: Costs, work: Work) -> Costs:

@@ -330,12 +330,13 @@ class Study:
             self.say(
                 {
                     "split": "one process that splits the batch",
+                    "twice": "one process that computes every forward pass twice",
                     "whole": "without micro-batches",
                     "replicate": "replicate, to compare with",
                 }.get(what, f"with {what}")
             )
-            if what == "split":
-                launch = self._start(what, "replicate", [0], reference=True, split=True)
+            if what in ("split", "twice"):
+                launch = self._start(what, "replicate", [0], reference=True, **{what: True})
             else:
                 changed = {} if what == "replicate" else {"whole": True} if what == "whole" else {"sync_batchnorm": True}
                 launch = self._start(what, plan, list(range(self.pool.workers)), **changed)

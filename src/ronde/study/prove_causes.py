@@ -65,7 +65,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "sync_batchnorm=True in ronde.distribute, or a normalisation that does not mix samples (GroupNorm, LayerNorm).",
     ),
     "state-of-each-pass": (
-        "A layer changes a state of its own in every forward pass (spectral normalisation iterates once), and a step has several passes here.",
+        "A layer changes a state of its own in every forward pass (a counter, a running mean, the iterate of spectral normalisation), and a "
+        "step has several passes here.",
         "One pass a step: neither micro-batches nor a pipeline; or the layer in eval() while its state shall stay.",
     ),
     "batch-dependent-layer": (
@@ -204,8 +205,9 @@ class Case:
     """What a diagnosis has at hand.
 
     Attributes:
-        again: ``again("split")`` runs one process over micro-batches like the workers' shares; ``"whole"`` the workers without the
-            script's micro-batches; ``"sync_batchnorm"`` with it on. None where that run failed.
+        again: ``again("split")`` runs one process over micro-batches like the workers' shares; ``"twice"`` one process with each forward
+            pass computed twice; ``"whole"`` the workers without the script's micro-batches; ``"sync_batchnorm"`` with it on. None where
+            that run failed.
         replicated: whether the plan only splits the data.
         replicate_equal: whether plain replicate was found equal.
     """
@@ -242,8 +244,7 @@ def _module_of(name: str) -> str:
 def diagnose(case: Case) -> Cause:
     """The cause of a difference."""
     iterating = case.one.first("opening").get("iterating", [])
-    several = not case.replicated or case.many.first("opening").get("micro_batch") is not None
-    if iterating and several and case.difference.phase in ("outputs", "loss", "gradients", "buffers"):
+    if iterating and _several_passes(case) and case.difference.phase in ("outputs", "loss", "gradients", "buffers"):
         return cause("state-of-each-pass", f"{iterating[0]!r} is normalised by its spectrum")
     if not case.replicated and case.replicate_equal:
         d = case.difference
@@ -252,6 +253,10 @@ def diagnose(case: Case) -> Cause:
             return cause("tied-weights", f"{' and '.join(shared[0])} share their memory")
         return cause("plan")
     return _BY_PHASE.get(case.difference.phase, _unknown)(case)
+
+
+def _several_passes(case: Case) -> bool:
+    return not case.replicated or case.many.first("opening").get("micro_batch") is not None
 
 
 def _unknown(case: Case) -> Cause:
@@ -339,6 +344,9 @@ def _of_outputs(case: Case) -> Cause:
     padded = _padded(case)
     if padded:
         return cause("padding", padded)
+    moved = _moves(case)
+    if moved:
+        return cause("state-of-each-pass", moved)
     if splitting is None:
         reads = _reads(case, "step")
         return cause("rank-dependent-forward", reads) if reads else cause("batch-dependent-layer", what)
@@ -347,6 +355,17 @@ def _of_outputs(case: Case) -> Cause:
         if reads:
             return cause("rank-dependent-forward", reads)
     return cause("batch-dependent-layer", what, "one process that splits the batch alike differs too")
+
+
+def _moves(case: Case) -> str | None:
+    """A layer whose output is another one when it is called for the second time with the same."""
+    if not _several_passes(case):
+        return None
+    twice = case.again("twice")
+    found = compare(case.one, twice).difference if twice is not None and twice.steps() else None
+    if found is None or found.phase != "outputs" or found.step > case.difference.step:
+        return None
+    return f"computed twice from the same samples, the output of {_module_of(found.name)!r} is another one"
 
 
 def _padded(case: Case) -> str | None:
@@ -360,7 +379,18 @@ def _padded(case: Case) -> str | None:
     return None
 
 
-_LOSSES = {"sum": "loss-is-a-sum", "weighted": "loss-is-a-weighted-mean", "over-batch": "loss-over-the-batch"}
+_LOSSES = {
+    "sum": "loss-is-a-sum",
+    "weighted": "loss-is-a-weighted-mean",
+    "over-batch": "loss-over-the-batch",
+    "state": "loss-over-the-batch",
+}
+_LOSS_ANSWERS = {
+    "sum": "asked about parts of a batch, the loss answers like a sum",
+    "weighted": "asked about parts of a batch, the loss answers like a mean with weights",
+    "over-batch": "asked about parts of a batch, the loss or its gradient answers like neither a mean nor a sum",
+    "state": "asked about the same samples again, the loss answers otherwise: it keeps a state, computed from what it was given before",
+}
 
 
 def _of_loss(case: Case) -> Cause:
@@ -369,11 +399,7 @@ def _of_loss(case: Case) -> Cause:
         return cause("randomness", drawn)
     kind = case.one.loss_kind()
     if kind in _LOSSES:
-        return cause(
-            _LOSSES[kind],
-            "asked about parts of a batch, the loss answers like "
-            + {"sum": "a sum", "weighted": "a mean with weights"}.get(kind, "neither a mean nor a sum"),
-        )
+        return cause(_LOSSES[kind], _LOSS_ANSWERS[kind])
     if _without_micro(case):
         return cause("accumulation", "without micro-batches it is equal")
     splitting = _splitting(case)
@@ -384,6 +410,8 @@ def _of_loss(case: Case) -> Cause:
         return cause("padding", padded)
     if kind in ("mean", "pair") and splitting is None:
         return cause("rank-dependent-forward", _reads(case, "step"))
+    if isinstance(splitting, Difference) and splitting.phase == "outputs":
+        return _of_outputs(case)  # of a pipeline's stages no outputs are noted
     # A script that owns its loop: its loss is known by its values only.
     d = case.difference
     local = [part for r in range(case.many.size) for part in case.many.steps(r)[d.step - 1]["local"] if part[2]]
@@ -431,6 +459,8 @@ def _of_gradients(case: Case) -> Cause:
         return cause(
             "rank-dependent-gradients", reads, None if splitting is not False else "one process that splits the batch alike does not differ"
         )
+    if not hooked and case.one.loss_kind() in ("state", "over-batch"):
+        return cause("loss-over-the-batch", _LOSS_ANSWERS[case.one.loss_kind()])
     if hooked:
         if reads:
             return cause("rank-dependent-gradients", reads, f"{hooked[0]!r} has a hook")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Settings:
         workers: the world size that is proved; the reference has one worker but counts as this many for ``batch="grow"``.
         reference: whether this is the one-process run: its global batch is one batch.
         split: the one-process run in this many micro-batches after all, each as large as a worker's share.
+        twice: compute each forward pass once before, for what it changes in the model's layers.
         perturb: move every weight by one unit in its last place before each step.
         whole: leave out the script's micro-batches.
         sync_batchnorm: what to set it to; None leaves it.
@@ -53,6 +55,7 @@ class Settings:
     workers: int
     reference: bool = False
     split: bool = False
+    twice: bool = False
     perturb: bool = False
     whole: bool = False
     sync_batchnorm: bool | None = None
@@ -116,6 +119,9 @@ class _Loss(LossCall):
         """See :meth:`LossCall.arguments`."""
         with torch._C.DisableTorchFunction():  # a plan may follow the forward pass: it is not to see this
             batch = cast(batch)
+        if self._watch.computes_twice():
+            with torch.no_grad(), self._watch.unseen():
+                super().arguments(model, batch)
         values = super().arguments(model, batch)
         with torch._C.DisableTorchFunction():
             self._watch.given_to_loss(values)
@@ -389,6 +395,19 @@ class Watch(hooks.Observer):
     def _looks(self) -> bool:
         """Whether a forward pass of a step is under way: not an evaluation, nor activations that are computed again."""
         return self.phase == "step" and torch._C._current_graph_task_id() == -1
+
+    def computes_twice(self) -> bool:
+        """Whether the forward pass of this step is to be computed once before."""
+        return self.settings.twice and self._looks()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is computed within is not noted."""
+        phase, self.phase = self.phase, "before"
+        try:
+            yield
+        finally:
+            self.phase = phase
 
     def given_to_loss(self, values: tuple[Any, ...]) -> None:
         """What the loss is called with."""

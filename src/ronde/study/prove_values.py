@@ -145,8 +145,29 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
     return tuple(cut(v) for v in values)
 
 
+def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: int, part: int) -> bool:
+    """Whether the gradient of the first samples is, but for their number, the same alone and among all. True where it cannot be asked."""
+
+    def gradient(stop: int) -> torch.Tensor:
+        first, *others = _slice(values, samples, 0, stop)
+        first = first.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            value = loss(first, *others)
+        (found,) = torch.autograd.grad(value, first)
+        return torch.mul(found, stop)
+
+    try:
+        alone, among = gradient(part), gradient(samples)
+    except Exception:
+        return True
+    return bool(torch.allclose(alone, among[: len(alone)], rtol=1e-6, atol=1e-9 * float(among.abs().max())))
+
+
 def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
-    """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``pair`` or ``unknown``."""
+    """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``state``, ``pair`` or ``unknown``.
+
+    ``state``: asked again about the same samples it answers otherwise. ``over-batch``: neither, or its gradient is not that of a mean.
+    """
     if samples < 3 or not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0 for v in values[:1]):
         return "unknown"
     third, two = max(1, samples // 3), max(2, 2 * samples // 3)
@@ -157,6 +178,8 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
         if any(isinstance(v, tuple | list) for v in found.values()):
             return "pair"
         f = {k: float(v) for k, v in found.items()}
+        with torch.no_grad():
+            again = float(loss(*_slice(values, samples, *cuts["abc"])))
     except Exception:
         return "unknown"
     n = {k: high - low for k, (low, high) in cuts.items()}
@@ -166,8 +189,10 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
 
     if not all(map(math.isfinite, f.values())):
         return "unknown"
+    if not near(again, f["abc"]):
+        return "state"
     if near(f["abc"] * n["abc"], f["ab"] * n["ab"] + f["c"] * n["c"]) and near(f["ab"] * n["ab"], f["a"] * n["a"] + f["b"] * n["b"]):
-        return "mean"
+        return "mean" if _mean_gradient(loss, values, samples, third) else "over-batch"
     if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
         return "sum"
     try:
