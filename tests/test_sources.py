@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ronde
@@ -550,6 +552,77 @@ def test_rows_without_data_or_label_are_named(tmp_path):
     for row, what in ((1, "data"), (2, "label")):
         with pytest.raises(SampleError, match=f"t.parquet: row {row} of the table has no '{what}'"):
             samples[row]
+
+
+def photos(count):
+    rng = np.random.default_rng(0)
+    found = {}
+    for i in range(count):
+        Image.fromarray(rng.integers(0, 256, (9 + i, 12, 3), dtype=np.uint8)).save(file := io.BytesIO(), "png")
+        found[f"{i}.png"] = file.getvalue()
+    return found
+
+
+def files_table(labels, names=("cat", "dog"), extra=None):
+    """As Hugging Face's data sets write images: a struct of bytes and path, and the features beside the schema."""
+    image = [{"bytes": value, "path": name} for name, value in photos(len(labels)).items()]
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"image": pa.array(image, type=kind), "label": labels, **(extra or {})})
+    feature = {"_type": "ClassLabel", "names": list(names)} if names else {"_type": "Value", "dtype": "int64"}
+    told = {"info": {"features": {"image": {"_type": "Image"}, "label": feature}}}
+    return table.replace_schema_metadata({"huggingface": json.dumps(told)})
+
+
+def test_a_struct_of_bytes_and_path_is_a_file(tmp_path):
+    table = files_table([0, 1, 1, 0, 1, 0])
+    for i in range(2):
+        pq.write_table(table.slice(3 * i, 3), tmp_path / f"train-{i}.parquet", row_group_size=2)
+    want = list(photos(6).items())
+    samples = feed.parquet(tmp_path / "train-*.parquet", data="image", label="label")
+    assert [(s.name, s.data) for s in samples.read(range(6))] == want and samples.classes == ["cat", "dog"]
+    data = feed.images(tmp_path / "train-*.parquet", size=8, augment=False)
+    assert data.source.classes == ["cat", "dog"]
+    images, labels = next(iter(DataLoader(data, batch_size=6, collate_fn=data.collate, num_workers=1)))
+    assert labels.tolist() == [0, 1, 1, 0, 1, 0] and images.shape == (6, 3, 8, 8)
+    for (name, value), image in zip(want, images, strict=True):
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / f"{name.replace('/', '_')}").write_bytes(value)
+        alone = feed.images(tmp_path / "one", size=8, augment=False, labels="none")
+        assert torch.equal(next(iter(DataLoader(alone, batch_size=1, collate_fn=alone.collate))), image[None])
+        shutil.rmtree(tmp_path / "one")
+
+
+def test_images_of_parquet_files_by_their_columns(tmp_path):
+    file = tmp_path / "t.parquet"
+    pq.write_table(files_table(["dog", "cat", "dog", "ant"], names=None, extra={"other": [b"a"] * 4, "id": [7, 8, 9, 10]}), file)
+    with pytest.raises(ArgumentError, match=r"t.parquet: its columns 'image', 'other' all hold bytes: say which with data='…'"):
+        feed.images(file, size=8)
+    data = feed.images(file, size=8, data="image", labels="label")
+    assert data.source.classes == ["ant", "cat", "dog"] and [s.label for s in data.source.read([0, 1, 3])] == [2, 1, 0]
+    assert [s.label for s in feed.images(file, size=8, data="image", labels="id").source.read([0, 3])] == [7, 10]
+    pq.write_table(pq.read_table(file).drop_columns(["other", "label"]), file)
+    with pytest.raises(ArgumentError, match=r"t.parquet has no column 'label': choose among id with labels='…', or labels='none'"):
+        feed.images(file, size=8)
+    assert feed.images(file, size=8, labels="none").source[2].label is None
+    with pytest.raises(ArgumentError, match=r"t.parquet: none of its columns id holds bytes"):
+        pq.write_table(pq.read_table(file).drop_columns(["image"]), file)
+        feed.images(file, size=8)
+    with pytest.raises(ArgumentError, match=r"data='id': the column is int64 in .*t.parquet: expected bytes, or a struct"):
+        feed.parquet(file, data="id")
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    pq.write_table(
+        pa.Table.from_arrays([pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["a", "a", "b"]), tmp_path / "t.parquet"
+    )
+    with pytest.raises(ArgumentError, match=r"t.parquet has 2 columns named 'a': leave it out"):
+        feed.parquet(tmp_path / "t.parquet")
+    assert feed.parquet(tmp_path / "t.parquet", columns=["b"])[1]["b"] == 6
+    with pytest.raises(ArgumentError, match=r"t.parquet has 2 columns named 'a'"):
+        feed.table(tmp_path / "t.parquet", numeric=["a"], cache=tmp_path / "cache")
+    (tmp_path / "t.csv").write_text("a;b\n1;2\n")
+    with pytest.raises(ArgumentError, match=r"has no column 'a': choose among a;b. Its columns seem to be divided by ';', not by commas"):
+        feed.table(tmp_path / "t.csv", numeric=["a"], cache=tmp_path / "cache")
 
 
 # Tokens and arrays

@@ -301,7 +301,7 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         if isinstance(path, Source):
             return path
         raise ArgumentError(f"feed.images needs a folder, tar files, a pack or a source, found {type(path).__name__}.")
-    from ronde.feed.sources import folder, is_pack, parquet, tar
+    from ronde.feed.sources import folder, is_pack, parquet, parquet_files, tar
 
     names = [os.fspath(p) for p in path] if isinstance(path, list | tuple) else [os.fspath(path)]
     if not names:
@@ -312,8 +312,12 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
     if all(".tar" in name.rpartition("/")[2] for name in names):
         label = "cls" if labels == "folder" else None if labels == "none" else labels
         return tar(names if len(names) > 1 else names[0], data=[s[1:] for s in SUFFIXES], label=label, **options)
+    if all(name.endswith((".parquet", ".pq")) for name in names):
+        if callable(labels):
+            raise ArgumentError("feed.images: labels= of Parquet files is the name of a column, 'none', or left out.")
+        return parquet_files(names, {"folder": None, "none": ""}.get(labels, labels), **options)
     if len(names) != 1:
-        raise ArgumentError("feed.images takes one folder, or a list of tar files.")
+        raise ArgumentError("feed.images takes one folder, or a list of tar or Parquet files.")
     return folder(names[0], labels=labels, **{"suffixes": SUFFIXES, **options})
 
 
@@ -337,11 +341,11 @@ def images(
     0.02 of 255 of Pillow's on average.
 
     Args:
-        path: a folder (see :func:`ronde.feed.folder`), tar files (:func:`ronde.feed.tar`), what ``ronde pack`` made, or any source of
-            ``(bytes, label, name)``.
+        path: a folder (see :func:`ronde.feed.folder`), tar files (:func:`ronde.feed.tar`), Parquet files with one column of images, as
+            Hugging Face's data sets have them, what ``ronde pack`` made, or any source of ``(bytes, label, name)``.
         size: of the result in pixels: one number or (height, width).
         labels: of the folder, as :func:`ronde.feed.folder` takes them; of tar files, the ending of the label's file (``cls``) or a
-            function. Without labels (``"none"``) a sample is the image alone.
+            function; of Parquet files, the column (``label``). Without labels (``"none"``) a sample is the image alone.
         augment: True crops and flips at random (:class:`RandomResizedCrop`, :class:`HorizontalFlip`), as for training; False takes the
             middle (:class:`Resize` to 256/224 of the size, :class:`CenterCrop`), as for evaluation; or a callable or list of them: this
             module's, or your own, which get ``uint8`` tensors 3 × height × width. Those that are random ask :func:`ronde.feed.rng`.
@@ -353,7 +357,7 @@ def images(
             large photographs; other pixels.
         orient: turn images as their EXIF orientation says; False leaves them as they are stored, as Pillow does.
         dtype: of the normalised images.
-        options: more for the folder or the tar files.
+        options: more for the folder, the tar or the Parquet files.
 
     Returns:
         A pipeline whose batches are ``[images, labels]``: batch × 3 × height × width, channels innermost in memory

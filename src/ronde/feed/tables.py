@@ -127,7 +127,12 @@ def _arrow(source: Any) -> Any:
 def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
     for column in columns:
         if column not in names:
-            raise ArgumentError(f"{file} has no column {column!r}: choose among {', '.join(names)}.")
+            hint = ""
+            if len(names) == 1 and (mark := next((m for m in (";", "\t", "|") if m in names[0]), None)):
+                hint = f" Its columns seem to be divided by {mark!r}, not by commas."
+            raise ArgumentError(f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}")
+        if list(names).count(column) > 1:
+            raise ArgumentError(f"{file} has {list(names).count(column)} columns named {column!r}.")
 
 
 def _numbers(column: Any, name: str, file: Path) -> Matrix:

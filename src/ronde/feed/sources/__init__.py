@@ -8,7 +8,7 @@ from ronde.feed.sources.arrays import ArraySource, arrays
 from ronde.feed.sources.base import BaseSource, Batch, Names, Row, Sample, digest
 from ronde.feed.sources.dataset import DatasetSource, dataset
 from ronde.feed.sources.folder import FolderSource, folder
-from ronde.feed.sources.parquet import ParquetSource, parquet
+from ronde.feed.sources.parquet import ParquetSource, parquet, parquet_files
 from ronde.feed.sources.storage import BytesCache, Place, Store
 from ronde.feed.sources.tar import TarSource, is_pack, tar
 from ronde.feed.sources.tokens import TokenSource, tokens
@@ -34,6 +34,7 @@ __all__ = [
     "folder",
     "is_pack",
     "parquet",
+    "parquet_files",
     "tar",
     "tokens",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside,
 from ronde.feed.sources.tar import read_manifest
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["ParquetSource", "gather", "parquet", "to_columns"]
+__all__ = ["ParquetSource", "gather", "parquet", "parquet_files", "to_columns"]
 
 Columns = dict[str, Any]
 
@@ -136,6 +138,30 @@ def columns_bytes(columns: Columns) -> int:
     return sum(int(column.nbytes) for column in columns.values())
 
 
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
+def _holds_files(kind: Any) -> bool:
+    """Whether a column's type is bytes, or a struct of ``bytes`` and ``path``, as Hugging Face's data sets keep images and sounds."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and _is_bytes(kind.field("bytes").type)
+    return _is_bytes(kind)
+
+
+def _class_names(schema: Any, label: str | None) -> list[str] | None:
+    """The names of a label's classes, as Hugging Face's data sets write them beside the schema."""
+    try:
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
+        return [str(name) for name in feature["names"]] if feature.get("_type") == "ClassLabel" else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
 class ParquetSource(BaseSource):
     """See :func:`parquet`.
 
@@ -155,9 +181,12 @@ class ParquetSource(BaseSource):
         sample: tuple[str, str | None, str | None] | None,
         manifest: dict[str, Any] | None,
     ) -> None:
+        import pyarrow as pa
+
         self.paths = paths
         self._store = store
         self._sample = sample
+        self._number: dict[str, int] = {}
         self._metadata: dict[int, Any] = {}
         self._sizes = [store.size(path) for path in paths]
         counts: list[int] = []
@@ -175,6 +204,13 @@ class ParquetSource(BaseSource):
                     if name not in names:
                         raise ArgumentError(f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.")
                 self.columns = list(columns) if columns is not None else names
+                if sample is not None:
+                    kind = schema.field(sample[0]).type if names.count(sample[0]) == 1 else None
+                    if kind is not None and not (_holds_files(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                        raise ArgumentError(
+                            f"feed.parquet: data={sample[0]!r}: the column is {kind} in {path}: expected bytes, or a struct of bytes and path."
+                        )
+                    self.classes = _class_names(schema, sample[1])
             else:
                 for name in self.columns:
                     if name not in names or schema.field(name).type != first.field(name).type:
@@ -182,6 +218,11 @@ class ParquetSource(BaseSource):
                         raise ArgumentError(
                             f"feed.parquet: the column {name!r} is {first.field(name).type} in {paths[0]} and {has} in {path}."
                         )
+            twice = next((name for name in self.columns if names.count(name) > 1), None)
+            if twice is not None:
+                raise ArgumentError(
+                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}: leave it out with columns=[…]."
+                )
             owners = _owners(metadata)
             for g in range(metadata.num_row_groups):
                 group = metadata.row_group(g)
@@ -296,6 +337,23 @@ class ParquetSource(BaseSource):
             held[number].append((place.offset, raw))
         return held
 
+    def count_classes(self) -> ParquetSource:
+        """Texts among the labels become the numbers of sorted classes; the column is read once, whole."""
+        import pyarrow as pa
+
+        label = self._sample[1] if self._sample is not None else None
+        if label is None or not (pa.types.is_string(kind := self.schema[label]) or pa.types.is_large_string(kind)):
+            return self
+        found: set[str] = set()
+        only = copy.copy(self)
+        only.columns = [label]
+        for group in range(self.groups):
+            found.update(v for v in only._decode([group])[0][label].unique().to_pylist() if v is not None)
+        self.classes = sorted(found)
+        self._number = {name: i for i, name in enumerate(self.classes)}
+        self._fingerprint = digest(self._fingerprint, self.classes)
+        return self
+
     def take(self, ids: Sequence[int]) -> Columns:
         """The rows of these ids as columns: numpy arrays for numbers, lists for texts and bytes."""
         wanted = check_ids(ids, len(self))
@@ -316,15 +374,52 @@ class ParquetSource(BaseSource):
         data, label, name = self._sample
         labels = [None] * len(ids) if label is None else columns[label]
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
+        if self._number:
+            labels = [None if one is None else self._number[one] for one in labels]
         names = columns[name] if name is not None else [str(i) for i in ids]
-        for i, d, one in zip(ids, columns[data], labels, strict=True):
+        values = columns[data]
+        if any(isinstance(d, dict) for d in values):  # a struct of bytes and path
+            if name is None:
+                names = [(d or {}).get("path") or n for d, n in zip(values, names, strict=True)]
+            values = [d and d["bytes"] for d in values]
+        for i, d, one in zip(ids, values, labels, strict=True):
             # A null among whole numbers is read as NaN.
             if d is None or (label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))):
                 path = self.paths[self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]]
                 raise SampleError(
                     f"{path}: row {i} of the table has no {(data if d is None else label)!r}: the column holds nothing there."
                 )
-        return [Sample(d, one, n) for d, one, n in zip(columns[data], labels, names, strict=True)]
+        return [Sample(d, one, n) for d, one, n in zip(values, labels, names, strict=True)]
+
+
+def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any) -> ParquetSource:
+    """Rows of Parquet files as :class:`Sample`: of the one column that holds files, and of the labels.
+
+    Args:
+        label: the column of labels; None is Hugging Face's ClassLabel, or else the column ``label``; ``""`` is none. Texts become classes.
+        options: as :func:`parquet` takes them.
+
+    Raises:
+        ArgumentError: several columns hold files, or none does; it says which.
+    """
+    given = list(paths) if len(paths) > 1 else paths[0]
+    if options.get("data") is not None:
+        return parquet(given, label=label or None, **options).count_classes()
+    probed = parquet(given, **{k: v for k, v in options.items() if k in ("options", "cache_bytes")})
+    schema = probed._of_file(0).schema.to_arrow_schema()
+    held = [name for name in probed.columns if _holds_files(schema.field(name).type)]
+    if len(held) != 1:
+        found = f"its columns {', '.join(map(repr, held))} all hold" if held else f"none of its columns {', '.join(probed.columns)} holds"
+        raise ArgumentError(f"{probed.paths[0]}: {found} bytes: say which with data='…'.")
+    if label is None:
+        classed = [name for name in probed.columns if _class_names(schema, name) is not None]
+        label = classed[0] if len(classed) == 1 else "label"
+        if label not in probed.columns:
+            raise ArgumentError(
+                f"{probed.paths[0]} has no column 'label': choose among {', '.join(n for n in probed.columns if n not in held)} with "
+                "labels='…', or labels='none'."
+            )
+    return parquet(given, data=held[0], label=label or None, **options).count_classes()
 
 
 def parquet(
@@ -341,14 +436,16 @@ def parquet(
     """Rows of Parquet files, read by batch of ids (extra ``tables``).
 
     A batch is read column by column, never row by row, and torch's ``default_collate`` of it gives the columns as tensors. Row groups
-    are decoded whole and kept, up to ``cache_bytes`` in each process. Whole numbers with nulls become floating-point, with NaN.
+    are decoded whole and kept, up to ``cache_bytes`` in each process. Whole numbers with nulls become floating-point, with NaN; times are
+    ``datetime64``, a null NaT, of which ``default_collate`` makes the smallest of whole numbers.
 
     Args:
         paths: a file, a folder, a glob, URLs, or a list of such; or a pack of ``ronde pack --format parquet``.
         columns: which are read; None for all.
-        data: a column of bytes: samples are then :class:`Sample` of it, ``label`` and ``name``, as :func:`folder` gives them.
-        label: the column of labels, with ``data``.
-        name: the column of names, with ``data``; the row's number where there is none.
+        data: a column of bytes, or of structs of ``bytes`` and ``path`` as Hugging Face's data sets have it: samples are then
+            :class:`Sample` of it, ``label`` and ``name``, as :func:`folder` gives them.
+        label: the column of labels, with ``data``. Hugging Face's names of its classes are the source's ``classes``.
+        name: the column of names, with ``data``; the struct's path or else the row's number where there is none.
         blocks: whether the order goes by row groups (see :class:`Order`); None where files are remote, or larger than ``cache_bytes``. A
             training can only be resumed under the order that it began with.
         cache_bytes: memory for decoded row groups.
