@@ -3,7 +3,7 @@
 The accelerator takes a fixed time (as MLPerf Storage has it). The truth: torch's own loop, without Ronde, with the fault and without it;
 lost points = what the fault took from the rate, in hundredths of the synthetic rate. The doctor sees the faulty script only.
 
-    python benchmarks/doctor_truth.py                       all cases, some 20 minutes on two quiet cores
+    python benchmarks/doctor_truth.py                       all cases, some 40 minutes on two quiet cores
     python benchmarks/doctor_truth.py --only delay-decode   cases whose name holds this
     python benchmarks/doctor_truth.py --sample 8            every n-th, eight of them
 """
@@ -99,13 +99,10 @@ def plain(spec: Spec, folder: str) -> dict[str, float]:
     raise SystemExit(f"the plain loop failed:\n{done.stdout}\n{done.stderr}")
 
 
-def truth(spec: Spec, folder: str, known: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Rates with the fault and without it, and what it took."""
-    without = dataclasses.replace(spec, fault="", where="", ms=0.0, rank=-1, payload=0)
-    key = json.dumps(dataclasses.asdict(without))
-    if key not in known:
-        known[key] = plain(without, folder)
-    faulty, sound = plain(spec, folder) if spec.fault else known[key], known[key]
+def truth(spec: Spec, folder: str) -> dict[str, float]:
+    """Rates with the fault and without it, one right after the other, and what it took."""
+    sound = plain(dataclasses.replace(spec, fault="", where="", ms=0.0, rank=-1, payload=0), folder)
+    faulty = plain(spec, folder) if spec.fault else sound
     ceiling = sound["synthetic"]
     return {
         "with": faulty["real"],
@@ -168,13 +165,12 @@ def main() -> None:
         names = list(chosen)
         chosen = {names[i * len(names) // options.sample]: chosen[names[i * len(names) // options.sample]] for i in range(options.sample)}
     rows = []
-    known: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="doctor-truth-") as folder:
         for size in {64, *(int(s.ms) for s, _ in chosen.values() if s.fault == "images")}:
             write_images(str(Path(folder) / f"images-{size}"), size)
         for name, (spec, stage) in chosen.items():
             start = time.monotonic()
-            found = truth(spec, folder, known)
+            found = truth(spec, folder)
             values = diagnose(spec, folder, options.seconds)
             row: dict[str, Any] = {"case": name, "stage": stage, "truth": found}
             if "error" in values:
