@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import zipfile
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -38,6 +42,7 @@ from ronde.feed import (
 )
 from ronde.feed.executor import Threads, parts_of
 from ronde.feed.handles import held_open
+from ronde.feed.mark import mark
 from ronde.feed.receive import Receiver
 from ronde.plan import shares
 
@@ -849,6 +854,186 @@ def test_memory_is_let_go_of_where_nobody_waits_for_it():
     receiver.close()
     assert sorted(k for k, _ in gone) == list(range(6))
     assert all(name == "ronde-receive" for k, name in gone if k < 4)
+
+
+# -- the next epoch ------------------------------------------------------------------------------------------------------
+
+
+def over_epochs(taken, batch=6, count=4, between=lambda epoch: None, feeds=None):
+    """All batches of some epochs, each told what comes after it."""
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    found = []
+    try:
+        for epoch in range(count):
+            of, after = (partial(shares, e, 0, taken.order.epoch_samples, batch, 0, 1, 4) for e in (epoch, epoch + 1))
+            for _, batches in feed.read(of, after if epoch + 1 < count else None):
+                found += batches
+            if feeds is not None:
+                feeds.append(feed)
+            between(epoch)
+    finally:
+        feed.close()
+    return found
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes", "processes that stay"])
+@pytest.mark.parametrize("batch", [6, 27, 50])  # an epoch of many steps, of two, of one: fewer than loaders are ahead
+def test_reading_over_the_ends_of_epochs_changes_nothing(executor, batch):
+    for kind in ("data set", "__getitems__", "two steps"):
+        taken = take_over_(DATA[kind])
+        expected = over_epochs(with_executor(taken, "none"), batch)
+        taken = with_executor(taken, executor.split()[0])
+        if executor.endswith("stay"):
+            taken = dataclasses.replace(taken, settings=dataclasses.replace(taken.settings, options={"persistent_workers": True}))
+        kept, feeds = [], []
+        found = over_epochs(taken, batch, 4, lambda epoch, kept=kept, feeds=feeds: kept.append(feeds[-1]._line is not None), feeds)
+        assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert kept == [executor != "processes"] * 3 + [False]
+
+
+class Logged(Dataset):
+    """Writes down what is read where no mark of it is left, and does it at a strength that the script may change."""
+
+    strength = 1.0
+
+    def __init__(self, log, more=None):
+        self.log, self.more = str(log), more
+        log.write_text("")
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        with open(self.log, "a") as file:
+            file.write(f"{i} ")
+        return torch.tensor(i * self.strength * FACTOR[0])
+
+
+FACTOR = [1.0]
+
+
+def in_log(data):
+    return len(Path(data.log).read_text().split())
+
+
+def test_threads_begin_with_the_next_epoch_and_rest_until_it_comes(tmp_path):
+    data = Logged(tmp_path / "log")
+    feeds, counts = [], []
+
+    def between(epoch):
+        counts.append(in_log(data) - tried)
+        time.sleep(0.05)
+        assert counts[-1] == in_log(data) - tried  # nothing is being read while the script has its turn
+
+    taken = with_executor(take_over_(data), "threads", prefetch=2)
+    tried = 40  # to see what samples are like, before the first epoch
+    found = over_epochs(taken, 4, 3, between, feeds)
+    # Two threads, two batches each: one of the next epoch is not yet asked for when the last one of this epoch is handed out.
+    assert counts == [40 + 12, 80 + 12, 120] and all(feed.executor == "threads" for feed in feeds)
+    assert torch.equal(torch.cat(found).sort().values, torch.arange(40.0).repeat_interleave(3))
+
+
+def set_strength(data, value):
+    data.strength = value
+
+
+def set_factor(data, value):
+    FACTOR[0] = value
+
+
+@pytest.mark.parametrize("change", [set_strength, set_factor])
+@pytest.mark.parametrize("back", [False, True])
+def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(tmp_path, change, back):
+    """As a curriculum does, or an evaluation of the training data without its augmentation."""
+    data = Logged(tmp_path / "log")
+
+    def between(epoch):
+        change(data, 10.0 + epoch)
+        time.sleep(0.02)
+        if back:
+            change(data, 1.0)
+
+    try:
+        expected = over_epochs(with_executor(take_over_(data), "none"), 4, 4, between)
+        change(data, 1.0)
+        found = over_epochs(with_executor(take_over_(data), "threads"), 4, 4, between)
+    finally:
+        change(data, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_nothing_is_read_ahead_of_an_epoch_where_nobody_could_tell_whether_it_counts(tmp_path):
+    for more, reads in ((None, 52), (Image.new("RGB", (2, 2)).getdata(), 40)):  # an object of a library written in C
+        data = Logged(tmp_path / "log", more)
+        counts = []
+        over_epochs(with_executor(take_over_(data), "threads"), 4, 2, lambda epoch, data=data, counts=counts: counts.append(in_log(data)))
+        assert counts == [40 + reads, 40 + 80]
+
+
+def test_marks_see_what_may_be_changed():
+    class Inner:
+        __slots__ = ("level",)
+
+        def __init__(self):
+            self.level = 0
+
+    class Data(Dataset):
+        def __init__(self):
+            self.labels, self.rows = np.arange(50_000), np.zeros((300, 300, 3))
+            self.files, self.names = [f"{i}.jpg" for i in range(5000)], {i: str(i) for i in range(3000)}
+            self.inner, self.weights, self.shared = Inner(), torch.zeros(1000), multiprocessing.Value("i", 0)
+            self.steps = [partial(draw_two, Inner()), self.method]
+
+        def method(self):
+            return FACTOR
+
+    data = Data()
+    whole = torch.utils.data.ConcatDataset([torch.utils.data.Subset(data, range(5))])
+    changes = [
+        lambda: data.labels.__setitem__(30_000, 7),
+        lambda: data.rows.__setitem__((150, 1, 2), 1e-9),
+        lambda: data.files.__setitem__(4000, "other"),
+        lambda: data.names.__setitem__(2000, "other"),
+        lambda: setattr(data.inner, "level", 1),
+        lambda: data.weights.data.__setitem__(500, 1.0),
+        lambda: setattr(data.shared, "value", 2),
+        lambda: setattr(Data, "flag", True),
+        lambda: setattr(data.steps[0].args[0], "level", 5),
+        lambda: FACTOR.__setitem__(0, 2.0),
+        lambda: setattr(whole.datasets[0], "indices", range(6)),
+    ]
+    try:
+        for change in changes:
+            before = mark(whole)
+            assert before is not None and before == mark(whole)
+            change()
+            assert before != mark(whole)
+    finally:
+        FACTOR[0] = 1.0
+
+
+def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch, ronde\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 64\n"
+        "    def __getitem__(self, i): return data[i]\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), Rows(), loss=torch.nn.functional.mse_loss, batch_size=4,\n"
+        "    feed={'executor': sys.argv[1], 'workers': 2})\n"
+        "for epoch in run.epochs(9):\n"
+        "    for batch in run.batches():\n"
+        "        run.step(batch)\n"
+        "    if epoch == 1: break\n"
+        "line = run._feed._line\n"
+        "print('kept', line is not None and len(line.road.asked) > 0)\n"
+    )
+    for executor in ("threads", "auto"):
+        with child([sys.executable, "train.py", executor], tmp_path, {"RONDE_RUNS": "none", "RONDE_DEVICE": "cpu"}) as started:
+            done = started.done(60)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert "kept True" in done.stdout or "executor none" in done.stdout, done.stdout
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

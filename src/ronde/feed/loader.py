@@ -6,9 +6,9 @@ import ctypes
 import itertools
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,12 +20,14 @@ from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
+from ronde.feed.mark import mark
 from ronde.feed.order import Order, key_of
 from ronde.feed.processes import batches as from_processes
 from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader, StreamReader
 from ronde.feed.receive import Receiver
 from ronde.feed.replay import copied
+from ronde.feed.road import Line, Road, Shares, ask_of
 from ronde.feed.settings import Executor
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
@@ -35,6 +37,7 @@ __all__ = ["Feed", "LoaderSettings", "die_with_parent"]
 _PREFETCH = 2
 _TRIED = 64  # samples
 _FALSE_ALARMS = 3
+_CHANGES = 2  # of the data set between epochs, after which nothing is read of the next one before it begins
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,8 @@ class Feed:
         self._tried = False
         self._warned = False
         self._false_alarms = 0
+        self._line: Line | None = None
+        self._changes = 0
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
@@ -266,6 +271,9 @@ class Feed:
 
     def close(self) -> None:
         """End its threads and processes; it can be read again."""
+        if self._line is not None:
+            self._line.end()
+            self._line = None
         if self._threads is not None:
             self._threads.stop()
         self._receiver.close()
@@ -274,18 +282,12 @@ class Feed:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, share: Share, low: int, high: int) -> Ask:
-        if low == high:
-            # An empty share still yields a batch, so that a script's own lines run: the first sample of the global
-            # batch, which is weighted with zero.
-            low, high = share.start, share.start + 1
-        return Ask(share.epoch, low, self.order.ids(share.epoch, low, high).tolist())
-
-    def read(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    def read(self, shares: Shares, after: Shares | None = None) -> Iterator[tuple[Share, list[Any]]]:
         """Each share with its micro-batches, in order.
 
         Args:
             shares: makes the shares of (the rest of) one epoch.
+            after: makes those of the next, where there will be one: loaders that have nothing left to do may begin with it.
 
         Raises:
             SampleError: a sample cannot be used.
@@ -297,12 +299,12 @@ class Feed:
             self._warn_of_what_is_open()
         if self.executor in ("auto", "threads") and not self._tried and (first := next(shares(), None)) is not None:
             self._settle(first)
-        found = self._read(shares) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)
+        found = self._read(shares, after) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
         return self._counted(found) if self._tolerant else found
 
-    def _echoed(self, order: Echoed, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    def _echoed(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Each batch is read once, and handed out for all its turns: as copies, since a script may change what it is given."""
 
         def firsts() -> Iterator[Share]:
@@ -328,45 +330,86 @@ class Feed:
         finally:
             self._probe.uninstall()
 
-    def _read(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    def _read(self, shares: Shares, after: Shares | None = None) -> Iterator[tuple[Share, list[Any]]]:
         if self.executor == "threads":
-            return self._from_threads(shares)
+            return self._from_threads(shares, after if self._goes_ahead else None)
         if self._direct:
             return self._from_here(shares)
-        return self._from_loader(shares)
+        return self._from_loader(shares, after if self._goes_ahead else None)
 
-    def _from_here(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    @property
+    def _goes_ahead(self) -> bool:
+        """Whether it may begin with the next epoch before this one has ended.
+
+        Processes that stay read the data set that they were given, whatever the script does to its own; threads read the script's.
+        A sampler of the script's may look at what the training has come to.
+        """
+        if self._reader is None or self._probe is not None or self.order.draw is not None or self._changes >= _CHANGES:
+            return False
+        return self.executor == "threads" or (self._loader is not None and self._loader.persistent_workers)
+
+    def _continued(self, shares: Shares) -> Line | None:
+        """What is on its way already, if it is what is asked for."""
+        line, self._line = self._line, None
+        if line is None:
+            return None
+        first = next(shares(), None)
+        if first is not None and line.road.leads_to(first):
+            if line.road.unchanged():
+                return line
+            self._changes += 1
+        line.end()
+        return None
+
+    def _kept(self, line: Line) -> bool:
+        """All of an epoch was handed out: what is on its way of the next one is kept."""
+        if not line.road.goes_on:
+            if next(line.results, None) is not None:  # it comes to its end
+                raise RondeError("more batches came than were asked for")
+            return False
+        if self._threads is not None:
+            # What the script does between epochs (data.augment = False; run.evaluate(data); data.augment = True) shall not be read.
+            self._threads.rest()
+            if not line.road.unchanged():
+                self._changes += 1
+                return False
+        self._line = line
+        return True
+
+    def _from_here(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         reader = self._reader
         assert reader is not None
         # Read in this process: what DataLoader would add is 15 µs a batch.
         for share in shares():
-            yield share, [reader[self._ask(share, low, high)] for low, high in share.micro]
+            yield share, [reader[ask_of(self.order, share, low, high)] for low, high in share.micro]
 
-    def _from_loader(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    def _from_loader(self, shares: Shares, after: Shares | None) -> Iterator[tuple[Share, list[Any]]]:
         assert self._loader is not None
-        asked: deque[Share] = deque()  # loading processes ask ahead of what is handed out
-
-        def asks() -> Iterator[Ask]:
-            for share in shares():
-                asked.append(share)
-                for low, high in share.micro:
-                    yield self._ask(share, low, high)
-
-        self._asks.source = asks
-        if self._stream is not None:
-            self._stream.asks = list(asks()) if self._loader.num_workers else asks()
-        batches = from_processes(self._loader, self._receiver)
+        line = self._continued(shares)
+        if line is None:
+            road = Road(self.order, shares)
+            self._asks.source = road.__iter__
+            if self._stream is not None:
+                self._stream.asks = list(road) if self._loader.num_workers else iter(road)
+            line = Line(road, from_processes(self._loader, self._receiver))
+        line.road.follow(after)
+        kept = False
         try:
-            for first in batches:
-                share = asked.popleft()
-                yield share, [first, *(next(batches) for _ in share.micro[1:])]
+            for share in shares():
+                micros = list(itertools.islice(line.results, len(share.micro)))
+                if len(micros) < len(share.micro):
+                    raise RondeError(f"the loading processes ended with {len(line.road.asked)} batches still to come")
+                line.road.asked.popleft()
+                yield share, micros
+                del micros
+            kept = self._kept(line)
         finally:
-            # Without this the loader would be part of a cycle; collected as one, its processes are not told to end, and waited for.
-            self._asks.source = lambda: iter(())
-        if asked:
-            raise RondeError(f"the loading processes ended with {len(asked)} batches still to come")
+            if not kept:
+                line.end()
+                # Without this the loader would be part of a cycle; collected as one, its processes are not told to end, and waited for.
+                self._asks.source = lambda: iter(())
 
-    def _from_threads(self, shares: Callable[[], Iterator[Share]]) -> Iterator[tuple[Share, list[Any]]]:
+    def _from_threads(self, shares: Shares, after: Shares | None) -> Iterator[tuple[Share, list[Any]]]:
         """Threads read ahead, as long as nobody draws from the global generators.
 
         A data set that does is found in the first samples. One that begins later shows as a generator that has moved while a part
@@ -375,14 +418,6 @@ class Feed:
         reader = self._reader
         assert reader is not None
         pin = self.settings.options.get("pin_memory") and torch.cuda.is_available()
-        asked: deque[Share] = deque()
-
-        def asks() -> Iterator[Ask]:
-            for share in shares():
-                asked.append(share)
-                for low, high in share.micro:
-                    yield self._ask(share, low, high)
-
         whole = reader.rows is not None
 
         def cut(ask: Ask, most: int) -> Sequence[Ask]:
@@ -418,12 +453,16 @@ class Feed:
                 batch = _pinned(batch)
             return batch, moved
 
-        results = self._pool().run(asks(), cut, read, join)
-        handed = 0
+        line = self._continued(shares)
+        if line is None:
+            road = Road(self.order, shares, partial(mark, reader.dataset))
+            line = Line(road, self._pool().run(iter(road), cut, read, join))
+        line.road.follow(after)
+        handed, kept = 0, False
         try:
-            while True:
+            for share in shares():
                 micros: list[Any] = []
-                for ask, (batch, moved) in results:
+                for ask, (batch, moved) in itertools.islice(line.results, len(share.micro)):
                     if moved and self._false_alarms < _FALSE_ALARMS:
                         again = reader.batch(ask)
                         if reader.randomness.draws:
@@ -431,17 +470,18 @@ class Feed:
                         del again
                         self._false_alarms += 1
                     micros.append(batch)
-                    if len(micros) == len(asked[0].micro):
-                        break
-                else:
-                    return  # all are read
                 if reader.randomness.draws:
                     break
                 handed += 1
-                yield asked.popleft(), micros
+                line.road.asked.popleft()
+                yield share, micros
                 del micros
+            else:
+                kept = self._kept(line)
+                return
         finally:
-            results.close()  # type: ignore[attr-defined]
+            if not kept:
+                line.end()
         self._serialise(
             "from here on they are read one after another in the training process. What was trained on so far may not be repeatable"
         )

@@ -87,7 +87,10 @@ def _receive(work: _Work) -> None:
         del reading
 
 
-def _end(work: _Work, thread: threading.Thread) -> None:
+def _end(work: _Work, thread: threading.Thread, last: list[weakref.ref[Reading]]) -> None:
+    for reading in last:
+        if (one := reading()) is not None:  # a training that was left between two epochs
+            one.close(0.0)
     work.put(None)
     if thread is not threading.current_thread() and thread.is_alive():
         thread.join(_PATIENCE_SECONDS)
@@ -109,8 +112,10 @@ class Receiver:
             thread = threading.Thread(target=_receive, args=(self._work,), name="ronde-receive", daemon=True)
             thread.start()
             self._process = os.getpid()
-            self._finalizer = weakref.finalize(self, _end, self._work, thread)
+            self._last: list[weakref.ref[Reading]] = []
+            self._finalizer = weakref.finalize(self, _end, self._work, thread, self._last)
         reading = Reading(iterator)
+        self._last[:] = [weakref.ref(reading)]
         self._work.put(reading)
         return reading
 

@@ -232,18 +232,16 @@ class Run:
         if hooks.observer is not None:
             hooks.observer.starting(self)
 
-        def mine() -> Iterator[Share]:
-            place, parts = plan.layout.place(self.rank), plan.accumulation if plan.pipeline > 1 else None
-            return shares(
-                epoch, offset, order.epoch_samples, plan.batch_size, place.replica, plan.replicas, plan.micro_batch, plan.drop_last, parts
-            )
-
+        place, parts = plan.layout.place(self.rank), plan.accumulation if plan.pipeline > 1 else None
+        mine = (order.epoch_samples, plan.batch_size, place.replica, plan.replicas, plan.micro_batch, plan.drop_last, parts)
+        follows = self._in_epochs and epoch + 1 < (self._watcher.epochs or 0) and hooks.observer is None
+        after = partial(shares, epoch + 1, 0, *mine) if follows else None
         self._watcher.rate.resume()
         several = plan.accumulation > 1 or self._in_lists  # what a loop of the script's own finds must not depend on the workers
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1
-        for share, micros in self._feed.read(mine):
+        for share, micros in self._feed.read(partial(shares, epoch, offset, *mine), after):
             if self._share is not None:
                 raise RondeError(
                     "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
