@@ -970,19 +970,28 @@ def test_nothing_is_read_ahead_of_an_epoch_where_nobody_could_tell_whether_it_co
         assert counts == [40 + reads, 40 + 80]
 
 
+class Inner:
+    __slots__ = ("level",)
+
+    def __init__(self, level):
+        self.level = level
+
+    def __call__(self, value=None):
+        return value
+
+
+def with_cache(pipeline):
+    taken = apply_settings(take_over_(pipeline), FeedSettings(cache="decode", cache_in="memory", cache_bytes=4 << 20))
+    return taken.dataset
+
+
 def test_marks_see_what_may_be_changed():
-    class Inner:
-        __slots__ = ("level",)
-
-        def __init__(self):
-            self.level = 0
-
     class Data(Dataset):
         def __init__(self):
             self.labels, self.rows = np.arange(50_000), np.zeros((300, 300, 3))
             self.files, self.names = [f"{i}.jpg" for i in range(5000)], {i: str(i) for i in range(3000)}
-            self.inner, self.weights, self.shared = Inner(), torch.zeros(1000), multiprocessing.Value("i", 0)
-            self.steps = [partial(draw_two, Inner()), self.method]
+            self.inner, self.weights, self.shared = Inner(0), torch.zeros(1000), multiprocessing.Value("i", 0)
+            self.steps = [partial(draw_two, Inner(0)), self.method]
 
         def method(self):
             return FACTOR
@@ -1010,6 +1019,20 @@ def test_marks_see_what_may_be_changed():
             assert before != mark(whole)
     finally:
         FACTOR[0] = 1.0
+
+
+def test_marks_see_through_pipelines_and_not_what_reading_changes(tmp_path):
+    inner = Inner(0)
+    for i in range(12):
+        Image.new("RGB", (9, 9), (i, i, i)).save(tmp_path / f"{i}.png")
+    images = ronde.feed.images(tmp_path, size=8, labels="none", augment=[ronde.feed.HorizontalFlip(), inner])
+    cached = ronde.feed.cached_dataset(Works(inner, 12), limit="1MiB")
+    for data in (images, Pipeline(Rows()).map(inner), ronde.feed.dataset(Works(inner, 12)), cached, with_cache(images)):
+        before = mark(data)
+        [data[i] for i in range(5)]
+        assert before is not None and before == mark(data), data
+        inner.level += 1
+        assert before != mark(data), data
 
 
 def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):

@@ -123,8 +123,12 @@ def register(app: typer.Typer) -> None:
             from ronde.study.forecast import answer
 
             explanation = answer(costs, target, target.devices, like, optimize)
+        drawn = _write(explanation, costs, target, file, picture, save)  # first: what is printed may go to a pipe that is closed
         _print(console, explanation, costs, target)
-        _write(explanation, costs, target, file, picture, save, console)
+        if save is not None:
+            console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
+        if not drawn:
+            raise ArgumentError("--svg: no plan here has a pipeline, so there is no schedule to draw.")
 
 
 def _elsewhere(command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any) -> tuple[Any, Any, Any]:
@@ -206,7 +210,8 @@ def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
     return Predictor(costs, target).timeline(best.plan)
 
 
-def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None, console: Any) -> None:
+def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None) -> bool:
+    """Write the files that were asked for; false where there is no schedule to draw."""
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
@@ -214,11 +219,12 @@ def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture
         from ronde.study.forecast import carried_out
 
         carried_out(explanation.found.best).save(save)
-        console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
-    if picture is not None:
-        timeline = _timeline(explanation, costs, target)
-        if timeline is None:
-            raise ArgumentError("--svg: no plan here has a pipeline, so there is no schedule to draw.")
-        from ronde.plan.picture import svg
+    if picture is None:
+        return True
+    timeline = _timeline(explanation, costs, target)
+    if timeline is None:
+        return False
+    from ronde.plan.picture import svg
 
-        picture.write_text(svg(timeline, _best_pipeline(explanation).plan.spec))
+    picture.write_text(svg(timeline, _best_pipeline(explanation).plan.spec))
+    return True

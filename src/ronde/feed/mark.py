@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ronde.feed.arena import Arena
 from ronde.feed.found import _users, _vars
-from ronde.feed.sources import BaseSource, DatasetSource
+from ronde.feed.sources import BaseSource, BytesCache, DatasetSource, Store
 
 __all__ = ["Mark", "mark"]
 
@@ -157,11 +158,21 @@ def _inside(one: Any, seen: list[Any]) -> list[Any] | None:
     return [type(one), *attributes.values(), *slots]
 
 
+_INNER = ("data", "dataset", "_dataset", "source", "_source")
+
+
 def _of_ours(one: Any) -> list[Any]:
     """What a user's code is part of: what ronde's own objects keep besides is what they read, or count."""
-    if isinstance(one, BaseSource) and not isinstance(one, DatasetSource):
+    if isinstance(one, Arena | BytesCache | Store) or (isinstance(one, BaseSource) and not isinstance(one, DatasetSource)):
         return []
-    return [v for v in _vars(one).values() if not isinstance(v, (*_PLAIN, dict, np.ndarray, torch.Tensor))]
+    found: list[Any] = []
+    for name, value in list(_vars(one).items()):
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if callable(part) or type(part).__module__.startswith("ronde."):
+                found.append(part)
+        if name in _INNER:
+            found.append(value)
+    return found
 
 
 def _is_python(kind: type) -> bool:
