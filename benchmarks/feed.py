@@ -530,6 +530,7 @@ def main() -> None:
         "--rate", type=float, action="append", help="images a second of the simulated device, in `cure`; default: 220 and 400"
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, in `cure`")
+    parser.add_argument("--names", type=int, default=1, help="of each of the 2,048 files in `cure`: longer epochs")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "feed.json")
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -559,7 +560,7 @@ def main() -> None:
         for which in args.only or [*CONTESTS, "cure"]:
             if which == "cure":
                 make_photographs(data / "many", 2048)
-                lengthen(data / "many", 4)
+                lengthen(data / "many", args.names)
                 results["cure"] = {}
                 for rate in args.rate or [220.0, 400.0]:
                     print(f"\nA training on JPEG files, its device simulated at {rate:.0f} images a second; all cores")

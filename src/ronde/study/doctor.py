@@ -117,6 +117,10 @@ class _Clock:
         """Seconds. A collective."""
         return float(broadcast_json(self._me, self._end - time.monotonic()))
 
+    def extend(self, seconds: float) -> None:
+        """Take so much longer."""
+        self._end += seconds
+
     def passed(self) -> float:
         """Seconds. A collective."""
         return float(broadcast_json(self._me, time.monotonic() - self._start))
@@ -134,6 +138,7 @@ class _Study:
         self.rounds = int(options.get("rounds") or _ROUNDS)
         self.window = min(max(seconds / 40, 0.35 if seconds >= 5 else 0.1), 2.5)
         self.grace = 0.15 * seconds  # that trying remedies may take beyond
+        self.patience = seconds  # that a machine which disturbs it may take beyond, before nothing is said
         self.clock = _Clock(run, seconds)
         self.found: list[dict[str, float]] = []
         self.results: dict[str, list[ArmResult]] = {}
@@ -310,14 +315,17 @@ class _Study:
             done = len(self.found)
             if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
                 arms = self.further(verdict)
-            if done >= max(2, wanted) and (verdict.refused is None or done >= 2 * self.rounds):
+            if done >= max(2, wanted) and (verdict.refused is None or done >= 4 * self.rounds):
                 break
             if done >= max(2, wanted):
                 wanted = done + 1  # one more, to see whether it settles
             left = self.clock.left()
             price = sum(self.costs.get(n, 3 * self.window) for n in (*basic, *arms))
             if done >= 2 and left < 0.7 * price:
-                break
+                if verdict.refused is None or not self.patience:
+                    break
+                self.clock.extend(self.patience)
+                left, self.patience = left + self.patience, 0.0
             self.round({**basic, **self._affordable(arms, basic, left)}, done % 2 == 1)
         if not verdict.healthy:
             self.look_at_collate()

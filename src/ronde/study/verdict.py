@@ -170,7 +170,7 @@ def _same_arm(seen: Seen, arm: str) -> float:
     values = _column(seen, arm)
     if len(values) < 2:
         return 0.0
-    one, other = statistics.fmean(values[::2]), statistics.fmean(values[1::2])
+    one, other = statistics.median(values[::2]), statistics.median(values[1::2])  # as the gap is: of five or more, one may be far off
     return abs(one - other) / max(one, other)
 
 
@@ -546,7 +546,7 @@ def _cause(
     gap = 100 * j.gap
     top = max(rows, key=lambda r: r["lost_points"], default=None)
     best = top["lost_points"] if top is not None else 0.0
-    if limited is not None and limited.low > 0 and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2)):
+    if limited is not None and _surely(seen, limited) and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2)):
         points = min(gap, limited.value)
         note = f"in {top['name']}" if top is not None and best > 0 else ""
         _hand_over(rows, points)
@@ -585,6 +585,12 @@ def _cause(
     if top is None or best < 1:
         return {"stage": "unexplained", "points": gap}
     return {"stage": top["name"], "points": best}
+
+
+def _surely(seen: Seen, limited: Interval) -> bool:
+    """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow another, so that few rounds make a wide
+    interval: that each window without them was faster than every one with them will do."""
+    return limited.low > 0 or min(_column(seen, "limited")) > max(_column(seen, "real"))
 
 
 def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:
