@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import mmap
 import multiprocessing
 import os
 import random
@@ -12,9 +13,9 @@ import signal
 import sys
 import threading
 import time
+import weakref
 import zipfile
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -43,6 +44,7 @@ from ronde.feed import (
 from ronde.feed.executor import Threads, parts_of
 from ronde.feed.handles import held_open
 from ronde.feed.mark import mark
+from ronde.feed.ours import ours, shares_state
 from ronde.feed.receive import Receiver
 from ronde.plan import shares
 
@@ -876,98 +878,143 @@ def over_epochs(taken, batch=6, count=4, between=lambda epoch: None, feeds=None)
     return found
 
 
-@pytest.mark.parametrize("executor", ["threads", "processes", "processes that stay"])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
 @pytest.mark.parametrize("batch", [6, 27, 50])  # an epoch of many steps, of two, of one: fewer than loaders are ahead
 def test_reading_over_the_ends_of_epochs_changes_nothing(executor, batch):
     for kind in ("data set", "__getitems__", "two steps"):
         taken = take_over_(DATA[kind])
         expected = over_epochs(with_executor(taken, "none"), batch)
-        taken = with_executor(taken, executor.split()[0])
-        if executor.endswith("stay"):
-            taken = dataclasses.replace(taken, settings=dataclasses.replace(taken.settings, options={"persistent_workers": True}))
+        taken = with_executor(taken, executor)
         kept, feeds = [], []
         found = over_epochs(taken, batch, 4, lambda epoch, kept=kept, feeds=feeds: kept.append(feeds[-1]._line is not None), feeds)
         assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert kept == [executor != "processes"] * 3 + [False]
+        # Threads read the script's own data set, which it may change: they wait.
+        assert kept == [executor != "threads"] * 3 + [False]
 
 
-class Logged(Dataset):
-    """Writes down what is read where no mark of it is left, and does it at a strength that the script may change."""
+class Changing(Dataset):
+    """Made at a strength that the script may change."""
 
     strength = 1.0
 
-    def __init__(self, log, more=None):
-        self.log, self.more = str(log), more
-        log.write_text("")
+    def __init__(self, more=None):
+        self.more = more
 
     def __len__(self):
         return 40
 
     def __getitem__(self, i):
-        with open(self.log, "a") as file:
-            file.write(f"{i} ")
-        return torch.tensor(i * self.strength * FACTOR[0])
+        return torch.tensor([i * self.strength * FACTOR[0] * NUMBERS["level"], float(os.getpid())], dtype=torch.float64)
 
 
-FACTOR = [1.0]
-
-
-def in_log(data):
-    return len(Path(data.log).read_text().split())
-
-
-def test_threads_begin_with_the_next_epoch_and_rest_until_it_comes(tmp_path):
-    data = Logged(tmp_path / "log")
-    feeds, counts = [], []
-
-    def between(epoch):
-        counts.append(in_log(data) - tried)
-        time.sleep(0.05)
-        assert counts[-1] == in_log(data) - tried  # nothing is being read while the script has its turn
-
-    taken = with_executor(take_over_(data), "threads", prefetch=2)
-    tried = 40  # to see what samples are like, before the first epoch
-    found = over_epochs(taken, 4, 3, between, feeds)
-    # Two threads, two batches each: one of the next epoch is not yet asked for when the last one of this epoch is handed out.
-    assert counts == [40 + 12, 80 + 12, 120] and all(feed.executor == "threads" for feed in feeds)
-    assert torch.equal(torch.cat(found).sort().values, torch.arange(40.0).repeat_interleave(3))
+FACTOR, NUMBERS = [1.0], {"level": 1.0}
 
 
 def set_strength(data, value):
     data.strength = value
 
 
-def set_factor(data, value):
+def set_of_class(data, value):
+    Changing.strength = value
+
+
+def set_global(data, value):
     FACTOR[0] = value
 
 
-@pytest.mark.parametrize("change", [set_strength, set_factor])
-@pytest.mark.parametrize("back", [False, True])
-def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(tmp_path, change, back):
-    """As a curriculum does, or an evaluation of the training data without its augmentation."""
-    data = Logged(tmp_path / "log")
+def set_entry(data, value):
+    NUMBERS["level"] = value
+
+
+@pytest.mark.parametrize("change", [None, set_strength, set_of_class, set_global, set_entry])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(executor, change):
+    """As a curriculum does. Loading processes stay for as long as nothing changes."""
+    data = Changing()
 
     def between(epoch):
-        change(data, 10.0 + epoch)
-        time.sleep(0.02)
-        if back:
-            change(data, 1.0)
+        if change is not None:
+            change(data, 10.0 + epoch)
+
+    def back():
+        data.__dict__.pop("strength", None)
+        Changing.strength = FACTOR[0] = NUMBERS["level"] = 1.0
 
     try:
-        expected = over_epochs(with_executor(take_over_(data), "none"), 4, 4, between)
-        change(data, 1.0)
-        found = over_epochs(with_executor(take_over_(data), "threads"), 4, 4, between)
+        expected = torch.cat(over_epochs(with_executor(take_over_(data), "none"), 4, 4, between))
+        back()
+        found = torch.cat(over_epochs(with_executor(take_over_(data), executor), 4, 4, between))
     finally:
-        change(data, 1.0)
+        back()
+    assert torch.equal(found[:, 0], expected[:, 0])
+    if executor == "processes":
+        epochs = [set(part[:, 1].tolist()) for part in found.split(40)]
+        assert len(set().union(*epochs)) == (2 if change is None else 8)
+
+
+def test_processes_do_not_stay_where_nobody_could_tell_what_has_changed():
+    data = Changing(Image.new("RGB", (2, 2)).getdata())  # an object of a library written in C
+    found = torch.cat(over_epochs(with_executor(take_over_(data), "processes"), 4, 2))
+    assert len(set(found[:, 1].tolist())) == 4
+
+
+class Told(Dataset):
+    """Loading processes that stay are told the epoch in shared memory."""
+
+    def __init__(self):
+        self.epoch = multiprocessing.Value("i", 0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return torch.tensor(self.epoch.value)
+
+
+def test_processes_that_share_memory_with_the_script_do_not_read_before_their_time():
+    data = Told()
+    taken = take_over_(DataLoader(data, 4, num_workers=2, persistent_workers=True))
+
+    def between(epoch):
+        time.sleep(0.05)
+        data.epoch.value = epoch + 1
+
+    found = torch.cat(over_epochs(taken, 4, 3, between))
+    assert found.tolist() == [0] * 40 + [1] * 40 + [2] * 40
+
+
+def write_images(folder):
+    for i in range(40):
+        Image.new("RGB", (9, 9), (i, i, i)).save(folder / f"{i:02}.png")
+    return ronde.feed.images(folder, size=8, labels="none", normalize=None)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_threads_begin_with_the_next_epoch_where_all_is_rondes_own(tmp_path, own):
+    data = write_images(tmp_path)
+    data = data if own else data.map(lambda image: image, name="mine")
+    kept, feeds = [], []
+    taken = with_executor(take_over_(data), "threads", prefetch=2)
+    found = over_epochs(taken, 4, 3, lambda epoch: kept.append(feeds[-1]._line is not None), feeds)
+    assert kept == ([True, True, False] if own else [False] * 3)
+    expected = over_epochs(with_executor(take_over_(data), "none"), 4, 3)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_nothing_is_read_ahead_of_an_epoch_where_nobody_could_tell_whether_it_counts(tmp_path):
-    for more, reads in ((None, 52), (Image.new("RGB", (2, 2)).getdata(), 40)):  # an object of a library written in C
-        data = Logged(tmp_path / "log", more)
-        counts = []
-        over_epochs(with_executor(take_over_(data), "threads"), 4, 2, lambda epoch, data=data, counts=counts: counts.append(in_log(data)))
-        assert counts == [40 + reads, 40 + 80]
+@pytest.mark.parametrize("executor", ["threads", "processes", "auto"])
+@pytest.mark.parametrize("most", [{"workers": 1, "prefetch": 1}, {"workers": 3}])
+def test_an_epoch_without_batches_comes_before_one_that_has_them(tmp_path, executor, most):
+    """A training that is resumed at the end of an epoch; and one loader that is one batch ahead."""
+    taken = with_executor(take_over_(write_images(tmp_path)), executor, **most)
+    expected = over_epochs(with_executor(take_over_(write_images(tmp_path)), "none"), 4, 3)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    of = [partial(shares, e, 40 if e == 0 else 0, 40, 4, 0, 1) for e in range(4)]
+    try:
+        assert not list(feed.read(of[0], of[1]))
+        found = [b for e in (1, 2) for _, bs in feed.read(of[e], of[e + 1] if e < 2 else None) for b in bs]
+    finally:
+        feed.close()
+    assert len(found) == 20 and all(torch.equal(a, b) for a, b in zip(found, expected[10:], strict=True))
 
 
 class Inner:
@@ -985,29 +1032,49 @@ def with_cache(pipeline):
     return taken.dataset
 
 
+class Bytes(bytearray):
+    __slots__ = ()
+
+
 def test_marks_see_what_may_be_changed():
     class Data(Dataset):
+        transform = None
+
         def __init__(self):
             self.labels, self.rows = np.arange(50_000), np.zeros((300, 300, 3))
             self.files, self.names = [f"{i}.jpg" for i in range(5000)], {i: str(i) for i in range(3000)}
+            self.samples, self.pairs = [{"path": "a", "label": i} for i in range(200)], [["a", i] for i in range(200)]
             self.inner, self.weights, self.shared = Inner(0), torch.zeros(1000), multiprocessing.Value("i", 0)
             self.steps = [partial(draw_two, Inner(0)), self.method]
+            self.rng, self.generator = np.random.default_rng(0), torch.Generator()
+            self.logs = [0.5] * 100
 
         def method(self):
             return FACTOR
 
     data = Data()
     whole = torch.utils.data.ConcatDataset([torch.utils.data.Subset(data, range(5))])
+
+    def reweigh():
+        data.logs[90] *= 0.9
+        data.logs[90] += 0.5
+
     changes = [
         lambda: data.labels.__setitem__(30_000, 7),
         lambda: data.rows.__setitem__((150, 1, 2), 1e-9),
         lambda: data.files.__setitem__(4000, "other"),
         lambda: data.names.__setitem__(2000, "other"),
+        lambda: data.samples[100].__setitem__("label", 0),
+        lambda: data.pairs[100].__setitem__(1, 0),
+        reweigh,
         lambda: setattr(data.inner, "level", 1),
         lambda: data.weights.data.__setitem__(500, 1.0),
         lambda: setattr(data.shared, "value", 2),
-        lambda: setattr(Data, "flag", True),
+        lambda: setattr(Data, "transform", Inner(3)),
+        lambda: setattr(Data.transform, "level", 4),
         lambda: setattr(data.steps[0].args[0], "level", 5),
+        lambda: data.generator.manual_seed(3),
+        lambda: data.rng.random(),
         lambda: FACTOR.__setitem__(0, 2.0),
         lambda: setattr(whole.datasets[0], "indices", range(6)),
     ]
@@ -1019,12 +1086,14 @@ def test_marks_see_what_may_be_changed():
             assert before != mark(whole)
     finally:
         FACTOR[0] = 1.0
+    for opaque in (Bytes(b"abc"), [Inner(i) for i in range(100)], weakref.proxy(Inner), iter([1])):
+        data.opaque = opaque
+        assert mark(whole) is None, opaque
 
 
 def test_marks_see_through_pipelines_and_not_what_reading_changes(tmp_path):
     inner = Inner(0)
-    for i in range(12):
-        Image.new("RGB", (9, 9), (i, i, i)).save(tmp_path / f"{i}.png")
+    write_images(tmp_path)
     images = ronde.feed.images(tmp_path, size=8, labels="none", augment=[ronde.feed.HorizontalFlip(), inner])
     cached = ronde.feed.cached_dataset(Works(inner, 12), limit="1MiB")
     for data in (images, Pipeline(Rows()).map(inner), ronde.feed.dataset(Works(inner, 12)), cached, with_cache(images)):
@@ -1035,15 +1104,40 @@ def test_marks_see_through_pipelines_and_not_what_reading_changes(tmp_path):
         assert before != mark(data), data
 
 
+def test_what_is_rondes_own_and_what_shares_state(tmp_path):
+    images = write_images(tmp_path)
+    assert ours(images) and ours(torch.utils.data.Subset(images, [0])) and ours(images.source)
+    for mine in (
+        images.map(Inner(0)),
+        ronde.feed.dataset(Works(int)),
+        Works(int),
+        ronde.feed.images(tmp_path, size=8, labels="none", augment=Inner(0)),
+    ):
+        assert not ours(mine), mine
+    assert not ours(images.collate_with(list)) if hasattr(images, "collate_with") else True
+    works = Works(int)
+    assert not shares_state(works) and not shares_state(images)
+    for shared in (
+        multiprocessing.Value("i", 0),
+        torch.zeros(3).share_memory_(),
+        mmap.mmap(-1, 8),
+        np.memmap(tmp_path / "m", mode="w+", shape=3),
+    ):
+        works.told = [shared]
+        assert shares_state(works), shared
+        assert shares_state(torch.utils.data.Subset(Works(lambda shared=shared: shared), [0])), shared
+
+
 def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys, torch, ronde\n"
-        "data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))\n"
-        "class Rows(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 64\n"
-        "    def __getitem__(self, i): return data[i]\n"
-        "model = torch.nn.Linear(3, 1)\n"
-        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), Rows(), loss=torch.nn.functional.mse_loss, batch_size=4,\n"
+        "from pathlib import Path; from PIL import Image\n"
+        "Path('images').mkdir(exist_ok=True)\n"
+        "for i in range(32): Image.new('RGB', (9, 9), (i, i, i)).save(f'images/{i:02}.png')\n"
+        "data = ronde.feed.images('images', size=2, labels=lambda path: 0.0)\n"
+        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 1), torch.nn.Flatten(0))\n"
+        "loss = lambda out, y: (out - y.float()).square().mean()\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=loss, batch_size=4,\n"
         "    feed={'executor': sys.argv[1], 'workers': 2})\n"
         "for epoch in run.epochs(9):\n"
         "    for batch in run.batches():\n"
@@ -1052,11 +1146,11 @@ def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
         "line = run._feed._line\n"
         "print('kept', line is not None and len(line.road.asked) > 0)\n"
     )
-    for executor in ("threads", "auto"):
+    for executor in ("threads", "processes"):
         with child([sys.executable, "train.py", executor], tmp_path, {"RONDE_RUNS": "none", "RONDE_DEVICE": "cpu"}) as started:
             done = started.done(60)
         assert done.returncode == 0 and done.stderr == "", done.stderr
-        assert "kept True" in done.stdout or "executor none" in done.stdout, done.stdout
+        assert "kept True" in done.stdout, done.stdout
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

@@ -659,22 +659,28 @@ def test_no_pipeline_is_planned_where_none_could_be_cut():
 
 LOOPS = {
     "own": ("for x in run.batches():\n        run.backward(run.model(x).mean())\n        run.update()", True),
-    "attribute": ("run = self.run\n    self.run.backward(one)\n    self.run.update()", True),
+    "keyword": ("run.backward(loss=one)\n    run.update()", True),
+    "attribute": ("self.run.backward(one)\n    self.run.update()", True),
     "step": ("for x in run.batches():\n        loss = run.step(x)", False),
     "either": ("run.step(x) if fast else run.backward(x)\n    run.update()", False),
     "torch": ("loss.backward()\n    optimizer.step()\n    metrics.update()", False),
     "function": ("class Twice(torch.autograd.Function):\n        def backward(ctx, g): return g\n    seen.update()", False),
+    "trainer": ("self.backward(loss)\n    self.update()\n    self.run.step(x)", False),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop):
+@pytest.mark.parametrize("place", ["train.py", "engine.py"])
+def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop, place):
     text, owns = LOOPS[loop]
-    script = tmp_path / "train.py"
-    script.write_text(f"from ronde.study.loops import own_loop\nprint(own_loop())\ndef train():\n    {text}\n")
-    done = python([str(script)], tmp_path)
+    asks = "from ronde.study.loops import own_loop\nprint(own_loop())\n"
+    (tmp_path / "train.py").write_text(f"import engine\n{asks}")
+    (tmp_path / "engine.py").write_text("")
+    with (tmp_path / place).open("a") as file:
+        file.write(f"def train(self):\n    {text}\n")
+    done = python(["train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert bool(re.fullmatch(r"train\.py:\d+", done.stdout.strip())) == owns, done.stdout
+    assert bool(re.fullmatch(rf"{place}:\d+", done.stdout.strip())) == owns, done.stdout
 
 
 def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):

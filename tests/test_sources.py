@@ -597,7 +597,7 @@ def test_images_of_parquet_files_by_their_columns(tmp_path):
     pq.write_table(files_table(["dog", "cat", "dog", "ant"], names=None, extra={"other": [b"a"] * 4, "id": [7, 8, 9, 10]}), file)
     with pytest.raises(ArgumentError, match=r"t.parquet: its columns 'image', 'other' all hold bytes: say which with data='…'"):
         feed.images(file, size=8)
-    data = feed.images(file, size=8, data="image", labels="label")
+    data = feed.images(file, size=8, data="image")  # with the column label
     assert data.source.classes == ["ant", "cat", "dog"] and [s.label for s in data.source.read([0, 1, 3])] == [2, 1, 0]
     assert [s.label for s in feed.images(file, size=8, data="image", labels="id").source.read([0, 3])] == [7, 10]
     pq.write_table(pq.read_table(file).drop_columns(["other", "label"]), file)
@@ -609,6 +609,18 @@ def test_images_of_parquet_files_by_their_columns(tmp_path):
         feed.images(file, size=8)
     with pytest.raises(ArgumentError, match=r"data='id': the column is int64 in .*t.parquet: expected bytes, or a struct"):
         feed.parquet(file, data="id")
+
+
+def test_labels_of_images_are_found_beside_what_is_not_read(tmp_path):
+    table = files_table(["dog", "cat", "dog", "ant"], names=None)
+    coded = table.set_column(1, "label", table.column("label").dictionary_encode())
+    for i, extra in enumerate((pa.array([1, 2]), pa.array(["x", "y"]))):  # a column that the files do not agree on
+        part = coded.slice(2 * i, 2)
+        pq.write_table(part.append_column("note", extra), tmp_path / f"{i}.parquet")
+    data = feed.images(tmp_path / "*.parquet", size=8)
+    assert data.source.classes == ["ant", "cat", "dog"] and [s.label for s in data.source.read(range(4))] == [2, 1, 2, 0]
+    with pytest.raises(ArgumentError, match="is the name of a column"):
+        feed.images(tmp_path / "*.parquet", size=8, labels=["label"])
 
 
 def test_columns_of_one_name_are_refused(tmp_path):

@@ -69,7 +69,9 @@ def register(app: typer.Typer) -> None:
                 "--nodes", metavar="N", help="Nodes that those devices are on. Default: as many as they fill.", show_default=False
             ),
         ] = None,
-        seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long measuring may take, in all.")] = 60.0,
+        seconds: Annotated[
+            float, typer.Option("--seconds", metavar="S", help="How long measuring may take, in all; twice that on a disturbed machine.")
+        ] = 60.0,
         rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often each rate is measured, at least.")] = 3,
         apply: Annotated[
             str | None,

@@ -145,7 +145,6 @@ class Threads:
         self.ahead = max(1, ahead)
         self.compute_threads = compute_threads
         self._runs = 0
-        self._flight: deque[_Job[Any, Any]] = deque()
         self._renew()
 
     @property
@@ -178,12 +177,6 @@ class Threads:
             self._finalizer.detach()
         self._renew()
 
-    def rest(self) -> None:
-        """Wait until what was asked for is made."""
-        for job in self._flight:
-            with job.done:
-                pass
-
     def run(
         self,
         asked: Iterator[T],
@@ -203,7 +196,6 @@ class Threads:
             Exception: what ``read`` or ``join`` raised, when the turn comes to the job in which they did.
         """
         flight: deque[_Job[T, R]] = deque()
-        self._flight = flight
         whole = False
         self._runs += 1
         mine = self._runs

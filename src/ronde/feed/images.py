@@ -313,9 +313,9 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         label = "cls" if labels == "folder" else None if labels == "none" else labels
         return tar(names if len(names) > 1 else names[0], data=[s[1:] for s in SUFFIXES], label=label, **options)
     if all(name.endswith((".parquet", ".pq")) for name in names):
-        if callable(labels):
+        if not isinstance(labels, str | None):
             raise ArgumentError("feed.images: labels= of Parquet files is the name of a column, 'none', or left out.")
-        return parquet_files(names, {"folder": None, "none": ""}.get(labels, labels), **options)
+        return parquet_files(names, {"folder": None, "none": "", None: ""}.get(labels, labels), **options)
     if len(names) != 1:
         raise ArgumentError("feed.images takes one folder, or a list of tar or Parquet files.")
     return folder(names[0], labels=labels, **{"suffixes": SUFFIXES, **options})

@@ -6,9 +6,9 @@ import ctypes
 import itertools
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -20,9 +20,11 @@ from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
-from ronde.feed.mark import mark
+from ronde.feed.mark import Mark, mark
 from ronde.feed.order import Order, key_of
+from ronde.feed.ours import ours, shares_state
 from ronde.feed.processes import batches as from_processes
+from ronde.feed.processes import end as end_processes
 from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader, StreamReader
 from ronde.feed.receive import Receiver
@@ -37,7 +39,6 @@ __all__ = ["Feed", "LoaderSettings", "die_with_parent"]
 _PREFETCH = 2
 _TRIED = 64  # samples
 _FALSE_ALARMS = 3
-_CHANGES = 2  # of the data set between epochs, after which nothing is read of the next one before it begins
 
 
 @dataclass(frozen=True)
@@ -173,12 +174,16 @@ class Feed:
             self.executor = "processes" if settings.num_workers and settings.executor != "none" else "none"
         else:
             self._reader = Reader(dataset, settings, order, seed, evaluate)
+        # What loading processes have a copy of.
+        self._copied = (self._reader.dataset, self._reader.collate) if self._reader is not None else None
         self._tolerant = self._reader is not None and self._reader.skip
         self._tried = False
         self._warned = False
         self._false_alarms = 0
         self._line: Line | None = None
-        self._changes = 0
+        self._ahead: bool | None = None
+        self._watched = False
+        self._given: Mark | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
@@ -205,8 +210,11 @@ class Feed:
         else:
             if settings.prefetch is not None:
                 options["prefetch_factor"] = settings.prefetch
-            if settings.executor == "auto" and self._stream is None:
-                options.setdefault("persistent_workers", True)
+            if settings.executor is not None and self._stream is None and "persistent_workers" not in options:
+                # Nobody said whether they stay: they do for as long as the data set is what they were given.
+                self._watched = True
+                self._given = mark(self._copied)
+                options["persistent_workers"] = self._given is not None
         # The loader draws its base seed from a generator of its own: the script's randomness is left alone.
         options["generator"] = torch.Generator().manual_seed(key_of(self.seed, 3) & 0x7FFFFFFFFFFFFFFF)
         self._loader = DataLoader(
@@ -241,6 +249,18 @@ class Feed:
         if self.executor != "threads":
             self._make_loader()
 
+    def _renew(self) -> None:
+        """Processes that stayed end, if the data set is no longer what they were given."""
+        if self._watched and self._given is not None and mark(self._copied) != self._given:
+            self._end_line()
+            end_processes(self._loader)
+            self._make_loader()
+
+    def _end_line(self) -> None:
+        if self._line is not None:
+            self._line.end()
+            self._line = None
+
     def _warn_of_what_is_open(self) -> None:
         dataset = self._reader.dataset if self._reader is not None else None
         if dataset is not None and (held := held_open(dataset)) is not None:
@@ -271,9 +291,7 @@ class Feed:
 
     def close(self) -> None:
         """End its threads and processes; it can be read again."""
-        if self._line is not None:
-            self._line.end()
-            self._line = None
+        self._end_line()
         if self._threads is not None:
             self._threads.stop()
         self._receiver.close()
@@ -297,7 +315,9 @@ class Feed:
         if not self._warned and self.settings.executor != "auto" and self.executor in ("threads", "processes"):
             self._warned = True
             self._warn_of_what_is_open()
-        if self.executor in ("auto", "threads") and not self._tried and (first := next(shares(), None)) is not None:
+        if self.executor in ("auto", "threads") and not self._tried:
+            if (first := next(shares(), None)) is None:
+                return iter(())
             self._settle(first)
         found = self._read(shares, after) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)
         if self._probe is not None and self.executor != "processes":
@@ -339,14 +359,17 @@ class Feed:
 
     @property
     def _goes_ahead(self) -> bool:
-        """Whether it may begin with the next epoch before this one has ended.
+        """Whether it may begin with the next epoch before this one has ended: only if nothing that the script does in between could show.
 
-        Processes that stay read the data set that they were given, whatever the script does to its own; threads read the script's.
+        Processes that stay read the data set that they were given, unless they share memory with the script; threads read the script's own.
         A sampler of the script's may look at what the training has come to.
         """
-        if self._reader is None or self._probe is not None or self.order.draw is not None or self._changes >= _CHANGES:
-            return False
-        return self.executor == "threads" or (self._loader is not None and self._loader.persistent_workers)
+        if self._ahead is None:
+            reader, stays = self._reader, self._loader is not None and self._loader.persistent_workers
+            self._ahead = reader is not None and self._probe is None and self.order.draw is None
+            if self._ahead and reader is not None:
+                self._ahead = ours(reader.dataset) if self.executor == "threads" else stays and not shares_state(self._copied)
+        return self._ahead
 
     def _continued(self, shares: Shares) -> Line | None:
         """What is on its way already, if it is what is asked for."""
@@ -355,26 +378,18 @@ class Feed:
             return None
         first = next(shares(), None)
         if first is not None and line.road.leads_to(first):
-            if line.road.unchanged():
-                return line
-            self._changes += 1
+            return line
         line.end()
         return None
 
     def _kept(self, line: Line) -> bool:
         """All of an epoch was handed out: what is on its way of the next one is kept."""
-        if not line.road.goes_on:
-            if next(line.results, None) is not None:  # it comes to its end
-                raise RondeError("more batches came than were asked for")
-            return False
-        if self._threads is not None:
-            # What the script does between epochs (data.augment = False; run.evaluate(data); data.augment = True) shall not be read.
-            self._threads.rest()
-            if not line.road.unchanged():
-                self._changes += 1
-                return False
-        self._line = line
-        return True
+        if line.road.entered():
+            self._line = line
+            return True
+        if next(line.results, None) is not None:  # it comes to its end
+            raise RondeError("more batches came than were asked for")
+        return False
 
     def _from_here(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         reader = self._reader
@@ -384,6 +399,7 @@ class Feed:
             yield share, [reader[ask_of(self.order, share, low, high)] for low, high in share.micro]
 
     def _from_loader(self, shares: Shares, after: Shares | None) -> Iterator[tuple[Share, list[Any]]]:
+        self._renew()
         assert self._loader is not None
         line = self._continued(shares)
         if line is None:
@@ -399,7 +415,7 @@ class Feed:
                 micros = list(itertools.islice(line.results, len(share.micro)))
                 if len(micros) < len(share.micro):
                     raise RondeError(f"the loading processes ended with {len(line.road.asked)} batches still to come")
-                line.road.asked.popleft()
+                line.road.hand_out(share)
                 yield share, micros
                 del micros
             kept = self._kept(line)
@@ -418,6 +434,8 @@ class Feed:
         reader = self._reader
         assert reader is not None
         pin = self.settings.options.get("pin_memory") and torch.cuda.is_available()
+        # What is on its way into the next epoch is held by the feed, and shall not hold it.
+        me = weakref.proxy(self)
         whole = reader.rows is not None
 
         def cut(ask: Ask, most: int) -> Sequence[Ask]:
@@ -429,18 +447,18 @@ class Feed:
             nonlocal whole
             if reader.rows is not None:
                 return reader[ask], False
-            marks = Marks() if self._false_alarms < _FALSE_ALARMS else None
+            marks = Marks() if me._false_alarms < _FALSE_ALARMS else None
             samples = reader.read(ask)
             whole = whole or type(samples) is not list  # columns, which are not put together again
             return samples, marks is not None and not marks.unmoved()
 
         def finished(ask: Ask, batch: Any) -> Any:
-            if not self._finishes_anywhere:
+            if not me._finishes_anywhere:
                 return batch
             low, high = ask.start, ask.start + len(ask.ids)
             if reader.skip:
-                return self._finished(ask.epoch, low, high, batch[0]), batch[1]
-            return self._finished(ask.epoch, low, high, batch)
+                return me._finished(ask.epoch, low, high, batch[0]), batch[1]
+            return me._finished(ask.epoch, low, high, batch)
 
         def join(ask: Ask, parts: list[tuple[Any, bool]]) -> tuple[Any, bool]:
             if reader.rows is not None:
@@ -455,7 +473,7 @@ class Feed:
 
         line = self._continued(shares)
         if line is None:
-            road = Road(self.order, shares, partial(mark, reader.dataset))
+            road = Road(self.order, shares)
             line = Line(road, self._pool().run(iter(road), cut, read, join))
         line.road.follow(after)
         handed, kept = 0, False
@@ -473,7 +491,7 @@ class Feed:
                 if reader.randomness.draws:
                     break
                 handed += 1
-                line.road.asked.popleft()
+                line.road.hand_out(share)
                 yield share, micros
                 del micros
             else:

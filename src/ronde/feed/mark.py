@@ -1,4 +1,4 @@
-"""Is a data set still what it was? What is read of the next epoch before this one has ended counts only if the script changed nothing between."""
+"""Is a data set still what it was? Loading processes that stay have a copy of it: if the script changes its own, they are started anew."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import datetime
 import decimal
 import enum
 import functools
+import logging
 import pathlib
 import random
 import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Iterator
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -27,32 +37,19 @@ from ronde.feed.sources import BaseSource, BytesCache, DatasetSource, Store
 __all__ = ["Mark", "mark"]
 
 _MOST = 5000  # objects
-_ITEMS = 64  # of a container that are looked into
-_LONG = 1 << 20  # items of a container: more would take long
-_LARGE = 1 << 28  # bytes of an array
+_FEW = 64  # items of a container that are looked into whatever they are; more must be plain
+_LONG = 1 << 20  # items
+_LARGE = 1 << 28  # bytes of all arrays
+_HEAP = 1 << 9  # of a type's flags: it is written in Python, so that its attributes are all that it holds
 _PLAIN = (
-    *(
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        range,
-        slice,
-        enum.Enum,
-        re.Pattern,
-        np.dtype,
-        np.generic,
-        torch.dtype,
-        torch.device,
-    ),
+    *(type(None), bool, int, float, complex, str, bytes, range, enum.Enum, re.Pattern, np.dtype, np.generic, torch.dtype, torch.device),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, type(Ellipsis), torch.Size),
 )
-_STATELESS = (type(threading.Lock()), type(threading.RLock()), BuiltinFunctionType, type(str.join), type(len), type(object.__init__))
-# Their draws are what reading changes; one that the script puts in their place is another object.
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_STATELESS = (
+    *(type(threading.Lock()), type(threading.RLock()), BuiltinFunctionType, type(str.join), type(object.__init__), logging.Logger),
+    *(Arena, BytesCache, Store),
+)
+_INNER = ("data", "dataset", "_dataset", "source", "_source")
 
 
 class Mark:
@@ -83,87 +80,141 @@ def mark(dataset: Any) -> Mark | None:
         >>> same, before == mark(data)
         (True, False)
     """
-    seen: list[Any] = []
-    held: dict[int, Any] = {}
-    queue: deque[Any] = deque([dataset])
-    while queue:
-        one = queue.popleft()
-        if isinstance(one, _PLAIN):
-            seen.append(one if not isinstance(one, float) or one == one else "nan")
-            continue
-        seen.append(id(one))
-        if id(one) in held:
-            continue
-        held[id(one)] = one
-        if len(held) > _MOST:
-            return None
-        try:
-            inner = _inside(one, seen)
-        except Exception:  # it changes while it is looked at, or stands in for something else and may raise anything
-            return None
-        if inner is None:
-            return None
-        queue.extend(inner)
-    return Mark(seen, list(held.values()))
-
-
-def _inside(one: Any, seen: list[Any]) -> list[Any] | None:
-    """What is to be looked at next; None where an object cannot be looked into."""
-    if isinstance(one, torch.Tensor):
-        seen += [one._version, tuple(one.shape)]
-        if one.device.type != "cpu":
-            return []
-        found = _of_array(one.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # one.data changes without a new version
-        seen.append(found)
-        return None if found is None else []
-    if isinstance(one, np.ndarray):
-        found = _of_array(one)
-        seen += [one.shape, found]
-        return None if found is None else []
-    if isinstance(one, dict):
-        if len(one) > _LONG:
-            return None
-        seen += [len(one), hash(tuple(map(id, one.values())))]
-        return [*(part for pair in list(one.items())[:_ITEMS] for part in pair), *_vars(one).values()]
-    if isinstance(one, list | tuple | set | frozenset | deque):
-        if len(one) > _LONG:
-            return None
-        seen += [len(one), hash(tuple(map(id, one)))]  # their order, and which they are
-        return [*(list(one)[:_ITEMS] if not isinstance(one, set | frozenset) else ()), *_vars(one).values()]
-    if isinstance(one, ctypes._SimpleCData):
-        seen.append(one.value)
-        return []
-    if isinstance(one, FunctionType):
-        return _of_function(one)
-    if isinstance(one, MethodType):
-        return [one.__func__, one.__self__]
-    if isinstance(one, functools.partial):
-        return [one.func, *one.args, one.keywords]
-    if isinstance(one, staticmethod | classmethod):
-        return [one.__func__]
-    if isinstance(one, property):
-        return [one.fget]
-    if isinstance(one, type):
-        return _of_type(one)
-    if isinstance(one, ModuleType):
-        return [v for v in list(vars(one).values()) if isinstance(v, _PLAIN)] if _users(one.__name__) else []
-    if isinstance(one, (*_STATELESS, *_GENERATORS)) or type(one).__name__ == "SemLock":
-        return []
-    if type(one).__module__.startswith("ronde."):
-        return _of_ours(one)
-    attributes = _vars(one)
-    slots = [getattr(one, name) for kind in type(one).__mro__ for name in _slots(kind) if hasattr(one, name)]
-    if not attributes and not slots and not _is_python(type(one)):
+    look = _Look()
+    try:
+        return Mark(look.seen, list(look.held.values())) if look.at(dataset) else None
+    except Exception:  # it changes while it is looked at, or stands in for something else and may raise anything
         return None
-    return [type(one), *attributes.values(), *slots]
 
 
-_INNER = ("data", "dataset", "_dataset", "source", "_source")
+class _Look:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.held: dict[int, Any] = {}
+        self.room = _LARGE
+
+    def at(self, dataset: Any) -> bool:
+        """Look at all of it; false where something cannot be looked into."""
+        queue: deque[Any] = deque([dataset])
+        while queue:
+            one = queue.popleft()
+            if issubclass(type(one), _PLAIN):
+                self.seen.append(one)
+                continue
+            self.seen.append(id(one))
+            if id(one) in self.held:
+                continue
+            self.held[id(one)] = one
+            inner = self.inside(one) if len(self.held) <= _MOST else None
+            if inner is None:
+                return False
+            queue.extend(inner)
+        return True
+
+    def inside(self, one: Any) -> Iterable[Any] | None:
+        """What is to be looked at next; None where an object cannot be looked into."""
+        kind = type(one)
+        if issubclass(kind, torch.Tensor):
+            self.seen += [one._version, tuple(one.shape)]
+            if one.device.type != "cpu":
+                return []
+            if one.nbytes > self.room:
+                return None
+            # One that is changed through one.data, or as an array, has no new version.
+            return self.array(one.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if issubclass(kind, np.ndarray):
+            self.seen.append(one.shape)
+            return self.array(one)
+        if issubclass(kind, dict):
+            return self.items(one, [*one.keys(), *one.values()])
+        if issubclass(kind, list | tuple | set | frozenset | deque):
+            return self.items(one, list(one))
+        if issubclass(kind, ctypes._SimpleCData):
+            self.seen.append(one.value)
+            return []
+        if issubclass(kind, FunctionType):
+            return _of_function(one)
+        if issubclass(kind, MethodType):
+            return [one.__func__, one.__self__]
+        if issubclass(kind, functools.partial):
+            return [one.func, *one.args, one.keywords, *_vars(one).values()]
+        if issubclass(kind, staticmethod | classmethod):
+            return [one.__func__]
+        if issubclass(kind, property):
+            return [one.fget]
+        if issubclass(kind, type):
+            return _of_type(one)
+        if issubclass(kind, ModuleType) or issubclass(kind, _STATELESS) or kind.__name__ == "SemLock":
+            return []
+        if (state := _draws(one)) is not None:
+            self.seen.append(state)
+            return []
+        if kind.__module__.startswith("ronde."):
+            return _of_ours(one)
+        if kind is not SimpleNamespace and not all(c.__flags__ & _HEAP for c in kind.__mro__[:-1]):
+            return None
+        slots = [getattr(one, name) for c in kind.__mro__ for name in _slots(c) if hasattr(one, name)]
+        return [kind, *_vars(one).values(), *slots]
+
+    def items(self, one: Any, items: list[Any]) -> Iterable[Any] | None:
+        """What a container holds: a few things of any kind, or many that are plain."""
+        self.seen.append(len(items))
+        if len(items) <= _FEW:
+            return [*items, *_vars(one).values()]
+        if len(items) > _LONG:
+            return None
+        values = []
+        for item in items:
+            if issubclass(type(item), dict):
+                item = tuple(item.items())
+            if issubclass(type(item), _PLAIN):
+                values.append(item)
+            elif issubclass(type(item), list | tuple) and len(item) <= _FEW:
+                flat = [p for part in item for p in (part if type(part) is tuple else (part,))]
+                if not all(issubclass(type(part), _PLAIN) for part in flat):
+                    return None
+                values.append(tuple(flat))
+            else:
+                return None
+        self.seen.append(hash(tuple(values)) if not issubclass(type(one), set | frozenset) else hash(frozenset(values)))
+        return list(_vars(one).values())
+
+    def array(self, one: np.ndarray[Any, Any]) -> Iterable[Any] | None:
+        """By its values."""
+        if isinstance(one, np.memmap):
+            return []  # a file, which may be large
+        self.room -= one.nbytes
+        if self.room < 0 or type(one).__name__ == "MaskedArray":
+            return None
+        if one.dtype == object:
+            return self.items(one, one.ravel().tolist())
+        flat = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
+        if flat.size <= 1 << 16:
+            self.seen.append(hash(flat.tobytes()))
+            return []
+        words = flat[: flat.size // 8 * 8].view(np.uint64)
+        # All of it by their sum, which is read as fast as memory gives it, and some by their place.
+        self.seen += [int(words.sum()), hash(words[:: max(1, words.size // 4096)].tobytes()), hash(flat[words.size * 8 :].tobytes())]
+        return []
+
+
+def _draws(one: Any) -> Any:
+    """The state of a generator: processes that stay draw on from a copy."""
+    kind = type(one)
+    if issubclass(kind, torch.Generator):
+        return hash(one.get_state().numpy().tobytes())
+    if issubclass(kind, np.random.Generator):
+        one, kind = one.bit_generator, type(one.bit_generator)
+    if issubclass(kind, np.random.BitGenerator):
+        return repr(one.state)
+    if issubclass(kind, np.random.RandomState):
+        return repr(one.get_state(legacy=False))
+    return hash(one.getstate()) if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom) else None
 
 
 def _of_ours(one: Any) -> list[Any]:
     """What a user's code is part of: what ronde's own objects keep besides is what they read, or count."""
-    if isinstance(one, Arena | BytesCache | Store) or (isinstance(one, BaseSource) and not isinstance(one, DatasetSource)):
+    if isinstance(one, BaseSource) and not isinstance(one, DatasetSource):
         return []
     found: list[Any] = []
     for name, value in list(_vars(one).items()):
@@ -175,35 +226,16 @@ def _of_ours(one: Any) -> list[Any]:
     return found
 
 
-def _is_python(kind: type) -> bool:
-    return any("__dict__" in vars(c) or "__slots__" in vars(c) for c in kind.__mro__[:-1])
-
-
 def _slots(kind: type) -> Iterator[str]:
     found = vars(kind).get("__slots__", ())
     yield from (name for name in ([found] if isinstance(found, str) else found) if not name.startswith("__"))
 
 
-def _of_array(one: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
-    if isinstance(one, np.memmap):
-        return ()  # a file, which may be large
-    if one.nbytes > _LARGE or (one.dtype == object and one.size > _LONG):
-        return None
-    if one.dtype == object:
-        return (hash(tuple(map(id, one.ravel().tolist()))),)
-    flat = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
-    if flat.size <= 1 << 16:
-        return (hash(flat.tobytes()),)
-    words = flat[: flat.size // 8 * 8].view(np.uint64)
-    # All of it by their sum, which is read as fast as memory gives it, and some by their place.
-    return (int(words.sum()), hash(words[:: max(1, words.size // 4096)].tobytes()), hash(flat[words.size * 8 :].tobytes()))
-
-
 def _of_type(one: type) -> list[Any]:
     if not _users(one.__module__):
         return []
-    values = [v for k, v in list(vars(one).items()) if not k.startswith("__") or isinstance(v, FunctionType)]
-    return [*(v for v in values if isinstance(v, (*_PLAIN, FunctionType, staticmethod, classmethod, property, list, dict))), *one.__bases__]
+    values = [v for k, v in list(vars(one).items()) if isinstance(v, FunctionType) or not k.startswith(("__", "_abc_"))]
+    return [*(v for v in values if not isinstance(v, GetSetDescriptorType | MemberDescriptorType)), *one.__bases__]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -217,14 +249,12 @@ def _of_function(one: FunctionType) -> list[Any]:
     """What it reads besides its arguments, if the user wrote it."""
     if not _users(str(one.__globals__.get("__name__"))):
         return []
-    found = [one.__globals__[name] for name in dict.fromkeys(_names(one.__code__)) if name in one.__globals__]
-    found += [cell.cell_contents for cell in one.__closure__ or () if _filled(cell)]
+    names = dict.fromkeys(_names(one.__code__))
+    found = [one.__globals__[name] for name in names if name in one.__globals__]
+    found += [vars(m)[name] for m in found if isinstance(m, ModuleType) and _users(m.__name__) for name in names if name in vars(m)]
+    for cell in one.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # nothing is in it yet
+            continue
     return [*found, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -17,7 +17,7 @@ from ronde.feed.reader import Raised
 from ronde.feed.receive import Reading, Receiver
 from ronde.world import FeedError, world
 
-__all__ = ["batches"]
+__all__ = ["batches", "end"]
 
 _DYING_SECONDS = 2.0
 
@@ -157,6 +157,14 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
             if not at_rest:
                 iterator._worker_result_queue.close()  # type: ignore[attr-defined]  # then it notices, within seconds
+
+
+def end(loader: DataLoader[Any] | None) -> None:
+    """End processes that stayed."""
+    iterator = loader._iterator if loader is not None else None
+    if loader is not None and iterator is not None:
+        loader._iterator = None
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def _checked(batch: Any) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ronde.feed.mark import Mark
 from ronde.feed.order import Order
 from ronde.feed.reader import Ask
 from ronde.plan.batch import Share
+from ronde.world import RondeError
 
 __all__ = ["Line", "Road", "ask_of"]
 
@@ -35,44 +35,42 @@ class Road:
     Args:
         order: which sample stands where.
         shares: makes the shares of (the rest of) one epoch.
-        look: makes a mark of the data set before the next epoch is entered, None where it cannot; None where none is needed.
 
     Attributes:
         asked: shares that were asked for and not yet handed out.
     """
 
-    def __init__(self, order: Order, shares: Shares, look: Callable[[], Mark | None] | None = None) -> None:
+    def __init__(self, order: Order, shares: Shares) -> None:
         self.asked: deque[Share] = deque()
         self._order = order
         self._shares = shares
-        self._look = look
         self._after: Shares | None = None
         self._lock = threading.Lock()
-        self._over = False
         self._entered = False
-        self._before: Mark | None = None
 
     def follow(self, after: Shares | None) -> None:
         """An epoch begins to be handed out: the shares of the next, if they are known."""
         with self._lock:
-            self._after, self._entered, self._before = after, False, None
+            self._after, self._entered = after, False
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the next epoch has been entered, or will be."""
+    def entered(self) -> bool:
+        """An epoch was handed out. Whether the next one has been entered; if not, it will not be."""
         with self._lock:
-            return self._entered or (self._after is not None and not self._over)
+            self._after = None
+            return self._entered
 
     def leads_to(self, first: Share) -> bool:
         """Whether what comes next is this share."""
-        if self.asked:
-            return self.asked[0] == first
-        with self._lock:
-            return not self._entered and self._after is not None and next(self._after(), None) == first
+        return bool(self.asked) and self.asked[0] == first
 
-    def unchanged(self) -> bool:
-        """Whether the data set is what it was when the next epoch was entered."""
-        return self._before is None or self._look is None or self._before == self._look()
+    def hand_out(self, share: Share) -> None:
+        """The share that everything was taken of.
+
+        Raises:
+            RondeError: it is not the one that was asked for.
+        """
+        if self.asked.popleft() != share:
+            raise RondeError(f"batches came in another order than they were asked for: at epoch {share.epoch}, sample {share.start}")
 
     def __iter__(self) -> Iterator[Ask]:
         shares: Iterator[Share] = self._shares()
@@ -83,12 +81,6 @@ class Road:
                     yield ask_of(self._order, share, low, high)
             with self._lock:
                 if self._after is None:
-                    self._over = True
-                    return
-            self._before = self._look() if self._look is not None else None
-            with self._lock:
-                if self._look is not None and self._before is None:  # nobody could tell whether it counts
-                    self._over = True
                     return
                 shares, self._after, self._entered = self._after(), None, True
 

@@ -204,6 +204,8 @@ def take_over(
     if not options.get("pin_memory_device"):
         options.pop("pin_memory_device", None)
     workers = data.num_workers
+    if not workers:
+        options.pop("persistent_workers", None)  # nobody chose that
     if isinstance(data.dataset, IterableDataset) and workers > 1:
         notes.append(f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order")
     # A loader that does not batch converts single samples: where ronde batches, they are collated.

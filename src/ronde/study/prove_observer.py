@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed import LoaderSettings, Taken
+from ronde.feed.replay import copied
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.run import hooks
@@ -121,7 +122,7 @@ class _Loss(LossCall):
             batch = cast(batch)
         if self._watch.computes_twice():
             with torch.no_grad(), self._watch.unseen():
-                super().arguments(model, batch)
+                super().arguments(model, copied([batch])[0])  # a forward function may work in place
         values = super().arguments(model, batch)
         with torch._C.DisableTorchFunction():
             self._watch.given_to_loss(values)

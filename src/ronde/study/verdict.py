@@ -589,8 +589,9 @@ def _cause(
 
 def _surely(seen: Seen, limited: Interval) -> bool:
     """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow another, so that few rounds make a wide
-    interval: that each window without them was faster than every one with them will do."""
-    return limited.low > 0 or min(_column(seen, "limited")) > max(_column(seen, "real"))
+    interval: that each window without them, two at least, was faster than every one with them will do."""
+    few, many = _column(seen, "limited"), _column(seen, "real")
+    return limited.low > 0 or (len(few) > 1 and min(few) > max(many))
 
 
 def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:

@@ -198,6 +198,11 @@ class ParquetSource(BaseSource):
             metadata = self._of_file(f)
             schema = metadata.schema.to_arrow_schema()
             names = list(schema.names)
+            twice = next((name for name in (names if columns is None else columns) if names.count(name) > 1), None)
+            if twice is not None:
+                raise ArgumentError(
+                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}: leave it out with columns=[…]."
+                )
             if known is None:
                 known, first = names, schema
                 for name in columns or ():
@@ -218,11 +223,6 @@ class ParquetSource(BaseSource):
                         raise ArgumentError(
                             f"feed.parquet: the column {name!r} is {first.field(name).type} in {paths[0]} and {has} in {path}."
                         )
-            twice = next((name for name in self.columns if names.count(name) > 1), None)
-            if twice is not None:
-                raise ArgumentError(
-                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}: leave it out with columns=[…]."
-                )
             owners = _owners(metadata)
             for g in range(metadata.num_row_groups):
                 group = metadata.row_group(g)
@@ -342,7 +342,11 @@ class ParquetSource(BaseSource):
         import pyarrow as pa
 
         label = self._sample[1] if self._sample is not None else None
-        if label is None or not (pa.types.is_string(kind := self.schema[label]) or pa.types.is_large_string(kind)):
+        if label is None:
+            return self
+        kind = self.schema[label]
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             return self
         found: set[str] = set()
         only = copy.copy(self)
@@ -403,23 +407,39 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
         ArgumentError: several columns hold files, or none does; it says which.
     """
     given = list(paths) if len(paths) > 1 else paths[0]
-    if options.get("data") is not None:
-        return parquet(given, label=label or None, **options).count_classes()
-    probed = parquet(given, **{k: v for k, v in options.items() if k in ("options", "cache_bytes")})
-    schema = probed._of_file(0).schema.to_arrow_schema()
-    held = [name for name in probed.columns if _holds_files(schema.field(name).type)]
-    if len(held) != 1:
-        found = f"its columns {', '.join(map(repr, held))} all hold" if held else f"none of its columns {', '.join(probed.columns)} holds"
-        raise ArgumentError(f"{probed.paths[0]}: {found} bytes: say which with data='…'.")
+    data = options.pop("data", None)
+    first, schema = _first_schema(given, options)
+    names = list(schema.names)
+    if data is None:
+        held = [name for name in dict.fromkeys(names) if names.count(name) == 1 and _holds_files(schema.field(name).type)]
+        if len(held) != 1:
+            found = f"its columns {', '.join(map(repr, held))} all hold" if held else f"none of its columns {', '.join(names)} holds"
+            raise ArgumentError(f"{first}: {found} bytes: say which with data='…'.")
+        data = held[0]
     if label is None:
-        classed = [name for name in probed.columns if _class_names(schema, name) is not None]
+        classed = [name for name in names if _class_names(schema, name) is not None]
         label = classed[0] if len(classed) == 1 else "label"
-        if label not in probed.columns:
+        if label not in names:
             raise ArgumentError(
-                f"{probed.paths[0]} has no column 'label': choose among {', '.join(n for n in probed.columns if n not in held)} with "
-                "labels='…', or labels='none'."
+                f"{first} has no column 'label': choose among {', '.join(n for n in names if n != data)} with labels='…', or labels='none'."
             )
-    return parquet(given, data=held[0], label=label or None, **options).count_classes()
+    return parquet(given, data=data, label=label or None, **options).count_classes()
+
+
+def _first_schema(paths: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+    """The first file, and its schema."""
+    need("pyarrow", "tables", "feed.parquet")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    store = Store(options.get("options"))
+    first = expand(paths, store, "feed.parquet")[0]
+    try:
+        if is_remote(first):
+            return first, pq.read_schema(pa.PythonFile(_Ranges(store, first, store.size(first), []), mode="r"))
+        return first, pq.read_schema(first)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ArgumentError(f"{first} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
 
 
 def parquet(
