@@ -926,7 +926,11 @@ def set_entry(data, value):
     NUMBERS["level"] = value
 
 
-@pytest.mark.parametrize("change", [None, set_strength, set_of_class, set_global, set_entry])
+def set_what_cannot_be_seen(data, value):
+    data.more, data.strength = Image.new("RGB", (2, 2)).getdata(), value
+
+
+@pytest.mark.parametrize("change", [None, set_what_cannot_be_seen, set_strength, set_of_class, set_global, set_entry])
 @pytest.mark.parametrize("executor", ["threads", "processes"])
 def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(executor, change):
     """As a curriculum does. Loading processes stay for as long as nothing changes."""

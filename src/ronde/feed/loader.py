@@ -187,8 +187,6 @@ class Feed:
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
-        if self.executor in ("none", "processes"):
-            self._make_loader()
 
     # -- what it reads with ----------------------------------------------------------------------------------------
 
@@ -197,7 +195,9 @@ class Feed:
         return self._reader is not None and self.executor == "none" and not self.settings.options.get("pin_memory")
 
     def _make_loader(self) -> None:
-        """torch's DataLoader, for processes and for what is read in this process but pinned."""
+        """torch's DataLoader, for processes and for what is read in this process but pinned; made when it is first needed."""
+        self._ahead = None
+        self._watched = False
         settings = self.settings
         options = dict(settings.options)
         workers = settings.num_workers if self.executor == "processes" else 0
@@ -246,12 +246,12 @@ class Feed:
             self._say(f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}", False)
         elif trial.draws:
             self._serialise("they are read one after another in the training process instead")
-        if self.executor != "threads":
-            self._make_loader()
 
     def _renew(self) -> None:
         """Processes that stayed end, if the data set is no longer what they were given."""
-        if self._watched and self._given is not None and mark(self._copied) != self._given:
+        if self._loader is None:
+            self._make_loader()
+        elif self._watched and self._given is not None and mark(self._copied) != self._given:
             self._end_line()
             end_processes(self._loader)
             self._make_loader()
@@ -295,8 +295,8 @@ class Feed:
         if self._threads is not None:
             self._threads.stop()
         self._receiver.close()
-        if self._loader is not None:
-            self._make_loader()
+        end_processes(self._loader)
+        self._loader = None
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -355,6 +355,7 @@ class Feed:
             return self._from_threads(shares, after if self._goes_ahead else None)
         if self._direct:
             return self._from_here(shares)
+        self._renew()
         return self._from_loader(shares, after if self._goes_ahead else None)
 
     @property
@@ -399,7 +400,6 @@ class Feed:
             yield share, [reader[ask_of(self.order, share, low, high)] for low, high in share.micro]
 
     def _from_loader(self, shares: Shares, after: Shares | None) -> Iterator[tuple[Share, list[Any]]]:
-        self._renew()
         assert self._loader is not None
         line = self._continued(shares)
         if line is None:
@@ -503,7 +503,6 @@ class Feed:
         self._serialise(
             "from here on they are read one after another in the training process. What was trained on so far may not be repeatable"
         )
-        self._make_loader()
         yield from self._read(lambda: itertools.islice(shares(), handed, None))
 
     # -- what is done to a batch ------------------------------------------------------------------------------------
