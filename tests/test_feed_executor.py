@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import gc
 import itertools
@@ -1050,7 +1051,6 @@ def test_marks_see_what_may_be_changed():
             self.samples, self.pairs = [{"path": "a", "label": i} for i in range(200)], [["a", i] for i in range(200)]
             self.inner, self.weights, self.shared = Inner(0), torch.zeros(1000), multiprocessing.Value("i", 0)
             self.steps = [partial(draw_two, Inner(0)), self.method]
-            self.rng, self.generator = np.random.default_rng(0), torch.Generator()
             self.logs = [0.5] * 100
 
         def method(self):
@@ -1077,8 +1077,6 @@ def test_marks_see_what_may_be_changed():
         lambda: setattr(Data, "transform", Inner(3)),
         lambda: setattr(Data.transform, "level", 4),
         lambda: setattr(data.steps[0].args[0], "level", 5),
-        lambda: data.generator.manual_seed(3),
-        lambda: data.rng.random(),
         lambda: FACTOR.__setitem__(0, 2.0),
         lambda: setattr(whole.datasets[0], "indices", range(6)),
     ]
@@ -1090,7 +1088,8 @@ def test_marks_see_what_may_be_changed():
             assert before != mark(whole)
     finally:
         FACTOR[0] = 1.0
-    for opaque in (Bytes(b"abc"), [Inner(i) for i in range(100)], weakref.proxy(Inner), iter([1])):
+    opaques = [Bytes(b"abc"), [Inner(i) for i in range(100)], weakref.proxy(Inner), iter([1]), array.array("f", [1.0])]
+    for opaque in (*opaques, np.random.default_rng(0), torch.Generator(), random.Random(0)):  # those that draw move on in their copies
         data.opaque = opaque
         assert mark(whole) is None, opaque
 
@@ -1108,8 +1107,65 @@ def test_marks_see_through_pipelines_and_not_what_reading_changes(tmp_path):
         assert before != mark(data), data
 
 
+class Transformed(torch.utils.data.Subset):
+    pass
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize("what", ["array", "collate"])
+def test_arrays_and_collate_functions_of_the_scripts_may_change_between_epochs(executor, what):
+    def run(executor):
+        values, scale = np.arange(40.0), [1.0]
+        loader = DataLoader(
+            ronde.feed.arrays({"y": values}), 4, collate_fn=lambda rows: torch.tensor([row["y"] * scale[0] for row in rows])
+        )
+
+        def between(epoch):
+            if what == "array":
+                values[:] += 100
+            else:
+                scale[0] += 1
+
+        return torch.cat(over_epochs(with_executor(take_over_(loader), executor), 4, 3, between))
+
+    assert torch.equal(run(executor), run("none"))
+
+
+def test_processes_that_ctrl_c_has_ended_between_two_epochs_are_started_anew():
+    pids = []
+
+    def between(epoch):
+        for process in psutil.Process().children():
+            if epoch == 0 and process.pid in seen:
+                process.send_signal(signal.SIGINT)
+                limit = time.monotonic() + 10
+                while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:  # waiting for it would take it from torch
+                    time.sleep(0.01)
+                pids.append(process.pid)
+
+    seen = set()
+
+    class Notes(Changing):
+        def __getitem__(self, i):
+            return torch.tensor([i, os.getpid()])
+
+    data = Notes()
+    taken = with_executor(take_over_(data), "processes")
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    try:
+        for epoch in range(3):
+            found = torch.cat([b for _, bs in feed.read(partial(shares, epoch, 0, 40, 4, 0, 1)) for b in bs])
+            assert sorted(found[:, 0].tolist()) == list(range(40))
+            seen |= set(found[:, 1].tolist())
+            between(epoch)
+    finally:
+        feed.close()
+    assert len(pids) == 2 and len(seen) == 4
+
+
 def test_what_is_rondes_own_and_what_shares_state(tmp_path):
     images = write_images(tmp_path)
+    np.save(tmp_path / "y.npy", np.zeros(9))
     assert ours(images) and ours(torch.utils.data.Subset(images, [0])) and ours(images.source)
     for mine in (
         images.map(Inner(0)),
@@ -1118,7 +1174,8 @@ def test_what_is_rondes_own_and_what_shares_state(tmp_path):
         ronde.feed.images(tmp_path, size=8, labels="none", augment=Inner(0)),
     ):
         assert not ours(mine), mine
-    assert not ours(images.collate_with(list)) if hasattr(images, "collate_with") else True
+    assert not ours(images, lambda samples: samples) and not ours(Transformed(images, [0]))
+    assert ours(ronde.feed.arrays(tmp_path / "y.npy")) and not ours(ronde.feed.arrays({"y": np.zeros(9)}))
     works = Works(int)
     assert not shares_state(works) and not shares_state(images)
     for shared in (

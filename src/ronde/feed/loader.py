@@ -369,7 +369,9 @@ class Feed:
             reader, stays = self._reader, self._loader is not None and self._loader.persistent_workers
             self._ahead = reader is not None and self._probe is None and self.order.draw is None
             if self._ahead and reader is not None:
-                self._ahead = ours(reader.dataset) if self.executor == "threads" else stays and not shares_state(self._copied)
+                self._ahead = (
+                    ours(reader.dataset, reader.collate) if self.executor == "threads" else stays and not shares_state(self._copied)
+                )
         return self._ahead
 
     def _continued(self, shares: Shares) -> Line | None:

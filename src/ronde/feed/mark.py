@@ -32,15 +32,15 @@ import torch
 
 from ronde.feed.arena import Arena
 from ronde.feed.found import _users, _vars
-from ronde.feed.sources import BaseSource, BytesCache, DatasetSource, Store
+from ronde.feed.sources import ArraySource, BaseSource, BytesCache, DatasetSource, Store
 
-__all__ = ["Mark", "mark"]
+__all__ = ["Mark", "held_arrays", "mark"]
 
 _MOST = 5000  # objects
 _FEW = 64  # items of a container that are looked into whatever they are; more must be plain
 _LONG = 1 << 20  # items
 _LARGE = 1 << 28  # bytes of all arrays
-_HEAP = 1 << 9  # of a type's flags: it is written in Python, so that its attributes are all that it holds
+_HEAP = 1 << 9  # of a type's flags
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, enum.Enum, re.Pattern, np.dtype, np.generic, torch.dtype, torch.device),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, type(Ellipsis), torch.Size),
@@ -49,6 +49,7 @@ _STATELESS = (
     *(type(threading.Lock()), type(threading.RLock()), BuiltinFunctionType, type(str.join), type(object.__init__), logging.Logger),
     *(Arena, BytesCache, Store),
 )
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _INNER = ("data", "dataset", "_dataset", "source", "_source")
 
 
@@ -146,12 +147,11 @@ class _Look:
             return _of_type(one)
         if issubclass(kind, ModuleType) or issubclass(kind, _STATELESS) or kind.__name__ == "SemLock":
             return []
-        if (state := _draws(one)) is not None:
-            self.seen.append(state)
-            return []
+        if issubclass(kind, _GENERATORS):
+            return None  # processes that stay draw on from a copy
         if kind.__module__.startswith("ronde."):
             return _of_ours(one)
-        if kind is not SimpleNamespace and not all(c.__flags__ & _HEAP for c in kind.__mro__[:-1]):
+        if kind is not SimpleNamespace and not all(_is_python(c) for c in kind.__mro__[:-1]):
             return None
         slots = [getattr(one, name) for c in kind.__mro__ for name in _slots(c) if hasattr(one, name)]
         return [kind, *_vars(one).values(), *slots]
@@ -198,24 +198,10 @@ class _Look:
         return []
 
 
-def _draws(one: Any) -> Any:
-    """The state of a generator: processes that stay draw on from a copy."""
-    kind = type(one)
-    if issubclass(kind, torch.Generator):
-        return hash(one.get_state().numpy().tobytes())
-    if issubclass(kind, np.random.Generator):
-        one, kind = one.bit_generator, type(one.bit_generator)
-    if issubclass(kind, np.random.BitGenerator):
-        return repr(one.state)
-    if issubclass(kind, np.random.RandomState):
-        return repr(one.get_state(legacy=False))
-    return hash(one.getstate()) if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom) else None
-
-
 def _of_ours(one: Any) -> list[Any]:
     """What a user's code is part of: what ronde's own objects keep besides is what they read, or count."""
     if isinstance(one, BaseSource) and not isinstance(one, DatasetSource):
-        return []
+        return held_arrays(one)
     found: list[Any] = []
     for name, value in list(_vars(one).items()):
         for part in value if isinstance(value, list | tuple) else (value,):
@@ -224,6 +210,16 @@ def _of_ours(one: Any) -> list[Any]:
         if name in _INNER:
             found.append(value)
     return found
+
+
+def held_arrays(source: BaseSource) -> list[Any]:
+    """Arrays of the script's that a source reads where they are."""
+    return [origin for origin in source.origins() or () if isinstance(origin, np.ndarray)] if isinstance(source, ArraySource) else []
+
+
+def _is_python(kind: type) -> bool:
+    """Whether a class is written in Python, so that its attributes are all that it holds."""
+    return bool(kind.__flags__ & _HEAP) and not isinstance(vars(kind).get("__new__"), BuiltinFunctionType)
 
 
 def _slots(kind: type) -> Iterator[str]:

@@ -322,12 +322,14 @@ class Order:
 
     def _block(self, epoch: int, index: int) -> Ids:
         held: dict[tuple[int, int], Ids] = self.__dict__.setdefault("_held", {})
-        if (epoch, index) not in held:
-            if len(held) >= 4:
-                del held[next(iter(held))]
+        found = held.get((epoch, index))  # several threads may ask at once
+        if found is None:
             positions = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, self.n), dtype=np.int64)
-            held[epoch, index] = permute(positions, self.n, key_of(self.seed, epoch))
-        return held[epoch, index]
+            found = permute(positions, self.n, key_of(self.seed, epoch))
+            if len(held) >= 4:
+                held.pop(next(iter(list(held)), (epoch, index)), None)
+            held[epoch, index] = found
+        return found
 
     def _drawn(self, epoch: int) -> Ids:
         assert self.draw is not None

@@ -7,16 +7,17 @@ import functools
 import mmap
 from collections import deque
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
+from ronde.feed.arena import Arena
 from ronde.feed.found import _users, _vars
-from ronde.feed.mark import _of_function, _slots
+from ronde.feed.mark import _of_function, _slots, held_arrays
 from ronde.feed.pipeline import Pipeline
-from ronde.feed.sources import BaseSource, DatasetSource
+from ronde.feed.sources import BaseSource, BytesCache, DatasetSource, Store
 
 __all__ = ["ours", "shares_state"]
 
@@ -40,23 +41,24 @@ def _spec_is_ours(call: Any) -> bool:
     return True
 
 
-def ours(dataset: Dataset[Any]) -> bool:
-    """Whether a data set is a pipeline, or a part of one, of ronde's own sources and steps alone: always the same for the same index.
+def ours(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
+    """Whether a data set is a pipeline, or a part of one, of ronde's own sources and steps alone, and so is what collates it: always the same
+    for the same index.
 
     Example:
         >>> ours(torch.utils.data.TensorDataset(torch.zeros(3)))
         False
     """
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:
         dataset = dataset.dataset
-    if isinstance(dataset, Pipeline):
-        steps = [*(step.call for step in dataset.steps), dataset.collate, dataset.finish]
-        if not all(call is None or call is torch.utils.data.default_collate or (_is_ours(call) and _spec_is_ours(call)) for call in steps):
-            return False
-        source: Any = dataset.source
-    else:
-        source = dataset
-    return isinstance(source, BaseSource) and not isinstance(source, DatasetSource) and _is_ours(source)
+    calls, source = [collate], dataset
+    if isinstance(dataset, Pipeline) and _is_ours(dataset):
+        calls += [*(step.call for step in dataset.steps), dataset.collate, dataset.finish]
+        source = dataset.source  # type: ignore[assignment]
+    if not all(call is None or call is default_collate or (_is_ours(call) and _spec_is_ours(call)) for call in calls):
+        return False
+    own = isinstance(source, BaseSource) and not isinstance(source, DatasetSource) and _is_ours(source)
+    return own and not held_arrays(cast("BaseSource", source))
 
 
 def shares_state(dataset: Any) -> bool:
@@ -89,10 +91,14 @@ def shares_state(dataset: Any) -> bool:
 def _is_shared(one: Any) -> bool:
     kind = type(one)
     if issubclass(kind, torch.Tensor):
-        return bool(one.is_shared())
-    if issubclass(kind, np.memmap):
-        return bool(one.mode != "r")
-    # Ronde's caches are: what they keep is what would be read.
+        return bool(one.is_shared()) or (one.device.type == "cpu" and not one.untyped_storage().resizable())
+    while issubclass(type(one), np.ndarray | memoryview):  # what it lies in: an array of ctypes, a mapped file
+        if issubclass(type(one), np.memmap):
+            return True
+        one = one.base if issubclass(type(one), np.ndarray) else one.obj
+        kind = type(one)
+    if issubclass(kind, torch.Tensor):
+        return _is_shared(one)
     return issubclass(kind, mmap.mmap | ctypes._SimpleCData | ctypes.Array | ctypes.Structure) or kind.__module__.startswith(
         "multiprocessing."
     )
@@ -120,11 +126,9 @@ def _inside(one: Any) -> list[Any]:
         return [*vars(one).values(), *one.__bases__] if _users(one.__module__) else []
     if issubclass(kind, ModuleType):
         return []
-    if kind.__module__.startswith("ronde."):
-        return (
-            [v for v in _vars(one).values() if not isinstance(v, mmap.mmap)]
-            if not isinstance(one, BaseSource) or isinstance(one, DatasetSource)
-            else []
-        )
+    if isinstance(one, Arena | BytesCache | Store):  # what they share is what would be read
+        return []
+    if isinstance(one, BaseSource) and not isinstance(one, DatasetSource) and _is_ours(one):
+        return held_arrays(one)
     slots = [getattr(one, name) for c in kind.__mro__ for name in _slots(c) if hasattr(one, name)]
     return [kind, *_vars(one).values(), *slots]

@@ -112,10 +112,7 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
         for batch in loader:
             yield _checked(batch)
         return
-    if (dead := _died(getattr(loader._iterator, "_workers", ()))) is not None:  # one that stayed since the last epoch
-        loader._iterator = None
-        raise dead
-    iterator = iter(loader)
+    iterator = _begin(loader)
     workers = list(getattr(iterator, "_workers", ()))
     _settle_signal()
     _ours.update(worker.pid for worker in workers)
@@ -157,6 +154,25 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
             if not at_rest:
                 iterator._worker_result_queue.close()  # type: ignore[attr-defined]  # then it notices, within seconds
+
+
+def _begin(loader: DataLoader[Any]) -> Any:
+    """An iterator over its processes, with those that stayed, if they are there.
+
+    Ctrl-C, which the script has caught, ends them with status 0: that is no error, and others take their place.
+    """
+    stayed = list(getattr(loader._iterator, "_workers", ()))
+    if all(worker.is_alive() for worker in stayed):
+        try:
+            return iter(loader)
+        except RuntimeError:  # they ended just now
+            if not stayed:
+                raise
+    dead = _died(stayed)
+    end(loader)
+    if dead is not None:
+        raise dead
+    return iter(loader)
 
 
 def end(loader: DataLoader[Any] | None) -> None:
