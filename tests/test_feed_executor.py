@@ -1089,6 +1089,8 @@ def test_marks_see_what_may_be_changed():
     finally:
         FACTOR[0] = 1.0
     opaques = [Bytes(b"abc"), [Inner(i) for i in range(100)], weakref.proxy(Inner), iter([1]), array.array("f", [1.0])]
+    data.box = [random.uniform, np.random.rand, torch.default_generator]  # global ones: ronde sets them for each sample
+    assert mark(whole) is not None and mark(whole) == mark(whole)
     for opaque in (*opaques, np.random.default_rng(0), torch.Generator(), random.Random(0)):  # those that draw move on in their copies
         data.opaque = opaque
         assert mark(whole) is None, opaque

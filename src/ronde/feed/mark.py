@@ -50,6 +50,7 @@ _STATELESS = (
     *(Arena, BytesCache, Store),
 )
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_GLOBAL = (getattr(random.uniform, "__self__", None), getattr(np.random.rand, "__self__", None), torch.default_generator)
 _INNER = ("data", "dataset", "_dataset", "source", "_source")
 
 
@@ -148,7 +149,8 @@ class _Look:
         if issubclass(kind, ModuleType) or issubclass(kind, _STATELESS) or kind.__name__ == "SemLock":
             return []
         if issubclass(kind, _GENERATORS):
-            return None  # processes that stay draw on from a copy
+            # Processes that stay draw on from a copy; the global ones are set for each sample.
+            return [] if any(one is found for found in _GLOBAL) else None
         if kind.__module__.startswith("ronde."):
             return _of_ours(one)
         if kind is not SimpleNamespace and not all(_is_python(c) for c in kind.__mro__[:-1]):

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import mmap
 from collections import deque
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -91,7 +92,9 @@ def shares_state(dataset: Any) -> bool:
 def _is_shared(one: Any) -> bool:
     kind = type(one)
     if issubclass(kind, torch.Tensor):
-        return bool(one.is_shared()) or (one.device.type == "cpu" and not one.untyped_storage().resizable())
+        if one.is_shared() or one.device.type != "cpu" or one.untyped_storage().resizable():
+            return bool(one.is_shared())
+        return _maps_shared(one.data_ptr())  # it lies in memory that is not torch's
     while issubclass(type(one), np.ndarray | memoryview):  # what it lies in: an array of ctypes, a mapped file
         if issubclass(type(one), np.memmap):
             return True
@@ -102,6 +105,20 @@ def _is_shared(one: Any) -> bool:
     return issubclass(kind, mmap.mmap | ctypes._SimpleCData | ctypes.Array | ctypes.Structure) or kind.__module__.startswith(
         "multiprocessing."
     )
+
+
+def _maps_shared(address: int) -> bool:
+    """Whether memory is shared between processes, as the system has it."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return True  # not Linux: it may be
+    for line in lines:
+        place, kind = line.split(maxsplit=2)[:2]
+        low, high = (int(end, 16) for end in place.split("-"))
+        if low <= address < high:
+            return kind.endswith("s")
+    return True
 
 
 def _inside(one: Any) -> list[Any]:
