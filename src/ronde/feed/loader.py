@@ -22,7 +22,7 @@ from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
 from ronde.feed.mark import Mark, mark
 from ronde.feed.order import Order, key_of
-from ronde.feed.ours import ours, shares_state
+from ronde.feed.ours import ours
 from ronde.feed.processes import batches as from_processes
 from ronde.feed.processes import end as end_processes
 from ronde.feed.randomness import Marks
@@ -366,12 +366,14 @@ class Feed:
         A sampler of the script's may look at what the training has come to.
         """
         if self._ahead is None:
-            reader, stays = self._reader, self._loader is not None and self._loader.persistent_workers
-            self._ahead = reader is not None and self._probe is None and self.order.draw is None
-            if self._ahead and reader is not None:
-                self._ahead = (
-                    ours(reader.dataset, reader.collate) if self.executor == "threads" else stays and not shares_state(self._copied)
-                )
+            self._ahead = False
+            if self._reader is None or self._probe is not None or self.order.draw is not None:
+                return False
+            if self.executor == "threads":
+                self._ahead = ours(self._reader.dataset, self._reader.collate)
+            elif self._loader is not None and self._loader.persistent_workers:
+                given = self._given if self._watched else mark(self._copied)
+                self._ahead = given is not None and not given.shared
         return self._ahead
 
     def _continued(self, shares: Shares) -> Line | None:

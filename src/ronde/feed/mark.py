@@ -8,6 +8,7 @@ import decimal
 import enum
 import functools
 import logging
+import mmap
 import pathlib
 import random
 import re
@@ -38,7 +39,7 @@ __all__ = ["Mark", "held_arrays", "mark"]
 
 _MOST = 5000  # objects
 _FEW = 64  # items of a container that are looked into whatever they are; more must be plain
-_LONG = 1 << 20  # items
+_LONG = 1 << 22  # items: a second and a half for each million
 _LARGE = 1 << 28  # bytes of all arrays
 _HEAP = 1 << 9  # of a type's flags
 _PLAIN = (
@@ -55,11 +56,17 @@ _INNER = ("data", "dataset", "_dataset", "source", "_source")
 
 
 class Mark:
-    """What a data set looked like at one moment. Marks are equal where nothing is seen to have changed."""
+    """What a data set looked like at one moment. Marks are equal where nothing is seen to have changed.
+
+    Attributes:
+        shared: whether memory that it holds is shared between processes: a ``multiprocessing.Value`` that tells loading processes the epoch, a
+            tensor or array in shared memory, a mapped file.
+    """
 
     def __init__(self, seen: list[Any], held: list[Any]) -> None:
         self._seen = seen
         self._held = held  # else another object might get the number of one that is gone
+        self.shared = any(map(_is_shared, held))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mark) and self._seen == other._seen
@@ -165,20 +172,19 @@ class _Look:
             return [*items, *_vars(one).values()]
         if len(items) > _LONG:
             return None
-        values = []
+        unordered = issubclass(type(one), set | frozenset)
+        found = 0
         for item in items:
             if issubclass(type(item), dict):
                 item = tuple(item.items())
-            if issubclass(type(item), _PLAIN):
-                values.append(item)
-            elif issubclass(type(item), list | tuple) and len(item) <= _FEW:
-                flat = [p for part in item for p in (part if type(part) is tuple else (part,))]
-                if not all(issubclass(type(part), _PLAIN) for part in flat):
+            if issubclass(type(item), list | tuple) and len(item) <= _FEW:
+                item = tuple(p for part in item for p in (part if type(part) is tuple else (part,)))
+                if not all(issubclass(type(part), _PLAIN) for part in item):
                     return None
-                values.append(tuple(flat))
-            else:
+            elif not issubclass(type(item), _PLAIN):
                 return None
-        self.seen.append(hash(tuple(values)) if not issubclass(type(one), set | frozenset) else hash(frozenset(values)))
+            found = found ^ hash(item) if unordered else hash((found, item))
+        self.seen.append(found)
         return list(_vars(one).values())
 
     def array(self, one: np.ndarray[Any, Any]) -> Iterable[Any] | None:
@@ -198,6 +204,38 @@ class _Look:
         # All of it by their sum, which is read as fast as memory gives it, and some by their place.
         self.seen += [int(words.sum()), hash(words[:: max(1, words.size // 4096)].tobytes()), hash(flat[words.size * 8 :].tobytes())]
         return []
+
+
+def _is_shared(one: Any) -> bool:
+    kind = type(one)
+    if issubclass(kind, torch.Tensor):
+        if one.is_shared() or one.device.type != "cpu" or one.untyped_storage().resizable():
+            return bool(one.is_shared())
+        return _maps_shared(one.data_ptr())  # it lies in memory that is not torch's
+    while issubclass(type(one), np.ndarray | memoryview):  # what it lies in: an array of ctypes, a mapped file
+        if issubclass(type(one), np.memmap):
+            return True
+        one = one.base if issubclass(type(one), np.ndarray) else one.obj
+        kind = type(one)
+    if issubclass(kind, torch.Tensor):
+        return _is_shared(one)
+    return issubclass(kind, mmap.mmap | ctypes._SimpleCData | ctypes.Array | ctypes.Structure) or kind.__module__.startswith(
+        "multiprocessing."
+    )
+
+
+def _maps_shared(address: int) -> bool:
+    """Whether memory is shared between processes, as the system has it."""
+    try:
+        lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return True  # not Linux: it may be
+    for line in lines:
+        place, kind = line.split(maxsplit=2)[:2]
+        low, high = (int(end, 16) for end in place.split("-"))
+        if low <= address < high:
+            return kind.endswith("s")
+    return True
 
 
 def _of_ours(one: Any) -> list[Any]:

@@ -423,6 +423,10 @@ class Bench:
             if self._slowest_first and "timeout" not in settings.options and not self.is_stream:
                 options = {**settings.options, "timeout": _PATIENCE_SECONDS + _PATIENCE * self._slowest_first}
                 settings = dataclasses.replace(settings, options=options)
+            # They end with the window: nobody need look whether they may stay.
+            settings = dataclasses.replace(settings, options={"persistent_workers": False, **settings.options})
+            # They end with the window: nobody need look whether they may stay.
+            settings = dataclasses.replace(settings, options={"persistent_workers": False, **settings.options})
             _let_go_of_threads()
             feed = Feed(taken.dataset, taken.order, settings, self.run.plan.seed, on_cpu=self.run.device.type == "cpu")
             stack.callback(feed.close)
