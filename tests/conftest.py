@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Generator
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +55,29 @@ def clean_environment():
         del os.environ[name]
     yield
     os.environ.update(saved)
+
+
+_NOT_OURS = ("pytest-of-", "torchinductor_")
+_known: set[str] = set()  # was there, or has been told
+
+
+def _temporary() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith(_NOT_OURS)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A temporary folder of this process's own: what is left in it, a test has left."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write is kept for a while where pytest keeps it
+    get_temp_dir()  # multiprocessing's, which stays until this process ends: not in the folder below
+    folder = tempfile.TemporaryDirectory(prefix="ronde-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """Nothing that a test began may leave a temporary file behind, whichever of its processes were killed."""
+    yield
+    if left := {name for name in _temporary() - _known if f"-{os.getpid()}-" not in name}:  # a fixture's pool goes with the fixture
+        _known.update(left)
+        raise AssertionError(f"left in the temporary folder: {', '.join(sorted(left))}")

@@ -205,9 +205,6 @@ def test_rounding_is_told_from_error() -> None:
     assert _Judge(Comparison(), 1e-9, False).differs(tiny, tiny * (1 + 1e-6), None, 1e6, "x") is None
 
 
-_out, _target = torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,))
-
-
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
@@ -221,7 +218,9 @@ _out, _target = torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,)
     ],
 )
 def test_what_kind_of_function_a_loss_is(kind: str, loss) -> None:
-    assert probe(loss, (_out, _target), 9) == kind
+    for seed in range(40):
+        torch.manual_seed(seed)
+        assert probe(loss, (torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,))), 9) == kind
 
 
 def test_a_disagreement_of_ranks_is_read() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.util import get_temp_dir
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -162,6 +163,7 @@ def _begin(loader: DataLoader[Any]) -> Any:
     Ctrl-C, which the script has caught, ends them with status 0: that is no error, and others take their place.
     """
     stayed = list(getattr(loader._iterator, "_workers", ()))
+    get_temp_dir()  # theirs too then, and removed when this process ends; each would leave one of its own behind
     if all(worker.is_alive() for worker in stayed):
         try:
             return iter(loader)

@@ -14,12 +14,14 @@ signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the script runs,
 import atexit
 import faulthandler
 import json
+import multiprocessing.process
 import sys
 import threading
 import time
 import traceback
 import types
 from pathlib import Path
+from typing import Any
 
 __all__ = ["main"]
 
@@ -90,10 +92,21 @@ def _run_script(path: str) -> None:
     exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
 
 
+def _share_folder() -> None:
+    """The sockets of this worker's loading processes lie in the launcher's folder, which goes however they end.
+
+    Each would make a folder of its own, and leave it behind when it is ended by a signal, as daemons are.
+    """
+    if (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+        config.setdefault("tempdir", str(Path(errors).parent))
+
+
 def main() -> None:
     """Run the script or module named on the command line."""
     _die_with_launcher()
     faulthandler.enable(all_threads=True)
+    _share_folder()
     arguments = sys.argv[1:]
     try:
         if os.environ.get("RONDE_STUDY") in _STUDIES:

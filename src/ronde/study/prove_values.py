@@ -14,6 +14,7 @@ from torch import nn
 
 __all__ = ["HALVES", "cast", "digest", "generators", "moved", "per_sample", "probe", "tensors_of", "written"]
 
+_PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
 HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -163,6 +164,21 @@ def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: i
     return bool(torch.allclose(alone, among[: len(alone)], rtol=1e-6, atol=1e-9 * float(among.abs().max())))
 
 
+def _mean_of_any(loss: Callable[..., Any], values: tuple[Any, ...], samples: int, whole: float) -> bool:
+    """Whether it is a mean wherever the samples are parted: thirds may weigh the same by chance."""
+    for part in range(1, min(samples, _PARTS)):
+        try:
+            with torch.no_grad():
+                first, rest = (float(loss(*_slice(values, samples, *cut))) for cut in ((0, part), (part, samples)))
+        except Exception:
+            continue  # one sample alone may be too few for it
+        if math.isfinite(first + rest) and not math.isclose(
+            whole * samples, first * part + rest * (samples - part), rel_tol=1e-9, abs_tol=1e-12
+        ):
+            return False
+    return True
+
+
 def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
     """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``state``, ``pair`` or ``unknown``.
 
@@ -192,7 +208,9 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
     if not near(again, f["abc"]):
         return "state"
     if near(f["abc"] * n["abc"], f["ab"] * n["ab"] + f["c"] * n["c"]) and near(f["ab"] * n["ab"], f["a"] * n["a"] + f["b"] * n["b"]):
-        return "mean" if _mean_gradient(loss, values, samples, third) else "over-batch"
+        if not _mean_gradient(loss, values, samples, third):
+            return "over-batch"
+        return "mean" if _mean_of_any(loss, values, samples, f["abc"]) else "weighted"
     if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
         return "sum"
     try:
