@@ -142,7 +142,7 @@ def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
         return [("equal", "green"), f"    {largest}; {plan.compared} tensors, {_count(plan.evaluations, 'evaluation')}"]
     if plan.status == "differs" and plan.difference is not None:
         return [("differs", "red"), f"  {describe(plan.difference)[0]}"]
-    word = "cannot" if plan.status == "refused" else "failed"
+    word = "failed" if plan.status == "failed" else "cannot"
     return [(word, "yellow"), f"   {plan.error.splitlines()[0] if plan.error else ''}"]
 
 

@@ -12,13 +12,25 @@ import torch.distributed as dist
 
 from ronde.parallel import offload, recompute
 from ronde.parallel.base import Compute, Part, Strategy, Work
-from ronde.parallel.batchnorm import batchnorms, spectral_norms, synchronise
+from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms, synchronise
 from ronde.parallel.replicate import Replicate
 from ronde.parallel.single import Single
 from ronde.plan import Plan
 from ronde.world import World
 
-__all__ = ["STRATEGIES", "Compute", "Part", "Replicate", "Single", "Strategy", "Work", "batchnorms", "carry_out", "spectral_norms"]
+__all__ = [
+    "STRATEGIES",
+    "Compute",
+    "Part",
+    "Replicate",
+    "Single",
+    "Strategy",
+    "Work",
+    "batchnorms",
+    "carry_out",
+    "converted",
+    "spectral_norms",
+]
 
 
 def _replicate(plan: Plan, work: Work, me: World) -> Strategy:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["absent", "batchnorms", "set_present", "spectral_norms", "synchronise"]
+__all__ = ["absent", "batchnorms", "converted", "set_present", "spectral_norms", "synchronise"]
 
 _present = [True]
 
@@ -58,7 +58,29 @@ def set_present(present: bool) -> None:
 
 def batchnorms(model: nn.Module) -> list[str]:
     """Names of the modules that normalise over the batch."""
-    return [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    return [name for name, m in model.named_modules() if _is_batchnorm(m)]
+
+
+def _is_batchnorm(module: nn.Module) -> bool:
+    """torch's SyncBatchNorm sees to itself, where it can: not on a CPU."""
+    if not isinstance(module, nn.SyncBatchNorm):
+        return isinstance(module, _BatchNorm)
+    held = next(iter((*module.parameters(), *module.buffers())), None)
+    return held is not None and held.device.type == "cpu"
+
+
+class _Converted(_BatchNorm):
+    """What was torch's SyncBatchNorm: for any number of dimensions."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+def converted(model: nn.Module) -> bool:
+    """Whether the script has made every batch normalisation torch's SyncBatchNorm, which this device does not carry out."""
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    return bool(norms) and all(isinstance(m, nn.SyncBatchNorm) and _is_batchnorm(m) for m in norms)
 
 
 def spectral_norms(model: nn.Module) -> list[str]:
@@ -106,7 +128,9 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
     of forward passes.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if _is_batchnorm(module):
+            if isinstance(module, nn.SyncBatchNorm):
+                module.__class__ = _Converted  # type: ignore[assignment]  # DistributedDataParallel refuses the other one
 
             def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
                 return _forward(self, x, group)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from ronde import checkpoint
 from ronde.feed import Feed, FeedSettings, Order, Taken, apply_settings, asked_settings, take_over
 from ronde.feed.handles import let_go
-from ronde.parallel import Work, batchnorms, carry_out, spectral_norms
+from ronde.parallel import Work, batchnorms, carry_out, converted, spectral_norms
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
@@ -413,6 +413,8 @@ def distribute(
     if batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError("feed setting echo cannot be used with batch='grow': what is repeated would depend on the number of workers.")
     calls = LossCall(loss, forward)
+    # Made for GPUs by torch's own function: the same computation, carried out by Ronde where torch's refuses.
+    sync_batchnorm = sync_batchnorm or (me.device.type == "cpu" and converted(model))
     in_lists = micro_batch is not None  # before an observer asks for others
     if hooks.observer is not None:
         given = hooks.Opening(

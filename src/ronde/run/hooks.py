@@ -80,6 +80,10 @@ class Observer:
         """Whether a batch is handed out as a list of micro-batches."""
         return found
 
+    def apart(self, run: Run) -> bool:
+        """Whether a loop of the script's own, written for one batch a step, is handed a step's micro-batches one after the other."""
+        return False
+
     def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
         """The micro-batches of a step, before the script sees them."""
         return micros

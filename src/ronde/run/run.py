@@ -10,7 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -241,25 +241,29 @@ class Run:
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1
-        for share, micros in self._feed.read(partial(shares, epoch, offset, *mine), after):
-            if self._share is not None:
-                raise RondeError(
-                    "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
-                    "batch takes one optimizer step."
-                )
-            if hooks.observer is not None and hooks.observer.over():
-                return
-            self._share = share
-            self._backwards = 0
-            if reseed:
-                # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
-                self._seed(key_of(plan.seed, 5, state.step, self.rank // plan.tensor))
-            low, high = share.micro[0]
-            self._strategy.before_batch(high > low)
-            ready = on_device(self._feed, share, micros, self.device)
-            if hooks.observer is not None:
-                ready = hooks.observer.batch(self, share, ready)
-            yield MicroBatches(ready) if several else ready[0]
+        with self._reseeding():
+            for share, micros in self._feed.read(partial(shares, epoch, offset, *mine), after):
+                if self._share is not None:
+                    raise RondeError(
+                        "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
+                        "batch takes one optimizer step."
+                    )
+                if hooks.observer is not None and hooks.observer.over():
+                    return
+                self._share = share
+                self._backwards = 0
+                if reseed:
+                    # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
+                    self._seed(key_of(plan.seed, 5, state.step, self.rank // plan.tensor))
+                low, high = share.micro[0]
+                self._strategy.before_batch(high > low)
+                ready = on_device(self._feed, share, micros, self.device)
+                if hooks.observer is not None:
+                    ready = hooks.observer.batch(self, share, ready)
+                    if hooks.observer.apart(self):
+                        yield from ready
+                        continue
+                yield MicroBatches(ready) if several else ready[0]
         self._tell_skipped(
             gather_skipped(self._feed, plan.layout, self._me), order.epoch_samples, f"epoch {epoch + 1}", "replaced by others"
         )
@@ -286,6 +290,21 @@ class Run:
             self._warn(
                 f"{where}: {count} ({len(skipped) / of:.2%}) could not be used and {'were' if len(skipped) > 1 else 'was'} {what}: {first_few(skipped)}"
             )
+
+    @contextmanager
+    def _reseeding(self) -> Iterator[None]:
+        """Within, each step's random numbers are its own; what the script draws afterwards does not depend on how many workers trained."""
+        if self.world_size == 1:
+            yield
+            return
+        before = torch.default_generator.get_state()
+        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+            if on_device is not None:
+                torch.cuda.set_rng_state(on_device, self.device)
 
     def _seed(self, key: int) -> None:
         # torch.manual_seed formats a stack trace for devices that are not there: 300 µs a step.
@@ -362,6 +381,8 @@ class Run:
     def update(self) -> torch.Tensor:
         """Exchange, clip, update and schedule, after :meth:`backward`. Returns the global loss, as :meth:`step` does."""
         share = self._taken_share("run.update()")
+        if hooks.observer is not None and hooks.observer.apart(self) and 0 < self._backwards < len(share.micro):
+            return torch.zeros(())  # the next batch belongs to this step
         if self._backwards != len(share.micro):
             raise RondeError(
                 f"run.update() was called after {self._backwards} of {len(share.micro)} backward passes: call run.backward(loss) for every micro-batch."

@@ -23,6 +23,9 @@ __all__ = ["ALL_PLANS", "PlanVerdict", "Verdict", "prove"]
 
 ALL_PLANS = ("replicate", "shard=optimizer", "shard=gradients", "shard=parameters", "pipeline=2", "tensor=2")
 _HYBRIDS = ("pipeline=2,shard=optimizer", "pipeline=2,shard=parameters", "tensor=2,shard=parameters")
+_TRAININGS = 3  # so many of a script's calls of ronde.distribute are compared
+_CLOCK_SECONDS = 86_413.0  # by which the second run's clock is ahead: what is seeded by the time is then another one
+_LOST = 1e3  # times what rounding does: a difference up to that is no error where a training magnifies rounding
 _CHAOS = 1e-6  # two runs with one process that differ by more are not the same computation
 
 Status = Literal["equal", "differs", "refused", "failed", "cannot"]
@@ -34,7 +37,8 @@ class PlanVerdict:
 
     Attributes:
         plan: as :meth:`Plan.parse` reads it.
-        status: ``"equal"``, ``"differs"``, ``"refused"`` (the plan cannot carry this model out and says so) or ``"failed"``.
+        status: ``"equal"``, ``"differs"``, ``"refused"`` (the plan cannot carry this model out and says so), ``"failed"``, or ``"cannot"``
+            (rounding alone changes the training as much).
         difference: the first thing that differs.
         cause: why.
         largest, where: largest relative difference that is rounding, and of what.
@@ -177,9 +181,10 @@ class Study:
         self.timeout = timeout_seconds
         self.say = progress
         self._runs: dict[tuple[str, str], Trace | None] = {}
+        self._training = 0
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
-        settings = {"steps": self.steps, "workers": self.pool.workers, **changed}
+        settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
         return self.pool.start(name, self.command, settings, {"RONDE_PLAN": plan}, places, self.timeout)
 
     def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
@@ -187,36 +192,51 @@ class Study:
         began = time.monotonic()
         found = Verdict(self.command, self.pool.workers, self.steps)
         try:
-            self._answer(found, plans, explicit)
+            trainings = self._answer(found, plans, explicit)
+            for self._training in range(1, min(trainings, _TRAININGS)):
+                self.say(f"training {self._training + 1} of {trainings}")
+                self._runs.clear()
+                other = Verdict(self.command, self.pool.workers, self.steps)
+                self._answer(other, plans, explicit)
+                _merge(found, other, self._training + 1, trainings)
+            if trainings > 1:
+                compared = "each" if trainings <= _TRAININGS else f"the first {_TRAININGS}"
+                found.notes.append(f"The script calls ronde.distribute {trainings} times: {compared} was compared, one after the other.")
         finally:
+            self._training = 0
             found.seconds = time.monotonic() - began
         return found
 
-    def _answer(self, found: Verdict, plans: list[str], explicit: bool) -> None:
+    def _answer(self, found: Verdict, plans: list[str], explicit: bool) -> int:
+        """Fill a verdict in; gives how many trainings the script has."""
         self.say("one process, twice")
         first = self._start("one", "replicate", [0], reference=True, probe=True)
-        second = self._start("rounded", "replicate", [1], reference=True, perturb=True)
+        second = self._start("rounded", "replicate", [1], reference=True, perturb=True, clock=_CLOCK_SECONDS)
         self.pool.wait(first, second)
         failure = first.failure or second.failure
         one, rounded = Trace(first.folder, 1), Trace(second.folder, 1)
         self._limit = max(60.0, 20 * max(first.seconds, second.seconds)) if self.timeout >= 60 else self.timeout
+        trainings = max((e["number"] for e in one.events[0] if e["kind"] == "training"), default=1)
         if failure:
             found.error = _failed_alone(failure)
             if failure.kind == "ArgumentError" and "over other parameters" in failure.text:
                 found.cause = cause("stale-optimizer", failure.text)
                 found.difference = Difference("optimizer", 0, "the optimizer's parameters")
-            return
+            return trainings
         if not one.opened:
             found.error = "the script ended without calling ronde.distribute: there is nothing to prove."
-            return
+            return trainings
         found.steps = len(one.steps())
         if not found.steps:
             found.error = "the script ended without a step: there is nothing to prove."
-            return
+            return trainings
         found.notes = self._notes(one)
+        self._alone = one.first("ready").get("plan")
+        self._owns_its_loop = not one.steps()[0]["given"] and one.first("opening").get("micro_batch") is None
+        self._chaos: Difference | None = None
         self._itself(found, one, rounded)
         if found.status == "differs":
-            return
+            return trainings
         for plan in plans:
             verdict = self._plan(plan, one, rounded, found.plans)
             found.plans.append(verdict)
@@ -226,11 +246,12 @@ class Study:
         said = {p.status for p in found.plans}
         if found.difference is not None:
             found.status = "differs"
-        elif "failed" in said or said == {"refused"} or (explicit and "refused" in said):
+        elif "failed" in said or "cannot" in said or said == {"refused"} or (explicit and "refused" in said):
             found.status = "cannot"
-            found.error = next(f"{p.plan}: {p.error}" for p in found.plans if p.status in ("failed", "refused"))
+            found.error = next(f"{p.plan}: {p.error}" for p in found.plans if p.status in ("failed", "cannot", "refused"))
         else:
             found.status = "equal"
+        return trainings
 
     def _itself(self, found: Verdict, one: Trace, rounded: Trace) -> None:
         """Does one process train the same twice?"""
@@ -246,6 +267,7 @@ class Study:
             self.pool.wait(again)
             same = compare(one, Trace(again.folder, 1), tolerance=1e-12).difference if not again.failure else apart
             if same is None:
+                self._chaos = apart
                 found.notes.append(
                     f"This training magnifies rounding: one unit in the last place of the weights becomes {apart.relative or 0:.1e} in the "
                     f"{apart.phase} of {apart.name!r} in step {apart.step}. Smaller errors than that cannot be seen."
@@ -284,6 +306,14 @@ class Study:
         d = result.difference
         if d is None:
             return _verdict(plan, "equal", result, launch.seconds)
+        if self._chaos is not None and d.place >= self._chaos.place and (d.relative or 0.0) <= _LOST * (self._chaos.relative or 0.0):
+            verdict = _verdict(plan, "cannot", result, launch.seconds)
+            error = (
+                f"from step {d.step} on rounding cannot be told from error: one unit in the last place of the weights changes the "
+                f"{self._chaos.phase} of {self._chaos.name!r} by {self._chaos.relative or 0:.1e}, {self.pool.workers} workers change the "
+                f"{d.phase} of {d.name!r} by {d.relative or 0:.1e}. What comes before is equal."
+            )
+            return dataclasses.replace(verdict, difference=None, error=error)
         earlier = [p for p in before if p.difference is not None and p.cause is not None]
         key = (d.phase, d.step, d.name)
         same = next((p.cause for p in earlier if p.difference and (p.difference.phase, p.difference.step, p.difference.name) == key), None)
@@ -306,6 +336,9 @@ class Study:
         return trace is not None and compare(one, trace, rounded).difference is None
 
     def _failed(self, plan: str, failure: Failure, seconds: float, one: Trace, many: Trace) -> PlanVerdict:
+        if "tensor=" in plan and "mixed torch.Tensor and DTensor" in failure.text:
+            text = "the script computes with the model's parameters itself, which this plan keeps in parts (DTensor)"
+            return PlanVerdict(plan, "refused", error=text, seconds=seconds)
         if failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size)):
             return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
@@ -319,6 +352,14 @@ class Study:
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
             return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", failure.text), error=failure.text, seconds=seconds)
+        if _reads_rank(many):
+            blind = self._again(plan, "blind")
+            if blind is not None and blind.steps() and compare(one, blind).difference is None:
+                step = min(c[0] for c in counts) + 1
+                d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
+                gone_by = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+                asks = f"the script reads {', '.join(_reads_rank(many)[:3])}"
+                return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", asks, gone_by), error=failure.text, seconds=seconds)
         where = f"rank {failure.rank}: {failure.kind}: {failure.text}" if failure.kind not in ("killed", "timeout") else failure.text
         last = f"\n{failure.trace.rstrip()}" if failure.trace else ""
         return PlanVerdict(plan, "failed", error=where + last, seconds=seconds)
@@ -331,14 +372,17 @@ class Study:
                 {
                     "split": "one process that splits the batch",
                     "twice": "one process that computes every forward pass twice",
+                    "blind": "workers that are told that they are alone",
                     "whole": "without micro-batches",
                     "replicate": "replicate, to compare with",
                 }.get(what, f"with {what}")
             )
             if what in ("split", "twice"):
-                launch = self._start(what, "replicate", [0], reference=True, **{what: True})
+                apart = what == "split" and self._owns_its_loop
+                launch = self._start(what, "replicate", [0], reference=True, apart=apart, **{what: True})
             else:
-                changed = {} if what == "replicate" else {"whole": True} if what == "whole" else {"sync_batchnorm": True}
+                alone: dict[str, Any] = {"blind": True, "alone": self._alone}
+                changed = {"replicate": {}, "whole": {"whole": True}, "blind": alone}.get(what, {"sync_batchnorm": True})
                 launch = self._start(what, plan, list(range(self.pool.workers)), **changed)
             launch.limit_seconds = self._limit
             self.pool.wait(launch)
@@ -356,8 +400,8 @@ class Study:
             found.append("Autocast was switched off: everything was computed in float64.")
         if "float32" in noted:
             found.append("Something insists on single precision: differences below 1e-3 were taken for rounding.")
-        if "second" in noted:
-            found.append("The script calls ronde.distribute more than once: only the first training was compared.")
+        if "evaluates" in noted:
+            found.append("The script evaluates the model by itself: that was not compared. run.evaluate() counts each sample once.")
         if len(one.steps()) < self.steps:
             found.append(f"The script ended after {len(one.steps())} of {self.steps} steps: those were compared.")
         short, whole = opening.get("short"), opening.get("epoch_samples")
@@ -367,6 +411,22 @@ class Study:
         if left:
             found.append(f"The optimizer does not hold {', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained.")
         return found
+
+
+def _merge(found: Verdict, other: Verdict, number: int, of: int) -> None:
+    """Take up what was found of another training of the same script: what differs first in time is told."""
+    place = found.difference.place if found.difference is not None else None
+    if other.difference is not None and (place is None or other.difference.place < place):
+        notes = found.notes
+        found.status, found.difference, found.cause, found.plans = other.status, other.difference, other.cause, other.plans
+        found.steps, found.error = other.steps, other.error
+        found.notes = [f"The difference is one of training {number} of {of} (the script calls ronde.distribute {of} times).", *notes]
+    elif other.status == "cannot" and found.status == "equal":
+        found.status, found.error = "cannot", f"training {number} of {of}: {other.error}"
+
+
+def _reads_rank(many: Trace) -> list[str]:
+    return sorted({n.split("|", 1)[1].replace("@", " at ") for n in many.notes().get("rank", [])})
 
 
 def _read_early(many: Trace, rank: int) -> list[str]:

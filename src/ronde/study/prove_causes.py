@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ronde.study.prove_trace import Difference, Trace, compare
+import numpy as np
+
+from ronde.study.prove_trace import BATCH, EPOCHS, Difference, Trace, compare
 
 __all__ = ["CAUSES", "Case", "Cause", "diagnose", "disagreement"]
 
@@ -69,6 +71,15 @@ CAUSES: dict[str, tuple[str, str]] = {
         "step has several passes here.",
         "One pass a step: neither micro-batches nor a pipeline; or the layer in eval() while its state shall stay.",
     ),
+    "batch-dependent-collate": (
+        "Collating mixes the samples of its batch (it standardises or mixes them), so a batch depends on which samples are on the same worker.",
+        "Do it per sample in the data set, or in the model where sync_batchnorm can see to it.",
+    ),
+    "batch-changed-by-script": (
+        "Between run.batches() and the model the script changes the batch by what depends on the worker: it mixes samples, or draws from a "
+        "generator of its own.",
+        "Draw from torch's, numpy's or random's own generators, which ronde seeds, and change each sample by itself.",
+    ),
     "batch-dependent-layer": (
         "A layer mixes the samples of its batch, so its output depends on which of them are on the same worker.",
         "Normalise or attend within a sample; what must see the whole batch cannot be split over workers or micro-batches.",
@@ -97,6 +108,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The loss is not a mean over samples: it relates the samples of a batch to each other (contrastive, a root or a maximum of all).",
         "Return the mean of what each sample contributes. What must see the whole batch cannot be split over workers.",
     ),
+    "loss-pair": (
+        "The loss returns (sum, weight), but these are not sums over samples: ronde adds both up over workers and micro-batches, then divides.",
+        "Return the plain sum of the samples' losses and the sum of their weights, or the mean alone.",
+    ),
     "accumulation": (
         "Micro-batches are accumulated twice over: the script scales the loss by their number, and ronde does as well.",
         "Pass run.backward() the mean over the micro-batch's samples, unscaled.",
@@ -112,6 +127,11 @@ CAUSES: dict[str, tuple[str, str]] = {
     "rank-dependent-gradients": (
         "The gradients are changed depending on the rank or the number of workers.",
         "ronde averages gradients by itself: do not divide or change them by rank or world size.",
+    ),
+    "exchange-by-script": (
+        "The script exchanges tensors between workers within the step. torch.distributed.all_gather passes no gradient back to other workers, "
+        "and all_reduce adds gradients up that ronde averages as well.",
+        "Leave averaging to ronde; gather outputs with torch.distributed.nn.functional.all_gather, which is differentiated.",
     ),
     "batch-dependent-gradients": (
         "The backward pass mixes the samples of its batch (a custom autograd function, a backward hook).",
@@ -141,6 +161,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The optimizer is over other parameters than the model has: they are replaced or copied after it was built, and are never trained.",
         "Build the optimizer from model.parameters() after the last change of the model's layers, and distribute after both.",
     ),
+    "weights-changed-in-forward": (
+        "The forward pass rewrites weights, and each worker those that its own samples meet (nn.Embedding(max_norm=…) does).",
+        "Leave max_norm out, or renormalise all rows after the update.",
+    ),
     "weights-changed-by-script": (
         "The script changes weights between steps, and not alike on every worker.",
         "Change them by what is the same on all workers: the weights and the global loss, not this worker's samples or rank.",
@@ -166,7 +190,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "F.dropout(x, p, training=self.training), or nn.Dropout.",
     ),
     "rank-dependent-loop": (
-        "Workers do not run the same number of steps or evaluations as one process does: the loop depends on the rank or their number.",
+        "Workers do not run the same steps, exchanges or evaluations as one process does: the loop depends on the rank or their number.",
         "Every worker goes through run.epochs, run.batches, run.step and run.evaluate alike; only output is for run.is_main.",
     ),
     "plan": (
@@ -206,7 +230,7 @@ class Case:
 
     Attributes:
         again: ``again("split")`` runs one process over micro-batches like the workers' shares; ``"twice"`` one process with each forward
-            pass computed twice; ``"whole"`` the workers without the script's micro-batches; ``"sync_batchnorm"`` with it on. None where
+            pass computed twice; ``"blind"`` the workers, of which each is told that it is rank 0 of 1 where the script asks; ``"whole"`` the workers without the script's micro-batches; ``"sync_batchnorm"`` with it on. None where
             that run failed.
         replicated: whether the plan only splits the data.
         replicate_equal: whether plain replicate was found equal.
@@ -222,17 +246,76 @@ class Case:
 
 def _reads(case: Case, *phases: str) -> str | None:
     """Where the user's code asked for its rank or the number of workers."""
-    found = [n.split("|", 1) for n in case.many.notes().get("rank", [])]
-    told = [place.replace("@", " at ") for phase, place in found if phase in phases]
+    told = _noted(case, "rank", *phases)
     return f"the script reads {', '.join(told[:3])}" if told else None
+
+
+def _noted(case: Case, what: str, *phases: str) -> list[str]:
+    """Where something was noted in these phases, or in any."""
+    found = [n.split("|", 1) for n in case.many.notes().get(what, [])]
+    return list(dict.fromkeys(place.replace("@", " at ") for phase, place in found if phase in phases or not phases))
+
+
+_BY_RANK = {
+    "initial weights": "init-depends-on-workers",
+    "initial buffers": "init-depends-on-workers",
+    "order": "sampler-depends-on-workers",
+    "data": "data-depends-on-rank",
+    "weights between steps": "weights-changed-by-script",
+    "outputs": "rank-dependent-forward",
+    "loss": "rank-dependent-forward",
+    "gradients": "rank-dependent-gradients",
+    "clipped gradients": "rank-dependent-gradients",
+    "learning rate": "learning-rate-depends-on-workers",
+    "scheduler": "learning-rate-depends-on-workers",
+    "weights": "optimizer-depends-on-workers",
+    "buffers": "buffers",
+    "evaluation": "evaluation-depends-on-workers",
+    "steps": "rank-dependent-loop",
+}
+
+
+def _by_rank(case: Case) -> bool | None:
+    """Is the difference gone if each worker is told that it is alone, wherever the script asks? None: it asks nowhere, or cannot be told."""
+    if not _noted(case, "rank"):
+        return None
+    blind = case.again("blind")
+    if blind is None or not blind.steps():
+        return None
+    left = compare(case.one, blind).difference
+    return left is None or left.place > case.difference.place
+
+
+_GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+
+
+def _of_rank(case: Case) -> Cause | None:
+    """The cause, if it is that the script asks for its rank or the number of workers."""
+    d = case.difference
+    if d.phase not in _BY_RANK or not _by_rank(case):
+        return None
+    id = _BY_RANK[d.phase]
+    if d.phase in ("initial weights", "initial buffers") and isinstance(d.one, list | str):
+        id = "model-depends-on-workers"
+    if d.phase in ("learning rate", "scheduler"):
+        id = _of_rate(case).id
+    if d.phase == "evaluation" and d.name == "number of evaluations":
+        id = "rank-dependent-loop"
+    if d.phase == "gradients" and _noted(case, "exchange", "step"):
+        return cause("exchange-by-script", f"the script calls {', '.join(_noted(case, 'exchange', 'step')[:3])}")
+    before = ("setup", "between") if d.phase != "order" else ("setup",)
+    if d.phase == "order" and not _reads(case, *before):
+        id = "rank-dependent-loop"  # the loop's body went on without training
+    return cause(id, _reads(case), _GONE)
 
 
 def _draws(case: Case, key: str = "drawn") -> str | None:
     """Whether the step drew random numbers, and where."""
     drawn = {g for t in (case.one, case.many) for s in t.steps() for g in s.get(key, [])}
-    if not drawn:
-        return None
     phase = "step" if key == "drawn" else "update"
+    if not drawn:
+        own = _noted(case, "own generator", phase)
+        return f"drawn from a generator of the script's own: {', '.join(own[:3])}" if own else None
     places = [n.split("|", 1)[1].replace("@", " at ") for n in case.one.notes().get("random", []) if n.startswith(phase + "|")]
     return f"drawn from {', '.join(sorted(drawn))}" + (f": {', '.join(places[:3])}" if places else "")
 
@@ -243,6 +326,9 @@ def _module_of(name: str) -> str:
 
 def diagnose(case: Case) -> Cause:
     """The cause of a difference."""
+    ranked = _of_rank(case)
+    if ranked is not None:
+        return ranked
     iterating = case.one.first("opening").get("iterating", [])
     if iterating and _several_passes(case) and case.difference.phase in ("outputs", "loss", "gradients", "buffers"):
         return cause("state-of-each-pass", f"{iterating[0]!r} is normalised by its spectrum")
@@ -268,6 +354,8 @@ def _of_contract(case: Case) -> Cause:
 
 
 def _contract_id(name: str) -> str:
+    if name == EPOCHS:
+        return "rank-dependent-loop"
     if name in ("the length of the data set", "the samples of an epoch"):
         return "data-depends-on-workers"
     if "'s lr " in name:
@@ -300,9 +388,24 @@ def _of_order(case: Case) -> Cause:
     return cause("sampler-depends-on-workers", _reads(case, "setup", "between"))
 
 
+def _of_batch(case: Case) -> Cause:
+    """The data set gives the same samples; what is made of them differs."""
+    drawn = [n.split("|", 1)[1] for n in case.many.notes().get("collate", [])]
+    if drawn:
+        return cause("randomness", f"drawn from {drawn[0]} in the collate function")
+    return cause("batch-dependent-collate", "the samples are the same, the batch is not")
+
+
 def _of_data(case: Case) -> Cause:
+    if case.difference.name.startswith(BATCH) and not _loads_elsewhere(case):
+        return _of_batch(case)
     reads = _reads(case, "setup", "between", "step")
     return cause("data-depends-on-rank" if reads else "unseeded-data", reads)
+
+
+def _loads_elsewhere(case: Case) -> bool:
+    """Whether samples were read where they could not be noted: in loading processes of the script's own."""
+    return not any(s["digests"] for s in case.one.steps())
 
 
 def _of_between(case: Case) -> Cause:
@@ -318,16 +421,37 @@ def _splitting(case: Case) -> Difference | bool | None:
     return found if found is not None and found.phase != "steps" and found.step <= case.difference.step else False
 
 
+def _given(case: Case, name: str) -> bool:
+    """Whether a module was given something else already."""
+    k = case.difference.step - 1
+    one, many = case.one.outputs(k, "in"), case.many.outputs(k, "in")
+    for key, (value, shape) in one.items():
+        if _module_of(key) == name and key in many and many[key][1] == shape:
+            scale = float(np.nanmax(np.abs(value), initial=0.0)) or 1.0
+            if float(np.nanmax(np.abs(value - many[key][0]), initial=0.0)) > 1e-9 * scale:
+                return True
+    return False
+
+
 def _of_outputs(case: Case) -> Cause:
     drawn = _draws(case)
     if drawn:
         return cause("randomness", drawn)
+    if _given(case, "(model)"):
+        return cause("batch-changed-by-script", "the batch is the same, what the model is called with is not")
     opening = case.one.first("opening")
     splitting = _splitting(case)
     d = case.difference
     name = _module_of(splitting.name if isinstance(splitting, Difference) and splitting.phase == "outputs" else d.name)
     kind = opening.get("modules", {}).get(name)
     what = f"{name!r} is a {kind}" if kind else None
+    functional = [n.split("|", 1)[1] for n in case.one.notes().get("batch_norm", []) if n.startswith("step|")]
+    if kind and name not in opening.get("batchnorms", []) and _given(case, name):
+        parent = name.rpartition(".")[0]
+        holder = f"{parent!r} ({opening['modules'].get(parent)})" if parent else f"the model ({opening['modules'].get('')})"
+        what = f"what {name!r} is given differs already: it is computed in the forward pass of {holder}"
+        if functional:
+            return cause("batchnorm", what, f"torch.nn.functional.batch_norm at {functional[0]}")
     if splitting is False:
         return cause("rank-dependent-forward", _reads(case, "step"), "one process that splits the batch alike does not differ")
     if name in opening.get("batchnorms", []):
@@ -384,11 +508,17 @@ _LOSSES = {
     "weighted": "loss-is-a-weighted-mean",
     "over-batch": "loss-over-the-batch",
     "state": "loss-over-the-batch",
+    "pair-mean": "loss-pair",
+    "pair-weight": "loss-pair",
+    "pair-other": "loss-pair",
 }
 _LOSS_ANSWERS = {
     "sum": "asked about parts of a batch, the loss answers like a sum",
     "weighted": "asked about parts of a batch, the loss answers like a mean with weights",
     "over-batch": "asked about parts of a batch, the loss or its gradient answers like neither a mean nor a sum",
+    "pair-mean": "asked about parts of a batch, the first of the pair answers like a mean, not a sum",
+    "pair-weight": "asked about parts of a batch, the weights of the parts do not add up to that of all",
+    "pair-other": "asked about parts of a batch, the first of the pair answers like neither a sum nor a mean",
     "state": "asked about the same samples again, the loss answers otherwise: it keeps a state, computed from what it was given before",
 }
 
@@ -412,6 +542,9 @@ def _of_loss(case: Case) -> Cause:
         return cause("rank-dependent-forward", _reads(case, "step"))
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
         return _of_outputs(case)  # of a pipeline's stages no outputs are noted
+    by_gradients = _loss_by_gradients(case)
+    if by_gradients is not None:
+        return by_gradients
     # A script that owns its loop: its loss is known by its values only.
     d = case.difference
     local = [part for r in range(case.many.size) for part in case.many.steps(r)[d.step - 1]["local"] if part[2]]
@@ -422,11 +555,49 @@ def _of_loss(case: Case) -> Cause:
             return cause("loss-is-a-sum", f"the workers' losses add up to {d.one:.6g}")
         if reads:
             return cause("rank-dependent-forward", reads)
-        if min(values) <= d.one <= max(values):
-            return cause("loss-is-a-weighted-mean", "the loss of all lies between those of the workers, but is not their mean")
     elif reads:
         return cause("rank-dependent-forward", reads)
     return cause("loss-over-the-batch")
+
+
+def _loss_by_gradients(case: Case) -> Cause | None:
+    """What the loss's gradient at the model's output says, in one process with the whole batch and with parts of it.
+
+    A part's gradient is, among all, ``r`` times what it is alone: 1 for a sum, its part of the samples for a mean, its part of the weights
+    for a weighted mean, where all parts are 1; otherwise the loss relates samples to each other.
+    """
+    split = case.again("split")
+    k = case.difference.step - 1
+    if split is None or k >= len(split.steps()):
+        return None
+    said = split.steps()[k]
+    if any(weight is not None for _, weight, _ in said["local"]):
+        return None
+    whole, parts = case.one.outputs(k, "back"), split.outputs(k, "back")
+    name = next((n for n in whole if n in parts), None)
+    if name is None:
+        return None
+    a, b = whole[name][0], parts[name][0]
+    n, start = len(a), said["start"]
+    ratios, shares = [], []
+    for low, high in said["micro"]:
+        x, y = a[low - start : high - start], b[low - start : high - start] * (n / (high - low))
+        kept = np.abs(y) > 1e-9 * (np.abs(y).max(initial=0.0) or 1.0)
+        if not kept.any():
+            return None
+        ratio = x[kept] / y[kept]
+        if np.ptp(ratio) > 1e-6 * np.abs(ratio).max():
+            return cause("loss-over-the-batch", "the loss's gradient at a sample's output depends on which samples are with it")
+        ratios.append(float(ratio[0]))
+        shares.append((high - low) / n)
+    if np.allclose(ratios, 1.0, rtol=1e-6):
+        return cause("loss-is-a-sum", "the loss's gradient at a sample's output is the same, however many samples are with it")
+    if np.allclose(ratios, shares, rtol=1e-6):
+        return cause("loss-over-the-batch", "the loss's gradient at the model's output is that of a mean: something else is added to it")
+    if abs(sum(ratios) - 1.0) < 1e-6:
+        weights = ", ".join(f"{r:.3f}" for r in ratios)
+        return cause("loss-is-a-weighted-mean", f"by its gradient at the model's output, the workers' parts weigh {weights}")
+    return cause("loss-over-the-batch", "its gradient at the model's output is neither that of a sum nor of a mean, weighted or not")
 
 
 def _without_micro(case: Case) -> bool:
@@ -449,8 +620,14 @@ def _of_gradients(case: Case) -> Cause:
     reads = _reads(case, "step")
     if any(case.many.first("notes", r).get("clips_itself") for r in range(case.many.size)):
         return cause("clipping", "the script calls torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
+    clamps = _noted(case, "clamps", "step")
+    if clamps:
+        return cause("clipping", f"the script clips gradients itself: {clamps[0]}")
     if _without_micro(case):
         return cause("accumulation", "without micro-batches it is equal")
+    exchanges = _noted(case, "exchange", "step")
+    if exchanges:
+        return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")
     splitting = _splitting(case)
     hooked = [n for n in opening.get("hooked", []) if n in (d.name, *d.others) or any(x.startswith(f"{n}.") for x in (d.name, *d.others))]
     names = set(opening.get("names", []))
@@ -465,7 +642,9 @@ def _of_gradients(case: Case) -> Cause:
         if reads:
             return cause("rank-dependent-gradients", reads, f"{hooked[0]!r} has a hook")
         return cause("gradient-hook", f"{hooked[0]!r} has a hook")
-    return cause("batch-dependent-gradients", "one process that splits the batch alike differs too" if splitting else None)
+    if splitting is None:
+        return cause("unknown", reads)
+    return cause("batch-dependent-gradients", "one process that splits the batch alike differs too")
 
 
 def _of_rate(case: Case) -> Cause:
@@ -473,7 +652,9 @@ def _of_rate(case: Case) -> Cause:
     stepped = case.many.notes().get("scheduler", []) + case.one.notes().get("scheduler", [])
     where = f"the script steps a scheduler at {stepped[0].split('|', 1)[1]}" if stepped else None
     reads = _reads(case, "between", "setup")
-    if scheduled and not stepped and reads:  # it is stepped as it should be, and gives what the workers' number says
+    k = case.difference.step - 1
+    alike = {t.steps(r)[k].get("scheduled") for t in (case.one, case.many) for r in range(t.size) if k < len(t.steps(r))}
+    if (scheduled or stepped) and len(alike) == 1 and reads:  # it is stepped as it should be, and gives what the workers' number says
         return cause("learning-rate-depends-on-workers", reads)
     return cause("scheduler" if scheduled or stepped else "learning-rate", where, reads)
 
@@ -486,6 +667,10 @@ def _of_weights(case: Case) -> Cause:
     shared = [names for names in case.one.first("opening").get("shared", []) if {d.name, *d.others} & set(names)]
     if shared and not case.replicated:
         return cause("tied-weights", f"{' and '.join(shared[0])} share their memory")
+    k = d.step - 1
+    rewritten = {n for t in (case.one, case.many) for r in range(t.size) for n in t.steps(r)[k].get("rewritten", [])}
+    if rewritten & {d.name, *d.others}:
+        return cause("weights-changed-in-forward", f"{d.name!r} is written to before the optimizer's step")
     return cause("optimizer-depends-on-workers", _reads(case, "update"))
 
 
@@ -502,6 +687,8 @@ def _of_evaluation(case: Case) -> Cause:
         return cause("rank-dependent-loop", _reads(case, "between"))
     if d.name == "samples":
         return cause("evaluation-depends-on-workers", _reads(case, "between", "setup", "evaluate"))
+    if d.name.startswith("sample "):
+        return cause("unseeded-data", "the evaluation's data set gives other values under the same index")
     if any(e.get("drawn") for t in (case.one, case.many) for e in t.evaluations()):
         return cause("randomness", "drawn during evaluation")
     reads = _reads(case, "evaluate")

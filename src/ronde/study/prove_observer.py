@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from ronde.plan import Plan, Share
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
-from ronde.study.prove_values import cast, digest, generators, moved, per_sample, probe, tensors_of, written
+from ronde.study.prove_values import cast, digest, generators, mapped, moved, per_sample, probe, tensors_of, written
 
 __all__ = ["Settings", "Watch"]
 
@@ -49,6 +50,11 @@ class Settings:
         whole: leave out the script's micro-batches.
         sync_batchnorm: what to set it to; None leaves it.
         probe: ask the loss what kind of function it is, at the end.
+        apart: the script owns its loop and was written for one batch a step: with ``split`` it is handed the parts one after the other.
+        blind: answer the script that it is rank 0 of 1, whenever it asks.
+        alone: what ``run.plan`` is then, as :meth:`Plan.to_dict` gives it.
+        training: which of the script's calls of ``ronde.distribute`` is watched, from 0.
+        clock: seconds by which the script's clock is ahead.
     """
 
     folder: str
@@ -61,6 +67,11 @@ class Settings:
     whole: bool = False
     sync_batchnorm: bool | None = None
     probe: bool = False
+    apart: bool = False
+    blind: bool = False
+    alone: dict[str, Any] | None = None
+    training: int = 0
+    clock: float = 0.0
 
 
 class _Noted(Dataset[Any]):
@@ -98,14 +109,29 @@ class _NotedStream(IterableDataset[Any]):
             yield value
 
 
-def _wide_loader(settings: LoaderSettings) -> LoaderSettings:
-    """Batches in float64, read in this process unless the script prepares its loading processes."""
+def _asks_for_its_process(dataset: Any) -> bool:
+    """Whether a data set's own code looks at ``get_worker_info``: in the training process there is none."""
+    kinds = [k for k in type(dataset).__mro__ if k.__module__.partition(".")[0] != "torch"]
+    codes = [v.__code__ for kind in kinds for v in vars(kind).values() if isinstance(v, types.FunctionType)]
+    return any("get_worker_info" in code.co_names for code in codes)
+
+
+def _wide_loader(settings: LoaderSettings, dataset: Any, drawn: Callable[[list[str]], None]) -> LoaderSettings:
+    """Batches in float64, read in this process unless the script's data set looks at its loading processes.
+
+    Args:
+        drawn: told of which generators the script's collate function drew.
+    """
     collate = settings.collate
 
     def wide(samples: list[Any]) -> Any:
-        return cast(collate(samples))
+        before = generators()
+        batch = collate(samples)
+        if found := moved(before):
+            drawn(found)
+        return cast(batch)
 
-    workers = settings.num_workers if settings.init is not None else 0
+    workers = settings.num_workers if settings.init is not None or _asks_for_its_process(dataset) else 0
     return dataclasses.replace(settings, collate=wide, num_workers=workers)
 
 
@@ -147,11 +173,14 @@ class Watch(hooks.Observer):
         self._events = (self.folder / "events.jsonl").open("a", buffering=1)
         self.phase = "setup"
         self.run: Run | None = None
-        self._opened = False
+        self._trainings = 0
+        self._mine = False
         self._limit = settings.steps
         self._names: list[str] = []
         self._modules: dict[int, str] = {}
-        self._read: dict[int, str] = {}
+        self._read: dict[int, list[str]] = {}
+        self._versions: dict[str, int] = {}
+        self._scheduled = 0
         self._empty = 0
         self._tensors: dict[str, np.ndarray[Any, Any]] = {}
         self._last: dict[str, np.ndarray[Any, Any]] = {}
@@ -164,6 +193,7 @@ class Watch(hooks.Observer):
         self._probed: tuple[Callable[..., Any], tuple[Any, ...], int] | None = None
         self.notes: dict[str, list[str]] = {}
         self.clips_itself = False
+        self._evaluated: dict[int, str] = {}
 
     # -- notes -----------------------------------------------------------------------------------------------------
 
@@ -194,6 +224,9 @@ class Watch(hooks.Observer):
         model, optimizer, settings = given.model, given.optimizer, self.settings
         with torch.no_grad():
             model.double()
+            for held in (*model.parameters(), *model.buffers()):  # which double() leaves as they are
+                if held.dtype == torch.complex64:
+                    held.data = held.data.to(torch.complex128)
         for state in optimizer.state.values():
             state.update({k: cast(v) for k, v in state.items()})
         for module in model.modules():
@@ -205,24 +238,24 @@ class Watch(hooks.Observer):
             self.note("precision", None)
             given.precision = "fp32"
         taken = given.taken
-        first = not self._opened
+        self._mine = self._trainings == settings.training
+        self._trainings += 1
         order = taken.order
         size = (taken.batch_size or 1) * (settings.workers if given.batch == "grow" else 1)
         self._steps_per_epoch = -(-order.epoch_samples // size)
         short = order.epoch_samples
-        if settings.steps >= 4:
+        if settings.steps >= 4 and self._steps_per_epoch >= settings.steps:
             # An uneven last batch, an end of an epoch and an evaluation are to be among the steps.
             short = min(short, (settings.steps // 2 - 1) * size + size // 2 + 1)
         if taken.drop_last:
             short = min(order.epoch_samples, max(short, size))
-        loader = _wide_loader(taken.settings)
-        if first:
-            self._opened = True
+        loader = _wide_loader(taken.settings, taken.dataset, lambda found: self.note("collate", ", ".join(found)))
+        if self._mine:
             self._open(given, short)
             noted = _NotedStream if isinstance(taken.dataset, IterableDataset) else _Noted
             taken = dataclasses.replace(taken, dataset=noted(taken.dataset, self._note_sample))
-        else:
-            self.note("second", None)
+        if self._trainings > 1:
+            self.event("training", number=self._trainings)
         draw = order.draw
         if draw is not None and short < order.epoch_samples:
 
@@ -235,9 +268,9 @@ class Watch(hooks.Observer):
         given.taken = dataclasses.replace(taken, order=order, settings=loader)
         asked = given.micro_batch
         self._asked_micro = asked is not None
-        if settings.whole or (settings.reference and not settings.split):
+        if settings.whole or (settings.reference and not (settings.split and self._mine)):
             given.micro_batch = None
-        if settings.split:
+        if settings.split and self._mine:
             given.micro_batch = max(1, -(-size // settings.workers))
             if asked is not None:
                 given.micro_batch = min(given.micro_batch, asked)
@@ -300,8 +333,10 @@ class Watch(hooks.Observer):
 
     def ready(self, run: Run, plan: Plan) -> None:
         """See :meth:`hooks.Observer.ready`."""
-        if self.run is None:
+        if self._mine and self.run is None:
             self.run = run
+            if self.settings.apart:
+                self._keep_gradients(run)
             self.event("ready", plan=plan.to_dict())
             self.phase = "between"
 
@@ -310,7 +345,8 @@ class Watch(hooks.Observer):
     def epochs(self, run: Run, n: int) -> int:
         """See :meth:`hooks.Observer.epochs`."""
         if run is not self.run:
-            return n
+            return min(n, self.settings.steps)
+        self.event("epochs", n=n)
         # Epochs are shorter here: more of them, but never more steps than the script has.
         self._limit = min(self.settings.steps, n * self._steps_per_epoch)
         return max(n, self._limit)
@@ -330,8 +366,30 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.several`."""
         return found or self._asked_micro
 
+    def apart(self, run: Run) -> bool:
+        """See :meth:`hooks.Observer.apart`."""
+        return self.settings.apart and run is self.run
+
+    def _keep_gradients(self, run: Run) -> None:
+        """The script clears them for each batch: not between the parts of one."""
+        clear = run.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if not 0 < run._backwards < len(self._sizes):
+                clear(set_to_none)
+
+        run.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
     def _note_sample(self, i: int, value: Any) -> None:
-        self._read[int(i)] = digest(value)
+        self._read.setdefault(int(i), []).append(digest(value))
+
+    def is_gradient(self, value: Any) -> bool:
+        """Whether this is the gradient of one of the model's parameters."""
+        return self.run is not None and any(p.grad is value for p in self.run.model.parameters())
+
+    def scheduler_stepped(self) -> None:
+        """The script, or Ronde for it, has stepped a scheduler."""
+        self._scheduled += 1
 
     def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
         """See :meth:`hooks.Observer.batch`."""
@@ -342,7 +400,7 @@ class Watch(hooks.Observer):
         place = run.plan.layout.place(run.rank)
         start = len(order.ids(share.epoch, 0, share.start)) if order.draw is not None else share.start
         mine = [[low, high] for low, high in share.micro]
-        ids = {int(i): self._read.get(int(i)) for low, high in mine for i in order.ids(share.epoch, low, high)}
+        ids = {int(i): self._read.get(int(i), []) for low, high in mine for i in order.ids(share.epoch, low, high)}
         self._step = {
             "step": run.state.step,
             "epoch": share.epoch,
@@ -350,14 +408,14 @@ class Watch(hooks.Observer):
             "ids": order.ids(share.epoch, share.start, share.stop).tolist(),
             "micro": mine,
             "place": [place.pipeline, place.replica, place.tensor],
-            "digests": [[i, d] for i, d in ids.items() if d is not None] if not isinstance(run._taken.dataset, _NotedStream) else [],
+            "digests": [[i, d] for i, found in ids.items() for d in found] if not isinstance(run._taken.dataset, _NotedStream) else [],
             "local": [],
             "shapes": {},
             "given": False,  # to the loss by run.step: a script that owns its loop calls its loss itself
             "drawn": [],
         }
         if isinstance(run._taken.dataset, _NotedStream):
-            self._step["digests"] = [[p, self._read[p]] for low, high in mine for p in range(low, high) if p in self._read]
+            self._step["digests"] = [[p, d] for low, high in mine for p in range(low, high) for d in self._read.get(p, [])]
         self._read.clear()
         self._sizes = [high - low for low, high in mine]
         self._micro = 0
@@ -366,7 +424,10 @@ class Watch(hooks.Observer):
         self._compare_start(run)
         if self.settings.perturb:
             self._perturb(run.model)
+        self._versions = {n: p._version for n, p in run.model.named_parameters()}
         self.phase = "step"
+        for i, micro in enumerate(micros):
+            self._note_values("out", "(batch)", micro, i)
         self._marks = generators()
         return micros
 
@@ -418,8 +479,8 @@ class Watch(hooks.Observer):
         for i, value in enumerate(values):
             self._note_output(f"(argument {i + 1} of the loss)", value)
         if self.settings.probe and self._probed is None and self.run is not None and self._micro < len(self._sizes):
-            copied = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values)
-            self._probed = (self.run._loss.loss, copied, self._sizes[self._micro])
+            held = tuple(mapped(lambda t: t.detach().clone(), v) for v in values)
+            self._probed = (self.run._loss.loss, held, self._sizes[self._micro])
 
     def local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
         """What the loss returned for one micro-batch of this worker."""
@@ -430,23 +491,50 @@ class Watch(hooks.Observer):
             self.note("float32", str(value.dtype))
         self._micro += 1
 
-    def module_called(self, module: nn.Module, output: Any) -> None:
+    def module_called(self, module: nn.Module, given: Any, output: Any) -> None:
         """A module of the model has computed something."""
-        if not self._looks() or self.run is None:
+        if self.run is None:
             return
         name = self._modules.get(id(module))
-        if name is not None and not self.run._strategy.whole_step and self.run.plan.tensor == 1:
-            self._note_output(name or "(model)", output)
-
-    def _note_output(self, name: str, output: Any) -> None:
-        i = self._micro
-        if i >= len(self._sizes) or not self._sizes[i]:
+        if name is None:
             return
-        samples = self._sizes[i]
+        if self.phase == "between" and not name and not module.training:
+            self.note("evaluates", None)
+        if not self._looks() or self.run._strategy.whole_step or self.run.plan.tensor != 1:
+            return
+        self._note_output(name or "(model)", output, given)
+        if not name and self.settings.reference:
+            self._follow_back(output)
+
+    def _follow_back(self, output: Any) -> None:
+        """Note what the loss's gradient at the model's output is, once it is known."""
+        i, step = self._micro, self._step
+        for path, tensor in tensors_of(output):
+            if tensor.requires_grad:
+
+                def known(gradient: torch.Tensor, path: str = path) -> None:
+                    with torch._C.DisableTorchFunction():
+                        if self._step is step:
+                            self._note_values("back", f"(model){path}", gradient, i)
+
+                tensor.register_hook(known)  # type: ignore[no-untyped-call]
+
+    def _note_output(self, name: str, output: Any, given: Any = None) -> None:
+        i = self._micro
         call = self._calls[i, name] = self._calls.get((i, name), 0) + 1
         if call > 4:
             return
-        for path, tensor in tensors_of(output):
+        again = f" (call {call})" if call > 1 else ""
+        if given is not None:
+            self._note_values("in", name, given, i, again)
+        self._note_values("out", name, output, i, again)
+
+    def _note_values(self, kind: str, name: str, value: Any, i: int, again: str = "") -> None:
+        """One number for each sample of micro-batch ``i``, of every tensor in a value that has samples."""
+        if i >= len(self._sizes) or not self._sizes[i]:
+            return
+        samples = self._sizes[i]
+        for path, tensor in tensors_of(value):
             if (
                 tensor.dim()
                 and tensor.shape[0] == samples
@@ -454,7 +542,7 @@ class Watch(hooks.Observer):
                 and not hasattr(tensor, "full_tensor")
                 and not tensor.is_sparse
             ):
-                key = f"out|{name}{path}" + (f" (call {call})" if call > 1 else "")
+                key = f"{kind}|{name}{path}{again}"
                 shape = list(tensor.shape[1:])
                 held = self._step["shapes"].setdefault(key, shape)
                 if held != shape:
@@ -469,6 +557,7 @@ class Watch(hooks.Observer):
         self._step["drawn"] = moved(self._marks)
         self._step["loss"] = float(loss)
         self._step["lr"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
+        self._step["rewritten"] = [n for n, p in run.model.named_parameters() if p._version != self._versions.get(n, p._version)]
         self._note_gradients(run, "gradient")
         if run.world_size == 1:
             ids = {id(p) for g in run.optimizer.param_groups for p in g["params"]}
@@ -498,6 +587,7 @@ class Watch(hooks.Observer):
             return
         assert self._marks is not None
         self._step["drawn_by_optimizer"] = moved(self._marks)
+        self._step["scheduled"] = self._scheduled
         self._step["lr_after"] = [float(g["lr"]) for g in run.optimizer.param_groups if "lr" in g]
         self._last = {}
         for name, p in self._owned(run):
@@ -519,18 +609,32 @@ class Watch(hooks.Observer):
             self._evaluation_samples = order.epoch_samples
         if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
             order = dataclasses.replace(order, length=_EVALUATE_SAMPLES)
-        loader = _wide_loader(taken.settings)
-        return dataclasses.replace(taken, order=order, settings=loader)
+        loader = _wide_loader(taken.settings, taken.dataset, lambda found: None)
+        dataset = taken.dataset
+        if run is self.run and not isinstance(dataset, IterableDataset):
+            dataset = _Noted(dataset, self._note_evaluated)
+        return dataclasses.replace(taken, dataset=dataset, order=order, settings=loader)
+
+    def _note_evaluated(self, i: int, value: Any) -> None:
+        self._evaluated[int(i)] = digest(value)
 
     def evaluation(self, run: Run) -> None:
         """See :meth:`hooks.Observer.evaluation`."""
         self.phase = "evaluate"
         self._marks = generators()
+        self._evaluated.clear()
         self.event("evaluating", step=run.state.step)
 
     def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
         """See :meth:`hooks.Observer.evaluated`."""
         if run is self.run:
             assert self._marks is not None
-            self.event("evaluated", step=run.state.step, result=result, samples=samples, drawn=moved(self._marks))
+            self.event(
+                "evaluated",
+                step=run.state.step,
+                result=result,
+                samples=samples,
+                drawn=moved(self._marks),
+                digests=sorted(self._evaluated.items()),
+            )
         self.phase = "between"

@@ -4,6 +4,7 @@ the script draws random numbers, asks for its rank, clips, or steps a scheduler.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ronde.plan import Plan
 from ronde.run import hooks
 from ronde.run.run import Run
 from ronde.study.prove_observer import Settings, Watch
@@ -52,6 +54,7 @@ _RANDOM = frozenset(
         "gumbel_softmax",
     ]
 )
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce", "reduce_scatter")
 _RANKS = frozenset(
     [
         "RANK",
@@ -84,6 +87,19 @@ def _place(direct: bool) -> str | None:
     return None
 
 
+_CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
+
+
+def _from_module() -> bool:
+    """Whether a call comes from one of torch's modules, and not from the script's own forward function."""
+    frame = sys._getframe(2)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith("/nn/modules/batchnorm.py"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class _Wide(TorchFunctionMode):
     """Half and single precision become double wherever the script asks for them; what draws random numbers is noted."""
 
@@ -94,8 +110,14 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _RANDOM and self._watch.phase in ("step", "evaluate", "update"):
-            self._watch.note("random", f"{name}@{_place(False)}")
+        if self._watch.phase in ("step", "evaluate", "update"):
+            if name in _RANDOM:
+                own = kwargs.get("generator") is not None
+                self._watch.note("own generator" if own else "random", f"{name}@{_place(False)}")
+            elif name == "batch_norm" and not _from_module():
+                self._watch.note("batch_norm", _place(False))
+            elif name in _CLAMPS and self._watch.phase == "step" and args and self._watch.is_gradient(args[0]):
+                self._watch.note("clamps", f"{name}@{_place(False)}")
         if any(isinstance(a, torch.dtype) and a in HALVES for a in args):
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in HALVES else a for a in args)
         dtype = kwargs.get("dtype")
@@ -156,20 +178,28 @@ def _patch_ranks(watch: Watch) -> None:
 
     import ronde
 
-    def noted(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    blind = watch.settings.blind
+
+    def noted(what: str, original: Callable[..., Any], alone: Callable[[Any], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             where = _place(True)
-            if where:
-                watch.note("rank", f"{what}@{where}")
-            return original(*args, **kwargs)
+            if not where:
+                return original(*args, **kwargs)
+            watch.note("rank", f"{what}@{where}")
+            found = original(*args, **kwargs)
+            return alone(found) if blind else found
 
         return call
 
-    for name in ("get_rank", "get_world_size"):
-        setattr(dist, name, noted(f"torch.distributed.{name}()", getattr(dist, name)))
-    ronde.world = noted("ronde.world()", ronde.world)  # type: ignore[assignment]
-    for name in ("rank", "world_size", "is_main"):
-        setattr(Run, name, property(noted(f"run.{name}", getattr(Run, name).fget)))
+    one = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "node": 0}
+    for name, answer in (("get_rank", 0), ("get_world_size", 1), ("is_initialized", False)):
+        setattr(dist, name, noted(f"torch.distributed.{name}()", getattr(dist, name), lambda _, answer=answer: answer))  # type: ignore[misc]
+    ronde.world = noted("ronde.world()", ronde.world, lambda found: dataclasses.replace(found, **one))  # type: ignore[assignment]
+    for name, answer in (("rank", 0), ("world_size", 1), ("is_main", True)):
+        setattr(Run, name, property(noted(f"run.{name}", getattr(Run, name).fget, lambda _, answer=answer: answer)))  # type: ignore[misc]
+    alone_plan = Plan.from_dict(watch.settings.alone) if watch.settings.alone else None
+    found_plan = noted("run.plan", lambda run: run.__dict__["plan"], lambda found: alone_plan or found)
+    Run.plan = property(found_plan, lambda run, plan: run.__dict__.__setitem__("plan", plan))  # type: ignore[assignment,misc]
     environ = type(os.environ)
     read = environ.__getitem__
 
@@ -178,9 +208,23 @@ def _patch_ranks(watch: Watch) -> None:
             where = _place(True)
             if where:
                 watch.note("rank", f"os.environ[{key!r}]@{where}")
+                if blind:
+                    raise KeyError(key)
         return read(self, key)
 
     environ.__getitem__ = __getitem__  # type: ignore[method-assign]
+
+    def exchanging(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where = _place(True)
+            if where:
+                watch.note("exchange", f"{what}@{where}")
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, exchanging(f"torch.distributed.{name}()", getattr(dist, name)))
     clip = torch.nn.utils.clip_grad_norm_
     clip_value = torch.nn.utils.clip_grad_value_
 
@@ -198,11 +242,63 @@ def _patch_ranks(watch: Watch) -> None:
         where = _place(True)
         if where:
             watch.note("scheduler", where)
+        watch.scheduler_stepped()
         return schedule(self, *args, **kwargs)
 
     torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
     torch.nn.utils.clip_grad_norm_ = clipping(clip)
     torch.nn.utils.clip_grad_value_ = clipping(clip_value)
+
+
+def _patch_clock(ahead: float) -> None:
+    """Two runs of a script that begin in the same second are not to agree on what it takes from the clock."""
+    if not ahead:
+        return
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + ahead
+    time.time_ns = lambda: now_ns() + int(ahead * 1e9)
+
+
+def _patch_own_generators(watch: Watch) -> None:
+    """Note where a step draws from a numpy generator of the script's own."""
+    methods = (
+        "random",
+        "integers",
+        "normal",
+        "standard_normal",
+        "uniform",
+        "permutation",
+        "permuted",
+        "shuffle",
+        "choice",
+        "beta",
+        "gamma",
+    )
+
+    class Noted(np.random.Generator):
+        pass
+
+    def drawing(name: str) -> Callable[..., Any]:
+        draw = getattr(np.random.Generator, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch.phase in ("step", "evaluate", "update"):
+                where = _place(True)
+                if where:
+                    watch.note("own generator", f"{name}@{where}")
+            return draw(self, *args, **kwargs)
+
+        return call
+
+    for name in methods:
+        setattr(Noted, name, drawing(name))
+    make = np.random.default_rng
+
+    def default_rng(seed: Any = None) -> np.random.Generator:
+        made = make(seed)
+        return made if isinstance(seed, np.random.Generator) or not _place(True) else Noted(made.bit_generator)
+
+    np.random.default_rng = default_rng
 
 
 def install(settings: Settings, rank: int) -> Watch:
@@ -217,9 +313,12 @@ def install(settings: Settings, rank: int) -> Watch:
     _patch_casts()
     _patch_dropout(watch)
     _patch_ranks(watch)
+    _patch_clock(settings.clock)
+    _patch_own_generators(watch)
 
     def off(self: Any, *_: Any) -> Any:
-        watch.note("autocast", None)
+        if getattr(self, "_enabled", False):  # torch's own functions enter it too, switched off
+            watch.note("autocast", None)
         return self
 
     def out(self: Any, *_: Any) -> bool:
@@ -228,9 +327,9 @@ def install(settings: Settings, rank: int) -> Watch:
     torch.autocast.__enter__ = off  # type: ignore[method-assign]
     torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
 
-    def called(module: nn.Module, _: Any, output: Any) -> None:
+    def called(module: nn.Module, given: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            watch.module_called(module, output)
+            watch.module_called(module, given, output)
 
     torch.nn.modules.module.register_module_forward_hook(called)
     _Wide(watch).__enter__()  # type: ignore[no-untyped-call]

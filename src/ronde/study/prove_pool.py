@@ -124,7 +124,8 @@ class Pool:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    env=self._environment,
+                    # Sets are in another order in every process, as they are in a training, but the same in every study.
+                    env={"PYTHONHASHSEED": str(1 + place), **self._environment},
                     bufsize=0,
                     start_new_session=True,  # a Ctrl-C is this process's own affair
                 )
@@ -257,7 +258,7 @@ class Pool:
                     log = launch.folder / f"output-{rank}.log"
                     tail = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
                     how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
-                    text = f"{how} while it was {_doing(launch.folder / f'rank-{rank}')}" + (f": {tail[0]}" if tail else "")
+                    text = f"{how}: it {_doing(launch.folder / f'rank-{rank}')}" + (f": {tail[0]}" if tail else "")
                     found.append((status == -signal.SIGKILL, 0, rank, Failure(rank, "killed", text)))
         return min(found, key=lambda f: f[:3])[3] if found else None
 

@@ -12,12 +12,36 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-__all__ = ["Comparison", "Difference", "Trace", "compare"]
+__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "Trace", "compare"]
 
 Array = npt.NDArray[np.float64]
 
 RELATIVE = 1e-9
 """What is smaller, relative to the tensor, is never an error."""
+EPOCHS = "the number of epochs"
+BATCH = "(batch)"
+"""What the collate function made, among the outputs."""
+PHASES = (
+    "contract",
+    "distribute",
+    "initial weights",
+    "initial buffers",
+    "order",
+    "data",
+    "weights between steps",
+    "outputs",
+    "loss",
+    "gradients",
+    "clipped gradients",
+    "learning rate",
+    "weights",
+    "scheduler",
+    "buffers",
+    "evaluation",
+    "optimizer",
+    "steps",
+)
+"""In the order in which they are compared within a step."""
 _NOISE = 1e3  # times what rounding alone moves
 _SMALL = 1e-6  # a tensor that is smaller than this part of the largest is compared against that part
 _ZERO = 1e-12  # a gradient that is smaller, relative to the largest, is zero in exact arithmetic
@@ -49,6 +73,11 @@ class Difference:
     many: Any = None
     relative: float | None = None
     others: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it is in the training: what comes first is smaller."""
+        return self.step, PHASES.index(self.phase) if self.phase in PHASES else -1
 
 
 @dataclass
@@ -129,8 +158,12 @@ class Trace:
                 found.setdefault(name, value)
         return found
 
-    def outputs(self, step: int) -> dict[str, tuple[Array, str]]:
-        """Output -> one number for each sample of the global batch, and the shape of a sample; in the order of computation."""
+    def outputs(self, step: int, kind: str = "out") -> dict[str, tuple[Array, str]]:
+        """Output -> one number for each sample of the global batch, and the shape of a sample; in the order of computation.
+
+        Args:
+            kind: ``"out"``; ``"in"``, what modules were given; ``"back"``, gradients of the loss at the model's output.
+        """
         found: dict[str, tuple[Array, str]] = {}
         length = len(self.steps()[step]["ids"]) if step < len(self.steps()) else 0
         filled: dict[str, int] = {}
@@ -141,7 +174,9 @@ class Trace:
             tensors = self.tensors(rank, step)
             start = said[step]["start"]
             for key, shape in said[step]["shapes"].items():
-                name = key[len("out|") :]
+                if not key.startswith(f"{kind}|"):
+                    continue
+                name = key[len(kind) + 1 :]
                 values, before = found.get(name, (np.full(length, np.nan), json.dumps(shape)))
                 if before != json.dumps(shape):
                     before = "differ"
@@ -214,6 +249,9 @@ def _contract(one: Trace, many: Trace) -> Difference | None:
             # What a run of the study itself changed is compared elsewhere.
             if x != y and name not in ("micro_batch", "sync_batchnorm"):
                 return Difference("contract", 0, name, None if rank == 0 else rank, x, y)
+        x, y = one.first("epochs").get("n"), many.first("epochs", rank).get("n")
+        if x != y and x is not None and y is not None:
+            return Difference("contract", 0, EPOCHS, None if rank == 0 else rank, x, y)
         if a["names"] != b["names"]:
             apart = sorted(set(a["names"]) ^ set(b["names"])) or a["names"]
             return Difference("contract", 0, f"parameter {apart[0]!r}", None if rank == 0 else rank, len(a["names"]), len(b["names"]))
@@ -323,12 +361,13 @@ def _step(one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge, f
             a, b = (said["ids"][where], other["ids"][where]) if where >= 0 else (len(said["ids"]), len(other["ids"]))
             name = f"place {where + 1} of the global batch" if where >= 0 else "the size of the global batch"
             yield Difference("order", k + 1, name, rank or None, a, b)
-    if len(set(said["ids"])) == len(said["ids"]):
-        expected = dict(said["digests"])
-        for rank, other in enumerate(theirs):
-            for i, digest in other["digests"]:
-                if i in expected and expected[i] != digest:
-                    yield Difference("data", k + 1, f"sample {i}", rank)
+    known: dict[int, set[str]] = {}  # a sampler that puts back deals one sample several times
+    for i, digest in said["digests"]:
+        known.setdefault(i, set()).add(digest)
+    for rank, other in enumerate(theirs):
+        for i, digest in other["digests"]:
+            if i in known and digest not in known[i]:
+                yield Difference("data", k + 1, f"sample {i}", rank)
     yield from _starts(one, many, floor, k, judge, found)
     yield from _outputs(one, many, floor, k, judge)
     losses = _scalar(said["loss"])
@@ -387,6 +426,8 @@ def _outputs(one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge
             other = rounded.get(name)
             apart = judge.differs(value, found[name][0], other[0] if other else None, 0.0, f"output of {name!r}, step {k + 1}")
             if apart is not None:
+                if name.startswith(BATCH):
+                    yield Difference("data", k + 1, f"{BATCH}{name[len(BATCH) :]}", None, None, None, apart)
                 bad.append(Difference("outputs", k + 1, name, None, None, None, apart))
     if bad:
         yield _with_others(bad)
@@ -410,6 +451,12 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def _evaluation(one: Trace, many: Trace, floor: Trace | None, step: int, judge: _Judge, found: Comparison) -> Iterator[Difference]:
     mine = [e for e in one.evaluations() if e["step"] == step]
     rounded = [e for e in floor.evaluations() if e["step"] == step] if floor else []
+    for rank in range(many.size):  # before the results, to which every rank's samples count
+        for a, b in zip(mine, (e for e in many.evaluations(rank) if e["step"] == step), strict=False):
+            known = dict(map(tuple, a.get("digests", [])))
+            apart = next((j for j, digest in b.get("digests", []) if known.get(j, digest) != digest), None)
+            if apart is not None:
+                yield Difference("evaluation", step, f"sample {apart}", rank or None)
     for rank in range(many.size):
         theirs = [e for e in many.evaluations(rank) if e["step"] == step]
         if len(theirs) != len(mine):
@@ -422,7 +469,7 @@ def _evaluation(one: Trace, many: Trace, floor: Trace | None, step: int, judge: 
             other = dict(_flat(b["result"]))
             for name, value in sorted(_flat(a["result"]), key=lambda pair: pair[0] != "loss"):
                 moved = _scalar(noise[name]) if name in noise else None
-                apart = judge.differs(_scalar(value), _scalar(other.get(name, np.nan)), moved, 0.0, f"evaluation's {name}, step {step}")
-                if apart is not None:
-                    yield Difference("evaluation", step, name, rank or None, value, other.get(name), apart)
+                off = judge.differs(_scalar(value), _scalar(other.get(name, np.nan)), moved, 0.0, f"evaluation's {name}, step {step}")
+                if off is not None:
+                    yield Difference("evaluation", step, name, rank or None, value, other.get(name), off)
             found.evaluations += rank == 0

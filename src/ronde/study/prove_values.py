@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["HALVES", "cast", "digest", "generators", "moved", "per_sample", "probe", "tensors_of", "written"]
+__all__ = ["HALVES", "cast", "digest", "generators", "mapped", "moved", "per_sample", "probe", "tensors_of", "written"]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
@@ -34,6 +34,23 @@ def cast(value: Any) -> Any:
         return value
     if isinstance(value, nn.utils.rnn.PackedSequence):
         return value.double() if value.data.dtype in HALVES else value
+    return value
+
+
+def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A value of the same kind, each of its tensors replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(function, v) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(function, v) for v in value)
+    if isinstance(value, Mapping):
+        changed = {k: mapped(function, v) for k, v in value.items()}
+        try:
+            return type(value)(changed)  # type: ignore[call-arg]
+        except Exception:  # a kind that takes its fields by name
+            return type(value)(**changed)
     return value
 
 
@@ -137,25 +154,33 @@ def moved(before: tuple[Any, ...]) -> list[str]:
 
 
 def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[Any, ...]:
-    def cut(v: Any) -> Any:
-        if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0:
+    def cut(v: torch.Tensor) -> torch.Tensor:
+        if v.dim() and v.shape[0] and v.shape[0] % samples == 0:
             rows = v.shape[0] // samples
             return v[low * rows : high * rows]
         return v
 
-    return tuple(cut(v) for v in values)
+    return tuple(mapped(cut, v) for v in values)
 
 
 def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: int, part: int) -> bool:
     """Whether the gradient of the first samples is, but for their number, the same alone and among all. True where it cannot be asked."""
 
     def gradient(stop: int) -> torch.Tensor:
+        leaves: list[torch.Tensor] = []
+
+        def leaf(t: torch.Tensor) -> torch.Tensor:
+            if not t.is_floating_point():
+                return t
+            leaves.append(t.detach().clone().requires_grad_())
+            return leaves[-1]
+
         first, *others = _slice(values, samples, 0, stop)
-        first = first.detach().clone().requires_grad_()
+        first = mapped(leaf, first)
         with torch.enable_grad():
             value = loss(first, *others)
-        (found,) = torch.autograd.grad(value, first)
-        return torch.mul(found, stop)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        return torch.cat([torch.mul(g, stop).reshape(stop, -1) for g in found if g is not None and g.shape[0] == stop], dim=1)
 
     try:
         alone, among = gradient(part), gradient(samples)
@@ -179,12 +204,31 @@ def _mean_of_any(loss: Callable[..., Any], values: tuple[Any, ...], samples: int
     return True
 
 
+def _pair(f: dict[str, tuple[float, float]]) -> str:
+    """What kind of ``(sum, weight)``: is each the sum of what its parts give? The weight may be the same constant everywhere."""
+
+    def adds(i: int) -> bool:
+        return math.isclose(f["abc"][i], f["ab"][i] + f["c"][i], rel_tol=1e-9, abs_tol=1e-12) and math.isclose(
+            f["ab"][i], f["a"][i] + f["b"][i], rel_tol=1e-9, abs_tol=1e-12
+        )
+
+    if not adds(1):
+        return "pair-weight"
+    if adds(0):
+        return "pair"
+    mean = {k: (s * w, w) for k, (s, w) in f.items()}
+    f = mean
+    return "pair-mean" if adds(0) else "pair-other"
+
+
 def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
     """What kind of function of its samples a loss is: ``mean``, ``sum``, ``weighted``, ``over-batch``, ``state``, ``pair`` or ``unknown``.
 
     ``state``: asked again about the same samples it answers otherwise. ``over-batch``: neither, or its gradient is not that of a mean.
+    ``pair-mean``, ``pair-weight``, ``pair-other``: a pair of which the first is a mean already, the second does not add up, or the first
+    is neither.
     """
-    if samples < 3 or not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] % samples == 0 for v in values[:1]):
+    if samples < 3 or not any(t.dim() and t.shape[0] % samples == 0 for v in values[:1] for _, t in tensors_of(v)):
         return "unknown"
     third, two = max(1, samples // 3), max(2, 2 * samples // 3)
     cuts = {"a": (0, third), "b": (third, two), "c": (two, samples), "ab": (0, two), "bc": (third, samples), "abc": (0, samples)}
@@ -192,7 +236,7 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
         with torch.no_grad():
             found: dict[str, Any] = {k: loss(*_slice(values, samples, *c)) for k, c in cuts.items()}
         if any(isinstance(v, tuple | list) for v in found.values()):
-            return "pair"
+            return _pair({k: (float(v[0]), float(v[1])) for k, v in found.items()})
         f = {k: float(v) for k, v in found.items()}
         with torch.no_grad():
             again = float(loss(*_slice(values, samples, *cuts["abc"])))
@@ -212,6 +256,9 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
             return "over-batch"
         return "mean" if _mean_of_any(loss, values, samples, f["abc"]) else "weighted"
     if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
+        return "sum"
+    more = f["ab"] + f["c"] - f["abc"]  # what does not depend on the samples: a penalty on the weights
+    if math.isclose(more, f["a"] + f["bc"] - f["abc"], rel_tol=1e-9) and math.isclose(more, f["a"] + f["b"] - f["ab"], rel_tol=1e-9):
         return "sum"
     try:
         b = (f["ab"] - f["a"]) / (f["b"] - f["ab"])  # weights relative to a's

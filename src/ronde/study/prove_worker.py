@@ -6,8 +6,8 @@ process that has begun, and how it ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -78,6 +78,8 @@ def _run(job: dict[str, Any]) -> None:
         os.dup2(fd, target)
     os.environ.update(job["env"])
     folder = Path(job["settings"]["folder"])
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    config.setdefault("tempdir", str(folder))  # of loading processes, which are not ended in order
     watch = install(Settings(**job["settings"]), rank)
     code, error = 0, None
     try:
@@ -119,10 +121,11 @@ def main() -> None:
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            with contextlib.suppress(BaseException):
+            try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 _run(job)
-            traceback.print_exc()
+            except BaseException:
+                traceback.print_exc()
             os._exit(3)
         answers.write(json.dumps({"run": job["run"], "pid": child}) + "\n")
         _, status = os.waitpid(child, 0)
