@@ -182,6 +182,7 @@ class Study:
         self.say = progress
         self._runs: dict[tuple[str, str], Trace | None] = {}
         self._training = 0
+        self._one: Trace | None = None
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
         settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
@@ -192,23 +193,41 @@ class Study:
         began = time.monotonic()
         found = Verdict(self.command, self.pool.workers, self.steps)
         try:
-            trainings = self._answer(found, plans, explicit)
-            for self._training in range(1, min(trainings, _TRAININGS)):
-                self.say(f"training {self._training + 1} of {trainings}")
+            begun = self._answer(found, plans, explicit)
+            tick = self._tick(found)
+            for self._training in range(1, min(len(begun), _TRAININGS)):
+                if tick is not None and tick <= begun[self._training]:
+                    break  # what comes after it differs because of it
+                self.say(f"training {self._training + 1} of {len(begun)}")
                 self._runs.clear()
                 other = Verdict(self.command, self.pool.workers, self.steps)
                 self._answer(other, plans, explicit)
-                _merge(found, other, self._training + 1, trainings)
-            if trainings > 1:
-                compared = "each" if trainings <= _TRAININGS else f"the first {_TRAININGS}"
-                found.notes.append(f"The script calls ronde.distribute {trainings} times: {compared} was compared, one after the other.")
+                later = self._tick(other)
+                if later is not None and (tick is None or later < tick):
+                    tick = later
+                    _replace(found, other, self._training + 1, len(begun))
+                elif other.status == "cannot" and found.status == "equal":
+                    found.status, found.error = "cannot", f"training {self._training + 1} of {len(begun)}: {other.error}"
+            if len(begun) > 1 and found.difference is None:
+                compared = "each" if len(begun) <= _TRAININGS else f"the first {_TRAININGS}"
+                found.notes.append(f"The script calls ronde.distribute {len(begun)} times: {compared} was compared, one after the other.")
         finally:
             self._training = 0
             found.seconds = time.monotonic() - began
         return found
 
-    def _answer(self, found: Verdict, plans: list[str], explicit: bool) -> int:
-        """Fill a verdict in; gives how many trainings the script has."""
+    def _tick(self, found: Verdict) -> int | None:
+        """When what differs first happened, counted over all of the script's trainings."""
+        d, one = found.difference, self._one
+        if d is None or one is None:
+            return None
+        steps = one.steps()
+        if not d.step or not steps:
+            return int(one.first("opening").get("tick", 0))
+        return int(steps[min(d.step, len(steps)) - 1]["tick"])
+
+    def _answer(self, found: Verdict, plans: list[str], explicit: bool) -> list[int]:
+        """Fill a verdict in; gives when each of the script's trainings began."""
         self.say("one process, twice")
         first = self._start("one", "replicate", [0], reference=True, probe=True)
         second = self._start("rounded", "replicate", [1], reference=True, perturb=True, clock=_CLOCK_SECONDS)
@@ -216,7 +235,8 @@ class Study:
         failure = first.failure or second.failure
         one, rounded = Trace(first.folder, 1), Trace(second.folder, 1)
         self._limit = max(60.0, 20 * max(first.seconds, second.seconds)) if self.timeout >= 60 else self.timeout
-        trainings = max((e["number"] for e in one.events[0] if e["kind"] == "training"), default=1)
+        self._one = one
+        trainings = [1, *(e["tick"] for e in one.events[0] if e["kind"] == "training")]
         if failure:
             found.error = _failed_alone(failure)
             if failure.kind == "ArgumentError" and "over other parameters" in failure.text:
@@ -413,16 +433,11 @@ class Study:
         return found
 
 
-def _merge(found: Verdict, other: Verdict, number: int, of: int) -> None:
-    """Take up what was found of another training of the same script: what differs first in time is told."""
-    place = found.difference.place if found.difference is not None else None
-    if other.difference is not None and (place is None or other.difference.place < place):
-        notes = found.notes
-        found.status, found.difference, found.cause, found.plans = other.status, other.difference, other.cause, other.plans
-        found.steps, found.error = other.steps, other.error
-        found.notes = [f"The difference is one of training {number} of {of} (the script calls ronde.distribute {of} times).", *notes]
-    elif other.status == "cannot" and found.status == "equal":
-        found.status, found.error = "cannot", f"training {number} of {of}: {other.error}"
+def _replace(found: Verdict, other: Verdict, number: int, of: int) -> None:
+    """What was found of another training of the same script comes before what was found until now."""
+    found.status, found.difference, found.cause, found.plans = other.status, other.difference, other.cause, other.plans
+    found.steps, found.error = other.steps, other.error
+    found.notes.insert(0, f"The difference is one of training {number} of {of} (the script calls ronde.distribute {of} times).")
 
 
 def _reads_rank(many: Trace) -> list[str]:

@@ -174,6 +174,7 @@ class Watch(hooks.Observer):
         self.phase = "setup"
         self.run: Run | None = None
         self._trainings = 0
+        self._ticks = 0  # beginnings and updates of all trainings: which comes before which
         self._mine = False
         self._limit = settings.steps
         self._names: list[str] = []
@@ -240,6 +241,7 @@ class Watch(hooks.Observer):
         taken = given.taken
         self._mine = self._trainings == settings.training
         self._trainings += 1
+        self._ticks += 1
         order = taken.order
         size = (taken.batch_size or 1) * (settings.workers if given.batch == "grow" else 1)
         self._steps_per_epoch = -(-order.epoch_samples // size)
@@ -255,7 +257,7 @@ class Watch(hooks.Observer):
             noted = _NotedStream if isinstance(taken.dataset, IterableDataset) else _Noted
             taken = dataclasses.replace(taken, dataset=noted(taken.dataset, self._note_sample))
         if self._trainings > 1:
-            self.event("training", number=self._trainings)
+            self.event("training", number=self._trainings, tick=self._ticks)
         draw = order.draw
         if draw is not None and short < order.epoch_samples:
 
@@ -310,6 +312,7 @@ class Watch(hooks.Observer):
         mean = {n: type(m).__name__ for n, m in model.named_modules()}
         self.event(
             "opening",
+            tick=self._ticks,
             contract=contract,
             samples=taken.order.n,
             epoch_samples=taken.order.epoch_samples,
@@ -583,8 +586,10 @@ class Watch(hooks.Observer):
 
     def updated(self, run: Run, share: Share) -> None:
         """See :meth:`hooks.Observer.updated`."""
+        self._ticks += 1
         if run is not self.run:
             return
+        self._step["tick"] = self._ticks
         assert self._marks is not None
         self._step["drawn_by_optimizer"] = moved(self._marks)
         self._step["scheduled"] = self._scheduled
