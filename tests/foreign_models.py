@@ -350,6 +350,109 @@ def branch_on_activation() -> Built:
     return Built(ActivationBranch(), rows(4), square, rows(3))
 
 
+class TakenLists(nn.Module):
+    """Lists of numbers that come out of an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        scales = h.detach().abs().sum(0).tolist()
+        h = torch.tanh(self.b(h)) * scales[0]
+        return self.c(h) * (scales[1] + sum(map(sum, h.detach().tolist())))
+
+
+@own
+def taken_lists() -> Built:
+    return Built(TakenLists(), rows(4), square, rows(3))
+
+
+class Sizes(nn.Module):
+    """Numbers that come out of the size of a tensor whose size an activation decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        above = h[h > 0]
+        rows = (h.sum(1) > 0).nonzero()
+        scale, shift = 1 + above.numel(), len(rows) + rows.shape[0] / 7 + above.size(0)
+        return self.c(torch.tanh(self.b(h))) * scale + shift
+
+
+@own
+def sizes_by_activations() -> Built:
+    return Built(Sizes(), rows(4), square, rows(3))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        from pipeline_cases import Mixture
+
+        self.mixture = Mixture()
+
+    def forward(self, x):
+        return self.mixture(x)
+
+
+@own
+def mixture_of_experts() -> Built:
+    return Built(Mixed(), rows(4), square, rows(3))
+
+
+class Overlapping(nn.Module):
+    """Another view of a constant than the one that is filled is filled later; constants of the same shape are looked up in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out = torch.zeros(len(x), 2, 3, dtype=x.dtype)
+        view = out.view(len(x), 3, 2)
+        out[:, 0] = x[:, :3]
+        view[:, 1].add_(x[:, :2])
+        at = torch.arange(3)
+        k = at[:, None] + torch.arange(2)[None]
+        view[:, :, 0:1].add_(x[:, 3:, None] * k.sum())
+        return out.sum((1, 2)) + view.pow(2).sum((1, 2))
+
+
+@own
+def overlapping_views() -> Built:
+    return Built(Overlapping(), rows(4), square, rows(3))
+
+
+class Handing(nn.Module):
+    """Constants and the batch go through modules that do nothing, some of them in evaluation only."""
+
+    def __init__(self):
+        super().__init__()
+        self.stub, self.none, self.drop = nn.Identity(), nn.Dropout(0.0), nn.Dropout(0.1)
+        self.pair = nn.Sequential(nn.Dropout(0.0), nn.Identity())
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stub(x) * 2
+        at = torch.arange(6, dtype=x.dtype)
+        place = self.none(at / 6).sin() + self.pair(at).cos() + self.drop(at).sin()
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + place)
+        return self.stub(at).cos() * x
+
+
+@own
+def inputs_handed_back() -> Built:
+    return Built(Handing(), rows(4), square, rows(3), random=True)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool):
         super().__init__()

@@ -222,7 +222,64 @@ class Tables(nn.Module):
         return self.head(h)
 
 
-MODELS = {m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables)}
+class Experts(nn.Module):
+    """Two of four experts for each sample. One that no sample chose is not called, and has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            row, place = (chosen == i).nonzero(as_tuple=True)
+            if len(row):
+                out[row] += expert(x[row]) * weight[row, place, None]
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Experts()) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Dropping(Mixture):
+    """The pass takes a number out of an activation, and so is followed with the values of one micro-batch: other experts another time."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0 * int(x.argmax()) + 0 * float(self.first(x).detach().mean()))
+
+
+class Handed(nn.Module):
+    """Constants and the batch go through modules that do nothing, some of them in evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stub, self.none = nn.Identity(), nn.Dropout(0.0)
+        self.drop = nn.Sequential(nn.Dropout(0.0), nn.Identity())
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.last = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.stub(x) * 2
+        place = self.none(torch.arange(6, dtype=x.dtype) / 6).sin() + self.drop(torch.arange(6, dtype=x.dtype)).cos()
+        for layer in self.layers:
+            layer = layer.to(x.dtype)
+            x = torch.tanh(layer(x) + place)
+        return self.last(x)
+
+
+MODELS = {m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables, Mixture, Dropping, Handed)}
 
 
 def data(kind: str, n: int) -> Dataset[Any]:

@@ -382,6 +382,101 @@ def test_another_batch_another_number_decides():
         check(built, made, batch)
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_another_batch_other_experts(real):
+    """What a module uses inside of one stage may change: who has a gradient is seen as it comes."""
+    built = build(foreign.OWN, "mixture_of_experts")
+    built.batch = built.batch[:1]
+    trace = followed(built, real=real)
+    assert trace.faked is not real
+    cut = [p for p in usable(trace) if p.name == "mixture.blocks.1"]
+    made = program(trace, bounds_of(trace, cut))
+    used = set()
+    for seed in range(6):
+        torch.manual_seed(seed)
+        batch = foreign.rows(1)
+        check(built, made, batch)
+        built.call(built.model, batch).backward()
+        used.add(frozenset(n for n, p in built.model.named_parameters() if p.grad is not None))
+        built.model.zero_grad(set_to_none=True)
+    assert len(used) > 1
+
+
+def test_another_batch_other_sizes():
+    """A later stage is told the sizes that an activation decides, and nothing else stands for them."""
+    built = build(foreign.OWN, "sizes_by_activations")
+    for real in (False, True):
+        trace = followed(built, real=real)
+        made = program(trace, [next(p.at for p in usable(trace) if p.name == "c")])
+        for scale in (1.0, -1.0, 3.0):
+            check(built, made, built.batch * scale)
+
+
+def test_a_path_that_follows_sizes():
+    class Few(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.a(x)
+            if len(h[h > 0]) > 2:
+                h = h.sin()
+            h = self.b(h)
+            return self.c(h)
+
+    built = Built(Few().double(), foreign.rows(4), foreign.square)
+    trace = followed(built)
+    made = program(trace, [next(p.at for p in usable(trace) if p.name == "c")])
+    check(built, made)
+    with torch.no_grad():
+        built.model.a.bias.fill_(-100)
+    with pytest.raises(Diverged, match=r"calls linear where sin.* was expected"):
+        stage_by_stage(made, lambda: built.call(built.model, built.batch))
+
+
+def test_no_cut_where_the_path_may_change():
+    """Inside of such a module only where there is no other place."""
+    from ronde.parallel import cutting
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(h * 2 if h.mean() > 0 else h)
+
+    model = nn.Sequential(Branching(), nn.Linear(6, 6), Branching())
+    trace = followed(Built(model.double(), foreign.rows(4), foreign.square))
+    assert [p.name for p in cutting.usable(trace)] == ["0.b", "1", "2", "2.b"]
+    assert [p.name for p in cutting.usable(trace, 2)] == ["1", "2"]
+    assert [p.name for p in cutting.usable(trace, 3)] == ["0.b", "1", "2", "2.b"]
+
+
+def test_converting_a_module_is_not_differentiating():
+    """Module.to reads gradients: the first time there are none."""
+
+    class Converting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.b(torch.tanh(self.a(x)))
+            self.c = self.c.to(x.dtype)
+            return self.c(h)
+
+    built = Built(Converting().double(), foreign.rows(4), foreign.square)
+    trace = followed(built)
+    assert [p.name for p in usable(trace)] == ["b", "c"]
+    made = program(trace, [usable(trace)[0].at])
+    check(built, made)
+    built.call(built.model, built.batch).backward()  # now there are some
+    stage_by_stage(made, lambda: built.call(built.model, built.batch))
+
+
 def test_a_shape_that_follows_numbers_in_the_batch():
     class Crop(nn.Module):
         def __init__(self):

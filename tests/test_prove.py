@@ -95,6 +95,11 @@ def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
         assert any("Dropout was switched off" in note for note in verdict.notes)
 
 
+def test_a_pipeline_whose_last_batch_is_smaller_is_not_blamed(pool: Pool) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "uneven"], 6, 120).verdict(["pipeline=2"])
+    assert verdict.status == "equal" and verdict.plans[0].steps == 6, verdict
+
+
 def test_what_rounding_decides_is_not_called_different(pool: Pool) -> None:
     verdict = Study(pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "chaos"], 6, 120).verdict(["replicate"])
     assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None

@@ -120,7 +120,8 @@ model = nn.Sequential(nn.Linear(6, 3), nn.Sigmoid(), Expanding()) if FAULT == "c
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
 sampler = torch.utils.data.WeightedRandomSampler(torch.ones(64), 64) if FAULT == "replacement" else None
 waiting = 1 if FAULT == "asks_its_process" else 0
-data = torch.utils.data.DataLoader(Samples(), 16, sampler=sampler, shuffle=sampler is None, collate_fn=collate, num_workers=waiting)
+size = 18 if FAULT == "uneven" else 16
+data = torch.utils.data.DataLoader(Samples(), size, sampler=sampler, shuffle=sampler is None, collate_fn=collate, num_workers=waiting)
 micro = 4 if FAULT == "hand_clamp" else None
 run = ronde.distribute(model, optimizer, data, loss=loss, micro_batch=micro)
 average = copy.deepcopy(model) if FAULT == "average_by_world" else None
@@ -167,11 +168,13 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                 for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                     mine.lerp_(theirs, 1 - 0.9**run.world_size)
     cosine.step()
-    weights = copy.deepcopy(model.state_dict())
-    if average is not None:
+    if average is None:
+        run.evaluate(held_out)
+    else:
+        weights = copy.deepcopy(model.state_dict())
         model.load_state_dict(average.state_dict())
-    run.evaluate(held_out)
-    model.load_state_dict(weights)
+        run.evaluate(held_out)
+        model.load_state_dict(weights)
 
 if FAULT == "second_training":
     tuned = nn.Linear(6, 3)

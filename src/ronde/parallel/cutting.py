@@ -43,9 +43,12 @@ def state_ratio(optimizer: Optimizer) -> float:
     return sum(t.numel() * t.element_size() for t in held if t.dim()) / (small.numel() * small.element_size())
 
 
-def usable(trace: Trace) -> list[Point]:
-    """Places where a stage may begin, in order."""
-    return [p for p in trace.points() if not p.why_not]
+def usable(trace: Trace, wanted: int | None = None) -> list[Point]:
+    """Places where a stage may begin, in order. Where there are ``wanted`` others, none inside a module whose path may depend on what it
+    computes: cut there, it must take the same one each time."""
+    points = [p for p in trace.points() if not p.why_not]
+    steady = [p for p in points if not p.unsteady]
+    return steady if wanted is not None and len(steady) >= wanted else points
 
 
 @contextmanager
@@ -141,10 +144,14 @@ def _filled(stamps: list[float]) -> list[float]:
 
 
 def chain(
-    model: nn.Module, optimizer: Optimizer, trace: Trace, samples: int, times: tuple[list[float], list[float], list[int]] | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    trace: Trace,
+    samples: int,
+    points: list[Point],
+    times: tuple[list[float], list[float], list[int]] | None,
 ) -> Costs:
     """The model as units between the places where it may be cut; without times, its events' elements stand for seconds."""
-    points = usable(trace)
     edges = [0, *(p.at for p in points), len(trace.events)]
     names = ["(start)", *(p.name for p in points)]
     ratio = state_ratio(optimizer)
@@ -194,8 +201,8 @@ def choose(
     Raises:
         ArgumentError: the model has fewer places to cut than stages, or no such module.
     """
-    points = usable(trace)
     stages = plan.pipeline * plan.virtual
+    points = usable(trace, None if plan.split_at else stages - 1)
     refused = [p for p in trace.points() if p.why_not]
     if len(points) < stages - 1:
         why = f" {refused[0].name}: {refused[0].why_not}." if refused else ""
@@ -205,7 +212,7 @@ def choose(
         )
     if plan.split_at:
         plan = dataclasses.replace(plan, split_at=tuple(_resolved(name, trace) for name in plan.split_at))
-        costs = chain(model, optimizer, trace, samples, None)
+        costs = chain(model, optimizer, trace, samples, points, None)
         for name in plan.split_at:
             bad = next((p for p in refused if p.name == name), None)
             if bad is not None:
@@ -213,7 +220,7 @@ def choose(
         cut_at(costs, list(plan.split_at), plan.pipeline, virtual=plan.virtual, schedule=plan.schedule, micro_batches=plan.accumulation)
         return list(plan.split_at)
     times = timed(model, points, call) if call is not None else None
-    costs = chain(model, optimizer, trace, samples, times)
+    costs = chain(model, optimizer, trace, samples, points, times)
 
     def best(units: tuple[Unit, ...]) -> Cut:
         return cut(

@@ -13,15 +13,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ronde.plan.intercept import NUMBERS, Interceptor, data_shaped
-from ronde.plan.nested import build, flatten, tensors_in
-from ronde.plan.trace import Event, Given, Trace, Value
+from ronde.plan.nested import Opaque, build, flatten, tensors_in
+from ronde.plan.trace import Event, Given, Trace, Value, as_tuple, whole_size
 from ronde.world import RondeError
 
 __all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]
@@ -51,6 +51,9 @@ class Program:
         reached: identities of the parameters that the loss's gradient arrives at.
         replaced: a value that came from another by a change in place -> that one, and the stage.
         kept: ``(module, attribute)`` where the forward pass keeps something from one pass to the next.
+        erratic: its path may depend on what it computes: the shapes that it makes are compared with those that were seen.
+        sized: it looks at sizes that depend on what is in an activation.
+        loose: some event reads what was made out of sight.
     """
 
     events: list[tuple[int, Event]]
@@ -62,6 +65,9 @@ class Program:
     reached: frozenset[int] = frozenset()
     replaced: dict[int, tuple[int, int]] = field(default_factory=dict)
     kept: tuple[tuple[nn.Module, str], ...] = ()
+    erratic: bool = False
+    sized: bool = False
+    loose: bool = False
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those that a stage uses, each once."""
@@ -111,7 +117,15 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
     sends.append(())
     takes_gradient = [tuple(v for v in row if values[v].requires_grad) for row in sends]
     cloned = frozenset(v for v, s in made_in.items() if values[v].storage and changed_in.get(values[v].storage, -1) > s)
-    return Program(events, values, stop, sends, takes_gradient, cloned, frozenset(trace.reached), replaced, trace.kept)
+    reached = set(trace.reached)
+    taken = False
+    for _, event in events:
+        taken = taken or event.erratic or (not event.shared and any(values[v].kind != "tensor" for v in event.made))
+        # Another time it may use parameters that it did not use when it was followed: what has a gradient is known then.
+        if event.erratic and any(values[v].reached for v in (*event.made, *(new for _, new in event.changes))):
+            reached |= {id(p) for p in event.parameters if p.requires_grad}
+    sized, loose = any(e.sized for _, e in events), any(e.loose for _, e in events)
+    return Program(events, values, stop, sends, takes_gradient, cloned, frozenset(reached), replaced, trace.kept, taken, sized, loose)
 
 
 class StageRun(Interceptor):
@@ -130,6 +144,7 @@ class StageRun(Interceptor):
     def __init__(self, program: Program, stage: int, received: dict[int, torch.Tensor]) -> None:
         super().__init__()
         self.program = program
+        self.sizes = program.sized
         self.stage = stage
         self.received = received
         self.sent: dict[int, torch.Tensor] = {}
@@ -207,7 +222,12 @@ class StageRun(Interceptor):
             return function(*args, **kwargs)
         stage, event = self._events[self._at]
         if not counted and (event.name != name or not self._unmarked(event, args)):
-            return function(*args, **kwargs)  # from the batch and constants: every stage computes it
+            result = function(*args, **kwargs)  # from the batch and constants: every stage computes it
+            if self.program.loose:
+                for tensor in tensors_in(result):
+                    if getattr(tensor, "_ronde_run", 0) != self._token:
+                        tensor._ronde_run = -self._token  # type: ignore[attr-defined]
+            return result
         if self._at >= self._stop:
             raise _Left
         if event.name != name or event.kind != "op":
@@ -216,6 +236,30 @@ class StageRun(Interceptor):
         if stage == self.stage:
             return self._carry_out(event, function, args, kwargs)
         return self._ghostly(event, args, kwargs)
+
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`. A stage that lacks the tensor is told the size that it has this time."""
+        if not any(self._unknown_size(t) for t in args if isinstance(t, torch.Tensor)):
+            return function(*args, **kwargs)
+        name = what[0]
+        if self._at >= len(self._events):
+            raise Diverged(f"the forward pass looks at the {name} of a tensor after where it ended. {_ADVICE}")
+        stage, event = self._events[self._at]
+        if self._at >= self._stop:
+            raise _Left
+        if event.name != name or not event.sized:
+            raise Diverged(f"the forward pass looks at the {name} of a tensor where {event.where} was expected. {_ADVICE}")
+        self._at += 1
+        if stage == self.stage:
+            return whole_size(self._carry_out(event, as_tuple(function), args, kwargs), name)
+        return whole_size(self._ghostly(event, args, kwargs), name)
+
+    def _unknown_size(self, tensor: torch.Tensor) -> bool:
+        """Whether its size depends on what is in an activation."""
+        if isinstance(tensor, FakeTensor):
+            value = self._handed_out.get(id(tensor))
+            return value is not None and self._values[value].data_shaped
+        return getattr(tensor, "_ronde_sized", 0) == self._token
 
     def _counts(self, given: Any) -> bool:
         """Whether something given was made by an event, or is a parameter."""
@@ -244,7 +288,17 @@ class StageRun(Interceptor):
         if event.buffer is not None:
             module, name = event.buffer
             return any(t is module._buffers.get(name) for t in tensors_in(args))
-        return event.loose
+        if not event.loose:
+            return False
+        unseen = [v for v in (self._values[r] for r in event.reads) if v.why_not]
+        for t in tensors_in(args):
+            if getattr(t, "_ronde_run", 0) == -self._token:
+                continue  # a constant: this run made it
+            if t.grad_fn is not None or any(
+                (tuple(t.shape), t.dtype, t.requires_grad) == (v.shape, v.dtype, v.requires_grad) for v in unseen
+            ):
+                return True
+        return False
 
     def _carry_out(self, event: Event, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not event.shared:
@@ -252,8 +306,16 @@ class StageRun(Interceptor):
         result = function(*args, **kwargs)
         if event.shared:
             return result
+        if event.changes:
+            inputs = _inputs(args, kwargs)
+            for place, value in event.changes:
+                self._mark(inputs[place])
+                if value in self._wanted:
+                    self._send(event, value, inputs[place])
         token = self._token
-        if type(result) is torch.Tensor:
+        if (event.hands_on or self.program.erratic) and not event.opaque:
+            self._compare(event, result)
+        elif type(result) is torch.Tensor:
             result._ronde_run = token  # type: ignore[attr-defined]
         else:
             for tensor in tensors_in(result):
@@ -261,12 +323,6 @@ class StageRun(Interceptor):
                     raise Diverged(f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}")
                 if not isinstance(tensor, nn.Parameter):
                     tensor._ronde_run = token  # type: ignore[attr-defined]
-        if event.changes:
-            inputs = _inputs(args, kwargs)
-            for place, value in event.changes:
-                self._mark(inputs[place])
-                if value in self._wanted:
-                    self._send(event, value, inputs[place])
         if not self._wanted.isdisjoint(event.made):
             if event.shape is None and len(event.made) == 1 and isinstance(result, torch.Tensor):
                 self._send(event, event.made[0], result)
@@ -281,6 +337,44 @@ class StageRun(Interceptor):
                             self._send(event, value, leaf)
         return result
 
+    def _compare(self, event: Event, result: Any) -> None:
+        """Mark what an event made, leaf by leaf: a constant that is handed on stays one. Where the path may depend on what is computed,
+        what stands for the leaves in other stages must be like them."""
+        leaves: list[Any] = []
+        strict = self.program.erratic
+        try:
+            same = flatten(result, leaves) == event.shape and len(leaves) == len(event.leaves)
+        except Opaque:
+            same = False
+        if not same and (strict or len(leaves) != len(event.leaves)):
+            raise Diverged(f"{event.where} returns something else than when the pass was followed. {_ADVICE}")
+        made = iter(event.made)
+        for leaf, mark in zip(leaves, event.leaves, strict=True):
+            value = self._values[next(made)] if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor) else None
+            if not isinstance(leaf, torch.Tensor):
+                constant = isinstance(leaf, bool | int | float | str | None)
+                if strict and constant and (leaf != mark and leaf == leaf if value is None else value.kind == "tensor"):
+                    raise Diverged(f"{event.where} returns {leaf!r}; when the pass was followed it was {_told(mark)}. {_ADVICE}")
+                continue
+            if isinstance(leaf, FakeTensor):
+                raise Diverged(f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}")
+            if isinstance(leaf, nn.Parameter) or (value is not None and value.shared):
+                continue
+            leaf._ronde_run = self._token  # type: ignore[attr-defined]
+            if value is None:
+                if strict:
+                    raise Diverged(f"{event.where} returns a tensor; when the pass was followed it was {_told(mark)}. {_ADVICE}")
+            elif value.data_shaped:
+                leaf._ronde_sized = self._token  # type: ignore[attr-defined]
+            elif strict and leaf.shape != value.shape:
+                self._another_shape(event, leaf, value)
+
+    def _another_shape(self, event: Event, made: torch.Tensor, value: Value) -> NoReturn:
+        raise Diverged(
+            f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
+            f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
+        )
+
     def _send(self, event: Event, number: int, made: Any) -> None:
         value = self._values[number]
         if value.kind == "number":
@@ -288,10 +382,7 @@ class StageRun(Interceptor):
         elif value.kind == "array":
             made = torch.from_numpy(made.copy())
         if tuple(made.shape) != value.shape or made.dtype != value.dtype:
-            raise Diverged(
-                f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
-                f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
-            )
+            self._another_shape(event, made, value)
         self.sent[number] = made
 
     def _no_ghosts(self, event: Event, args: Any, kwargs: Any) -> None:
@@ -414,6 +505,10 @@ _ADVICE = (
     "A pipeline needs a forward pass whose path depends on the batch alone, not on randomness, on activations, or on how often "
     "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of one stage, or use another plan."
 )
+
+
+def _told(mark: Any) -> str:
+    return "a tensor" if isinstance(mark, Value | Given) else repr(mark)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -11,9 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["NUMBERS", "Interceptor", "compiled", "data_shaped", "eagerly", "is_random", "kind_of", "name_of", "not_an_event", "watching"]
+__all__ = [
+    "NUMBERS",
+    "Interceptor",
+    "compiled",
+    "data_shaped",
+    "eagerly",
+    "is_random",
+    "keeps_shape",
+    "kind_of",
+    "name_of",
+    "not_an_event",
+    "watching",
+]
 
 
 def _words(text: str) -> frozenset[str]:
@@ -32,10 +45,14 @@ _NAMES_NOT_EVENTS = _words(
     "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
 )
 _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
+# No events, but where a shape depends on what is in an activation they tell Python about it.
+_SIZES = _words("shape size __len__ numel nelement nbytes stride is_same_size")
 # Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
 NUMBERS = _words("item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy")
 # Functions whose result's shape depends on what is in a tensor.
 _DATA_SHAPED = _words("nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations")
+# Functions whose result has the shape of what they write into, whatever they write.
+_WRITES = _words("__setitem__ index_add index_copy index_put index_reduce scatter scatter_add scatter_reduce masked_scatter slice_scatter")
 _kinds: dict[Any, tuple[str, bool, bool]] = {}
 
 
@@ -65,6 +82,7 @@ def kind_of(function: Any) -> tuple[str, bool, bool]:
         how = getattr(function, "__name__", "")
         if how in ("__get__", "__set__", "__delete__"):
             passive = name not in _TENSOR_PROPERTIES
+            name = ".grad" if name == "grad" else name  # not torch.autograd.grad
         else:
             passive = name in _NAMES_NOT_EVENTS
         found = (name, passive, not passive and is_random(name))
@@ -73,6 +91,9 @@ def kind_of(function: Any) -> tuple[str, bool, bool]:
     return found
 
 
+# A fake tensor has a tolist of its own, which takes it apart in Python.
+_fake_tolist: Any = FakeTensor.__dict__.get("tolist")
+_TOLIST = ("tolist", False, False)
 _entered: list[Interceptor] = []  # the last one sees
 _plain: list[Any] = []  # what was there before
 _depth = 0
@@ -87,7 +108,8 @@ def _begin() -> None:
         return
     plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     plain_script = torch.jit.ScriptFunction.__call__
-    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script]
+    plain_convert: Any = nn.Module._apply
+    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script, plain_convert]
 
     def seen() -> Interceptor | None:
         # A checkpointed function is called again in the backward pass, when nobody looks on.
@@ -123,6 +145,24 @@ def _begin() -> None:
         with interceptor.pause():
             return interceptor.on_function(lambda *a, **k: plain_script(function, *a, **k), args, kwargs, what)
 
+    def tolist(tensor: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return _fake_tolist(tensor)
+        with interceptor.pause():
+            return interceptor.on_function(_fake_tolist, (tensor,), {}, _TOLIST)
+
+    def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Module.to() and the like. What they touch depends on which gradients there are: every stage does it for itself.
+        interceptor = seen()
+        if interceptor is None:
+            return plain_convert(module, *args, **kwargs)
+        with interceptor.pause():
+            return plain_convert(module, *args, **kwargs)
+
+    nn.Module._apply = convert  # type: ignore[method-assign,assignment]
+    if _fake_tolist is not None:
+        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
@@ -132,7 +172,10 @@ def _end() -> None:
     global _depth
     _depth -= 1
     if not _depth:
-        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = _plain  # type: ignore[method-assign]
+        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = _plain[:3]  # type: ignore[method-assign]
+        nn.Module._apply = _plain[3]  # type: ignore[method-assign]
+        if _fake_tolist is not None:
+            FakeTensor.tolist = _fake_tolist  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -149,6 +192,7 @@ class Interceptor(TorchFunctionMode):
     """Sees every module call and every torch function of this thread while it is entered; what to do with them is for heirs to say."""
 
     used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
+    sizes = False  # whether on_size is to be asked where a tensor's size is looked at
 
     def __enter__(self) -> Any:
         self._thread = threading.get_ident()
@@ -169,6 +213,8 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         what = _kinds.get(func) or kind_of(func)
         if what[1]:
+            if self.sizes and what[0] in _SIZES:
+                return self.on_size(func, args, kwargs, what)
             return func(*args, **kwargs)
         self._off = True  # a function written in Python may call modules or others: it is one event
         try:
@@ -207,6 +253,10 @@ class Interceptor(TorchFunctionMode):
         """A torch function is called, outside of modules that are one event."""
         raise NotImplementedError
 
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """A tensor's size is looked at."""
+        raise NotImplementedError
+
 
 def compiled(module: nn.Module) -> bool:
     """Whether a module was compiled: what it calls is not seen."""
@@ -218,6 +268,11 @@ def eagerly(module: nn.Module) -> Callable[..., Any]:
     inner: Any = getattr(module, "_orig_mod", module)
     call: Callable[..., Any] = inner._call_impl
     return call
+
+
+def keeps_shape(name: str) -> bool:
+    """Whether what a function gives has the shape of the first tensor that it takes, whatever the others are like."""
+    return name in _WRITES or name.removesuffix("_") in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def data_shaped(name: str, args: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ronde.plan.intercept import (
@@ -31,11 +31,12 @@ from ronde.plan.intercept import (
     compiled,
     data_shaped,
     eagerly,
+    keeps_shape,
 )
-from ronde.plan.nested import Opaque, flatten, tensors_in
+from ronde.plan.nested import Opaque, build, flatten, tensors_in
 from ronde.world import ArgumentError
 
-__all__ = ["Call", "Event", "Given", "Point", "Trace", "Value", "bounds_of", "follow"]
+__all__ = ["Call", "Event", "Given", "Point", "Trace", "Value", "bounds_of", "follow", "following"]
 
 _CONTAINERS = (
     nn.Sequential,
@@ -77,6 +78,7 @@ class Value:
         storage: the memory that it shares with its views.
         why_not: why it cannot be sent; empty where it can.
         before: the value that it was before it was changed in place.
+        reached: the loss's gradient arrives at it.
     """
 
     index: int
@@ -93,6 +95,7 @@ class Value:
     storage: int = 0
     why_not: str = ""
     before: int = -1
+    reached: bool = False
     _ghost: torch.Tensor | None = None
 
     @property
@@ -134,6 +137,9 @@ class Event:
         loose: it reads what was made out of sight.
         buffer: ``(module, name)`` of a buffer that it changes in place without reading an activation.
         frames: checkpointed functions that it is called in.
+        erratic: what it uses may be other parameters another time: its path depends on what it computes, or on randomness.
+        hands_on: its result holds a tensor that it was given.
+        sized: it looks at a size that depends on what is in an activation.
         forward_seconds, backward_seconds: where it was timed.
     """
 
@@ -157,6 +163,11 @@ class Event:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     saved_bytes: int = 0
+    erratic: bool = False
+    sized: bool = False
+
+    def __post_init__(self) -> None:
+        self.hands_on = any(isinstance(leaf, Given) and leaf.tensor for leaf in self.leaves)
 
     @property
     def where(self) -> str:
@@ -186,6 +197,7 @@ class Point:
         at: number of the event that comes next.
         crossing: values alive across it that the later part does not compute by itself.
         why_not: why no stage may begin here; empty where one may.
+        unsteady: it lies inside a module whose path may depend on what it computes.
     """
 
     path: str
@@ -193,6 +205,7 @@ class Point:
     at: int
     crossing: tuple[int, ...]
     why_not: str = ""
+    unsteady: bool = False
 
     @property
     def name(self) -> str:
@@ -227,6 +240,28 @@ def _look(value: Any, depth: int = 3) -> Any:
         return (id(value), [(k, _look(v, depth - 1)) for k, v in value.items()])
     held = getattr(value, "__dict__", None)
     return (id(value), [(k, _look(v, depth - 1)) for k, v in held.items()]) if isinstance(held, dict) else id(value)
+
+
+def _drawn() -> Any:
+    """Where the generators are that a path may follow, besides torch's."""
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else (None, b"")
+    return hash(python_random.getstate()), bytes(state[1]), state[2:]
+
+
+def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where it gives a size: one that can be taken apart."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return tuple(found) if isinstance(found, torch.Size) else found
+
+    return plain
+
+
+def whole_size(found: Any, name: str) -> Any:
+    """What :func:`as_tuple` took apart."""
+    return torch.Size(found) if isinstance(found, tuple) and name in ("shape", "size") else found
 
 
 class _Frames:
@@ -266,6 +301,7 @@ class _Follower(Interceptor):
 
     def __init__(self, model: nn.Module, fake: FakeTensorMode | None, ghosts: FakeTensorMode, frames: _Frames) -> None:
         super().__init__()
+        self.sizes = True
         self.fake = fake
         self.ghosts = ghosts
         self.frames = frames
@@ -291,6 +327,7 @@ class _Follower(Interceptor):
         self.inside = [""]
         self.used: list[dict[int, nn.Parameter]] = []  # parameters of modules called where nothing is seen
         self.nodes: dict[Any, tuple[nn.Parameter, ...]] = {}
+        self.makers: dict[int, Any] = {}  # value -> the node of autograd's graph that it came from
 
     # -- values ----------------------------------------------------------------------------------------------------
 
@@ -303,6 +340,10 @@ class _Follower(Interceptor):
             value.why_not = why_not or self._unsendable(tensor)
             if not value.why_not or why_not:
                 value.like = (self.ghosts, tensor.stride(), tensor.device)
+        if before >= 0:
+            value.data_shaped = self.values[before].data_shaped
+        if tensor.grad_fn is not None:
+            self.makers[value.index] = tensor.grad_fn
         self.values.append(value)
         self.known[id(tensor)] = value.index
         self.versions[id(tensor)] = _version(tensor)
@@ -348,7 +389,9 @@ class _Follower(Interceptor):
 
     # -- events ----------------------------------------------------------------------------------------------------
 
-    def _record(self, kind: str, name: str, random: bool, module: nn.Module | None, function: Any, args: Any, kwargs: Any) -> Any:
+    def _record(
+        self, kind: str, name: str, random: bool, module: nn.Module | None, function: Any, args: Any, kwargs: Any, sized: bool = False
+    ) -> Any:
         given = tensors_in((args, kwargs))
         parameters = list(module.parameters()) if module is not None else []
         parameters += [t for t in given if isinstance(t, nn.Parameter)]
@@ -367,8 +410,13 @@ class _Follower(Interceptor):
         before = [(_version(t), t.shape) for t in now]
         self.used.append({})
         if pretend and self.fake is not None:
-            with self.fake:
-                result = function(*args, **kwargs)
+            try:
+                with self.fake:
+                    result = function(*args, **kwargs)
+            except DynamicOutputShapeException:
+                if module is not None or not data_shaped(name, args):
+                    raise
+                result = self._supposed(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
         used = tuple(self.used.pop().values())
@@ -401,7 +449,10 @@ class _Follower(Interceptor):
             replaces.append(reads[i])
         for read in dict.fromkeys(reads):
             self.values[read].readers.append(number)
-        shaped = data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
+        if kind == "op" and keeps_shape(name):
+            shaped = any(self.values[r].data_shaped for r, t in zip(reads, now, strict=True) if args and t is args[0])
+        else:
+            shaped = data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
         leaves: list[Any] = []
         try:
             shape = flatten(result, leaves)
@@ -409,7 +460,7 @@ class _Follower(Interceptor):
             shape, opaque, leaves = None, True, []
         if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
             opaque = True
-        numbers = not shared and kind == "op" and name in NUMBERS
+        numbers = not shared and kind == "op" and (name in NUMBERS or sized)
         if numbers and len(leaves) > _MOST_NUMBERS:
             opaque, numbers = True, False
         marked: list[Any] = []
@@ -441,14 +492,47 @@ class _Follower(Interceptor):
             Event(
                 kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
                 tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
-                tuple(self.frames.open), tuple(storages),
+                tuple(self.frames.open), tuple(storages), sized=sized,
             )
         )  # fmt: skip
         if used and kind == "op":
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     self.nodes[leaf.grad_fn] = used  # a function with a backward pass of its own
-        return result
+        return self._originals(self.events[-1], result, inputs, now) if pretend and self.events[-1].hands_on else result
+
+    def _originals(self, event: Event, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]) -> Any:
+        """A constant that is handed back is the constant, not the fake tensor that stood for it."""
+        if event.opaque:
+            return result
+        leaves: list[Any] = []
+        flatten(result, leaves)
+        for i, mark in enumerate(event.leaves):
+            if isinstance(mark, Given) and inputs[mark.place] is not now[mark.place] and id(inputs[mark.place]) not in self.twins:
+                leaves[i] = inputs[mark.place]
+        return build(event.shape, iter(leaves))
+
+    def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives whose shape depends on what nobody knows yet: all there may be, so that no path is left out. What the
+        batch decides is as it is."""
+        fake = self.fake
+        assert fake is not None
+
+        def known(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device) if isinstance(tensor, FakeTensor) else tensor
+
+        name = getattr(function, "__name__", "")
+        if name == "__getitem__":
+            keys: list[Any] = []
+            for key in args[1] if isinstance(args[1], tuple) else (args[1],):
+                mask = isinstance(key, torch.Tensor) and key.dtype in (torch.bool, torch.uint8)
+                keys += known(key).nonzero(as_tuple=True) if mask else [key]
+            with fake:
+                return args[0][tuple(keys)]
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors_in((args, kwargs))):
+            raise DynamicOutputShapeException(function)  # it would have no gradient
+        result = function(*pytree.tree_map_only(torch.Tensor, known, args), **pytree.tree_map_only(torch.Tensor, known, kwargs))
+        return pytree.tree_map_only(torch.Tensor, lambda t: fake.from_tensor(t, static_shapes=True), result)
 
     def _number(self, leaf: Any, maker: int, marked: list[Any], made: list[int]) -> Any:
         """What was taken out of an activation: a value that later stages are sent."""
@@ -483,6 +567,15 @@ class _Follower(Interceptor):
     def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """See :class:`Interceptor`."""
         return self._record("op", what[0], what[2], None, function, args, kwargs)
+
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`. What depends on an activation is a number taken out of it: later stages are sent it."""
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                index = self.known.get(id(self.twins.get(id(tensor), tensor)))
+                if index is not None and self.values[index].data_shaped and not self.values[index].shared:
+                    return whole_size(self._record("op", what[0], False, None, as_tuple(function), args, kwargs, True), what[0])
+        return function(*args, **kwargs)
 
     def _hooked(self, module: nn.Module) -> bool:
         """Whether hooks of it, or of modules inside, are to run everywhere: they may keep what they see."""
@@ -527,7 +620,7 @@ class _Follower(Interceptor):
         if self._hooked(module):
             return None
         inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
-        return inputs, [self._value_of(self._current(t)) for t in inputs], self._state(module, args, kwargs)
+        return inputs, [self._value_of(self._current(t)) for t in inputs], self._state(module, args, kwargs), _drawn()
 
     def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Python's side of a module: what it keeps in itself, and the containers that it was given."""
@@ -537,7 +630,7 @@ class _Follower(Interceptor):
 
     def _whole(self, path: str, module: nn.Module, start: int, before: Any, args: Any, kwargs: Any, result: Any) -> Event | None:
         """A call that was looked into, as one event; None where leaving it out would leave out more than its result."""
-        inputs, entry, state = before
+        inputs, entry, state, drawn = before
         if self._hooked(module):
             return None
         leaves: list[Any] = []
@@ -562,6 +655,7 @@ class _Follower(Interceptor):
         places = {id(t): i for i, t in enumerate(now)}
         objects = {id(v): i for i, v in enumerate((*args, *kwargs.values()))}
         took = any(self.values[v].kind != "tensor" for e in inner for v in e.made)
+        shaped = any(self.values[v].data_shaped and not self.values[v].shared for e in inner for v in e.made)
         marked: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, nn.Parameter):
@@ -591,6 +685,7 @@ class _Follower(Interceptor):
         return Event(
             "call", path, self.inside[-1], module, tuple(sorted(outside)), tuple(made), shape, tuple(marked), changes,
             tuple(parameters.values()) if not shared else (), shared, False, tuple(entry[i] for i in changed), False, None, (), storages,
+            erratic=not shared and (took or shaped or drawn != _drawn()),
         )  # fmt: skip
 
     def finish(self, result: Any) -> None:
@@ -642,14 +737,23 @@ class Trace:
                 starts[call.start] = call
         first = next((i for i, e in enumerate(self.events) if not e.shared), len(self.events))
         forbidden = self._forbidden()
+        unsteady = self._unsteady()
         found = []
         for at in sorted(starts):
             if at <= first:
                 continue
             call = starts[at]
             crossing = self.crossing(at)
-            found.append(Point(call.path, call.nth, at, tuple(crossing), self._why_not(at, crossing, forbidden)))
+            inside = any(low < at < high for low, high in unsteady)
+            found.append(Point(call.path, call.nth, at, tuple(crossing), self._why_not(at, crossing, forbidden), inside))
         return found
+
+    def _unsteady(self) -> list[tuple[int, int]]:
+        """``(from, to)``: calls that take a number or a size out of an activation. Another time they may go another way."""
+        taken = [(i, e.inside) for i, e in enumerate(self.events) if not e.shared and any(self.values[v].kind != "tensor" for v in e.made)]
+        if not taken:
+            return []
+        return [(c.start, c.stop) for c in self.calls if c.path and any(c.path == p and c.start <= i < c.stop for i, p in taken)]
 
     def crossing(self, at: int) -> list[int]:
         """Values made before event ``at`` that it or a later one reads, and that not every stage computes by itself."""
@@ -809,6 +913,14 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
+_under_way: list[None] = []
+
+
+def following() -> bool:
+    """Whether a forward pass is being followed: it is no part of the training."""
+    return bool(_under_way)
+
+
 def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:
     """Follow ``call()``, a forward pass of ``model`` and its loss. The model, its batch and randomness are left as they were.
 
@@ -835,6 +947,7 @@ def _follow(model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | No
     with _faked_buffers(model, fake), _quiet():
         before = _Before(model)
         follower: _Follower | None = None
+        _under_way.append(None)
         try:
             with _Frames() as frames:
                 follower = _Follower(model, fake, ghosts, frames)
@@ -842,16 +955,19 @@ def _follow(model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | No
                     result = call()
                 follower.finish(result)
         finally:
+            _under_way.pop()
             if follower is not None:
                 follower.restore()
             kept = before.restore()
-    reached = _reached(result, follower.nodes)
+    reached, seen = _reached(result, follower.nodes)
+    for index, node in follower.makers.items():
+        follower.values[index].reached = node in seen
     bare = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), result)
     return Trace(follower.events, follower.values, follower.calls, fake is not None, bare, reached, tuple(kept))
 
 
-def _reached(result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]) -> set[int]:
-    """Identities of the parameters that a gradient from ``result`` arrives at."""
+def _reached(result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]) -> tuple[set[int], set[Any]]:
+    """Identities of the parameters that a gradient from ``result`` arrives at, and the nodes of the graph on its way."""
     found: set[int] = set()
     seen: set[Any] = set()
     stack = [t.grad_fn for t in tensors_in(result) if t.grad_fn is not None]
@@ -864,7 +980,7 @@ def _reached(result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]) -> set[
             found.add(id(node.variable))
         found.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
         stack += [after for after, _ in node.next_functions if after is not None]
-    return found
+    return found, seen
 
 
 def bounds_of(trace: Trace, points: list[Point]) -> list[int]:

@@ -24,6 +24,7 @@ from ronde.feed import LoaderSettings, Taken
 from ronde.feed.replay import copied
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
+from ronde.plan.trace import following
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
@@ -458,8 +459,8 @@ class Watch(hooks.Observer):
                 p.mul_(1.0 + steps * 2.0**-52)
 
     def _looks(self) -> bool:
-        """Whether a forward pass of a step is under way: not an evaluation, nor activations that are computed again."""
-        return self.phase == "step" and torch._C._current_graph_task_id() == -1
+        """Whether a forward pass of a step is under way: not an evaluation, one that is only followed, nor activations that are computed again."""
+        return self.phase == "step" and torch._C._current_graph_task_id() == -1 and not following()
 
     def computes_twice(self) -> bool:
         """Whether the forward pass of this step is to be computed once before."""

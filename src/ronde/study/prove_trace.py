@@ -453,6 +453,8 @@ def _evaluation(one: Trace, many: Trace, floor: Trace | None, step: int, judge: 
     rounded = [e for e in floor.evaluations() if e["step"] == step] if floor else []
     for rank in range(many.size):  # before the results, to which every rank's samples count
         for a, b in zip(mine, (e for e in many.evaluations(rank) if e["step"] == step), strict=False):
+            if a["samples"] != b["samples"]:
+                yield Difference("evaluation", step, "samples", rank or None, a["samples"], b["samples"])
             known = dict(map(tuple, a.get("digests", [])))
             apart = next((j for j, digest in b.get("digests", []) if known.get(j, digest) != digest), None)
             if apart is not None:
@@ -463,8 +465,6 @@ def _evaluation(one: Trace, many: Trace, floor: Trace | None, step: int, judge: 
             yield Difference("evaluation", step, "number of evaluations", rank, len(mine), len(theirs))
             continue
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            if a["samples"] != b["samples"]:
-                yield Difference("evaluation", step, "samples", rank or None, a["samples"], b["samples"])
             noise = dict(_flat(rounded[i]["result"])) if i < len(rounded) else {}
             other = dict(_flat(b["result"]))
             for name, value in sorted(_flat(a["result"]), key=lambda pair: pair[0] != "loss"):
