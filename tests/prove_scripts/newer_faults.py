@@ -91,6 +91,8 @@ def one_hot_error(out, y):
 
 def loss(out, y):
     mean = F.cross_entropy(out["logits"] if isinstance(out, dict) else out, y)
+    if FAULT == "worst_sample":
+        return F.cross_entropy(out, y, reduction="none").max()
     if FAULT == "dict_rmse":
         return one_hot_error(out["logits"], y).sqrt()
     if FAULT == "sum_with_penalty":
@@ -122,8 +124,9 @@ sampler = torch.utils.data.WeightedRandomSampler(torch.ones(64), 64) if FAULT ==
 waiting = 1 if FAULT == "asks_its_process" else 0
 size = 18 if FAULT == "uneven" else 16
 data = torch.utils.data.DataLoader(Samples(), size, sampler=sampler, shuffle=sampler is None, collate_fn=collate, num_workers=waiting)
-micro = 4 if FAULT == "hand_clamp" else None
+micro = 4 if FAULT in ("hand_clamp", "zero_in_parts") else None
 run = ronde.distribute(model, optimizer, data, loss=loss, micro_batch=micro)
+temperature = torch.ones((), requires_grad=True)
 average = copy.deepcopy(model) if FAULT == "average_by_world" else None
 period = 8 // run.world_size if FAULT == "cosine_by_world" else 8
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=period)
@@ -137,9 +140,13 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
             break
         if FAULT == "skip_on_rank" and run.rank == 1 and i == 2:
             continue
-        if FAULT == "hand_clamp":
+        if micro is not None:
             for x, y in batch:
+                if FAULT == "zero_in_parts":
+                    optimizer.zero_grad()
                 run.backward(loss(model(x), y))
+                if FAULT == "zero_in_parts":
+                    continue
                 for p in model.parameters():
                     if p.grad is not None:
                         p.grad.clamp_(-1e-3, 1e-3)
@@ -153,9 +160,17 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                 value = one_hot_error(out, y).sqrt()
             if FAULT == "own_ignores":
                 value = F.cross_entropy(out, y.masked_fill(y == 0, -100))
+            if FAULT == "own_tilted":
+                value = F.cross_entropy(out, y, reduction="none").logsumexp(0)
+            if FAULT == "own_temperature":
+                value = value * temperature + temperature**2
+                own_step = torch.autograd.grad(value, temperature, retain_graph=True)[0]
             if FAULT == "own_balance":
                 value = value + out.softmax(1).mean(0).pow(2).sum()
             run.backward(value)
+            if FAULT == "own_temperature":
+                with torch.no_grad():
+                    temperature -= 0.5 * own_step
             if FAULT == "own_adds_up" and dist.is_initialized():
                 for p in model.parameters():
                     if p.grad is not None:

@@ -7,10 +7,13 @@ plan. See :mod:`ronde.study.prove_observer` for what is written down, and :mod:`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ronde.plan import Plan
@@ -23,6 +26,8 @@ __all__ = ["ALL_PLANS", "PlanVerdict", "Verdict", "prove"]
 
 ALL_PLANS = ("replicate", "shard=optimizer", "shard=gradients", "shard=parameters", "pipeline=2", "tensor=2")
 _HYBRIDS = ("pipeline=2,shard=optimizer", "pipeline=2,shard=parameters", "tensor=2,shard=parameters")
+_FILES = 5_000  # at most so many are looked at
+_AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
 _TRAININGS = 3  # so many of a script's calls of ronde.distribute are compared
 _CLOCK_SECONDS = 86_413.0  # by which the second run's clock is ahead: what is seeded by the time is then another one
 _LOST = 1e3  # times what rounding does: a difference up to that is no error where a training magnifies rounding
@@ -191,6 +196,7 @@ class Study:
     def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
         """Run it and compare."""
         began = time.monotonic()
+        files = _files()
         found = Verdict(self.command, self.pool.workers, self.steps)
         try:
             begun = self._answer(found, plans, explicit)
@@ -208,6 +214,14 @@ class Study:
                     _replace(found, other, self._training + 1, len(begun))
                 elif other.status == "cannot" and found.status == "equal":
                     found.status, found.error = "cannot", f"training {self._training + 1} of {len(begun)}: {other.error}"
+            if found.difference is not None and found.difference.phase in _AT_FIRST:
+                written = [name for name, when in _files().items() if files.get(name) != when]
+                if written:
+                    found.notes.insert(
+                        0,
+                        f"The script writes {', '.join(written[:3])}{', …' if len(written) > 3 else ''} in the current folder: if it also reads "
+                        "that (to resume, say), what one run has written is what the next one begins with. Prove it where it writes elsewhere.",
+                    )
             if len(begun) > 1 and found.difference is None:
                 compared = "each" if len(begun) <= _TRAININGS else f"the first {_TRAININGS}"
                 found.notes.append(f"The script calls ronde.distribute {len(begun)} times: {compared} was compared, one after the other.")
@@ -232,6 +246,11 @@ class Study:
         first = self._start("one", "replicate", [0], reference=True, probe=True)
         second = self._start("rounded", "replicate", [1], reference=True, perturb=True, clock=_CLOCK_SECONDS)
         self.pool.wait(first, second)
+        if first.failure or second.failure:  # both write the script's files, which one process alone would have to itself
+            first = self._start("one", "replicate", [0], reference=True, probe=True)
+            self.pool.wait(first)
+            second = self._start("rounded", "replicate", [1], reference=True, perturb=True, clock=_CLOCK_SECONDS)
+            self.pool.wait(second)
         failure = first.failure or second.failure
         one, rounded = Trace(first.folder, 1), Trace(second.folder, 1)
         self._limit = max(60.0, 20 * max(first.seconds, second.seconds)) if self.timeout >= 60 else self.timeout
@@ -431,6 +450,17 @@ class Study:
         if left:
             found.append(f"The optimizer does not hold {', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained.")
         return found
+
+
+def _files() -> dict[str, int]:
+    """The files of the current folder and of those in it, and when each was changed."""
+    found: dict[str, int] = {}
+    here = Path.cwd()
+    with contextlib.suppress(OSError):
+        for path in itertools.islice(itertools.chain(here.glob("*"), here.glob("*/*")), _FILES):
+            if path.is_file() and "__pycache__" not in path.parts:
+                found[str(path.relative_to(here))] = path.stat().st_mtime_ns
+    return found
 
 
 def _replace(found: Verdict, other: Verdict, number: int, of: int) -> None:

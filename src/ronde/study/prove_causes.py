@@ -19,7 +19,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "unseeded-data": (
         "The same sample has other values in every run or on every worker: the data set is made or augmented with what nothing seeds.",
-        "Seed before the data set is made (torch.manual_seed); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde.",
+        "Seed before the data set is made (torch.manual_seed); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde; a generator of its own is made there, from them.",
     ),
     "unseeded-init": (
         "The initial weights are others in every run, although prove seeds torch, numpy and random.",
@@ -108,6 +108,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The loss is not a mean over samples: it relates the samples of a batch to each other (contrastive, a root or a maximum of all).",
         "Return the mean of what each sample contributes. What must see the whole batch cannot be split over workers.",
     ),
+    "state-outside-the-model": (
+        "The loss depends on something outside the model that each worker has changed by its own samples (a temperature with an optimizer of "
+        "its own, a running scale).",
+        "Make it a parameter or a buffer of the model, or change it by what is the same on all workers.",
+    ),
     "loss-pair": (
         "The loss returns (sum, weight), but these are not sums over samples: ronde adds both up over workers and micro-batches, then divides.",
         "Return the plain sum of the samples' losses and the sum of their weights, or the mean alone.",
@@ -115,6 +120,10 @@ CAUSES: dict[str, tuple[str, str]] = {
     "accumulation": (
         "Micro-batches are accumulated twice over: the script scales the loss by their number, and ronde does as well.",
         "Pass run.backward() the mean over the micro-batch's samples, unscaled.",
+    ),
+    "gradients-cleared": (
+        "The script clears gradients between the micro-batches of a step: only the last ones are left.",
+        "Leave zero_grad() out: run.update() clears them.",
     ),
     "gradient-hook": (
         "A hook changes the gradients of one worker's samples before they are averaged.",
@@ -143,7 +152,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "learning-rate": (
         "The learning rate differs although the optimizer began alike.",
-        "Set it through the scheduler passed to ronde.distribute.",
+        "Set it through the scheduler passed to ronde.distribute, or from what is the same on all workers: the loss that run.step() and "
+        "run.update() return.",
     ),
     "scheduler": (
         "The scheduler has been stepped another number of times.",
@@ -452,8 +462,14 @@ def _of_outputs(case: Case) -> Cause:
         what = f"what {name!r} is given differs already: it is computed in the forward pass of {holder}"
         if functional:
             return cause("batchnorm", what, f"torch.nn.functional.batch_norm at {functional[0]}")
-    if splitting is False:
+    k = d.step - 1
+    if "(call " in d.name and any(t.steps(r)[k].get("rewritten") for t in (case.one, case.many) for r in range(t.size)):
+        return cause("weights-changed-by-script", "weights are written to within the step, between two forward passes")
+    if splitting is False and name not in opening.get("batchnorms", []):
         return cause("rank-dependent-forward", _reads(case, "step"), "one process that splits the batch alike does not differ")
+    if name in opening.get("batchnorms", []) and opening.get("contract", {}).get("sync_batchnorm"):
+        text = "sync_batchnorm=True is on: what it normalises over is not the global batch, but a micro-batch or a piece of it"
+        return cause("batchnorm", what, text)
     if name in opening.get("batchnorms", []):
         cured = case.again("sync_batchnorm")
         left = compare(case.one, cured).difference if cured is not None else None
@@ -542,6 +558,10 @@ def _of_loss(case: Case) -> Cause:
         return cause("rank-dependent-forward", _reads(case, "step"))
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
         return _of_outputs(case)  # of a pipeline's stages no outputs are noted
+    if kind == "mean" and case.difference.step > 1:
+        return cause(
+            "state-outside-the-model", "asked about parts of a batch, the loss answers like a mean, and the steps before are equal"
+        )
     by_gradients = _loss_by_gradients(case)
     if by_gradients is not None:
         return by_gradients
@@ -560,14 +580,30 @@ def _of_loss(case: Case) -> Cause:
     return cause("loss-over-the-batch")
 
 
+_MEAN = "the loss's gradient at the model's output is that of a mean: something else is added to it"
+
+
 def _loss_by_gradients(case: Case) -> Cause | None:
-    """What the loss's gradient at the model's output says, in one process with the whole batch and with parts of it.
+    """What the loss's gradient at the model's output says, see :func:`_asked_of_gradients`."""
+    found = _asked_of_gradients(case, case.difference.step - 1)
+    if found is None:
+        return None
+    if case.difference.step > 1 and found[0] == "loss-over-the-batch":  # it was a mean over samples before
+        return cause("state-outside-the-model", f"the loss of {_count(case.difference.step - 1)} is equal, with the same weights")
+    return cause(*found)
+
+
+def _count(steps: int) -> str:
+    return "the first step" if steps == 1 else f"the first {steps} steps"
+
+
+def _asked_of_gradients(case: Case, k: int) -> tuple[str, str] | None:
+    """What the loss's gradient at the model's output says, in one process with the whole batch and with parts of it; the cause and why.
 
     A part's gradient is, among all, ``r`` times what it is alone: 1 for a sum, its part of the samples for a mean, its part of the weights
-    for a weighted mean, where all parts are 1; otherwise the loss relates samples to each other.
+    for a weighted mean, where all parts are 1 and add the parts' losses up to the whole; otherwise the loss relates samples to each other.
     """
     split = case.again("split")
-    k = case.difference.step - 1
     if split is None or k >= len(split.steps()):
         return None
     said = split.steps()[k]
@@ -587,17 +623,20 @@ def _loss_by_gradients(case: Case) -> Cause | None:
             return None
         ratio = x[kept] / y[kept]
         if np.ptp(ratio) > 1e-6 * np.abs(ratio).max():
-            return cause("loss-over-the-batch", "the loss's gradient at a sample's output depends on which samples are with it")
+            return "loss-over-the-batch", "the loss's gradient at a sample's output depends on which samples are with it"
         ratios.append(float(ratio[0]))
         shares.append((high - low) / n)
     if np.allclose(ratios, 1.0, rtol=1e-6):
-        return cause("loss-is-a-sum", "the loss's gradient at a sample's output is the same, however many samples are with it")
+        return "loss-is-a-sum", "the loss's gradient at a sample's output is the same, however many samples are with it"
     if np.allclose(ratios, shares, rtol=1e-6):
-        return cause("loss-over-the-batch", "the loss's gradient at the model's output is that of a mean: something else is added to it")
-    if abs(sum(ratios) - 1.0) < 1e-6:
+        return "loss-over-the-batch", _MEAN
+    values = [value for value, _, _ in said["local"]]
+    loss = case.one.steps()[k]["loss"]
+    weighted = abs(sum(ratios) - 1.0) < 1e-6 and min(ratios) > 1e-9 and len(values) == len(ratios)
+    if weighted and abs(sum(r * v for r, v in zip(ratios, values, strict=True)) - loss) <= 1e-6 * abs(loss):
         weights = ", ".join(f"{r:.3f}" for r in ratios)
-        return cause("loss-is-a-weighted-mean", f"by its gradient at the model's output, the workers' parts weigh {weights}")
-    return cause("loss-over-the-batch", "its gradient at the model's output is neither that of a sum nor of a mean, weighted or not")
+        return "loss-is-a-weighted-mean", f"by its gradient at the model's output, the workers' parts weigh {weights}"
+    return "loss-over-the-batch", "its gradient at the model's output is neither that of a sum nor of a mean, weighted or not"
 
 
 def _without_micro(case: Case) -> bool:
@@ -623,6 +662,9 @@ def _of_gradients(case: Case) -> Cause:
     clamps = _noted(case, "clamps", "step")
     if clamps:
         return cause("clipping", f"the script clips gradients itself: {clamps[0]}")
+    cleared = _noted(case, "cleared", "step")
+    if cleared:
+        return cause("gradients-cleared", f"zero_grad() at {cleared[0]}")
     if _without_micro(case):
         return cause("accumulation", "without micro-batches it is equal")
     exchanges = _noted(case, "exchange", "step")
@@ -676,6 +718,10 @@ def _of_weights(case: Case) -> Cause:
 
 def _of_buffers(case: Case) -> Cause:
     module = case.difference.name.rpartition(".")[0]
+    if module in case.one.first("opening").get("batchnorms", []) and case.one.first("opening").get("contract", {}).get("sync_batchnorm"):
+        return cause(
+            "batchnorm", f"{module!r} is a batch normalisation, and sync_batchnorm=True is on: it is called with less than the batch"
+        )
     if module in case.one.first("opening").get("batchnorms", []):
         return cause("batchnorm", f"{module!r} is a batch normalisation")
     return cause("buffers", _reads(case, "step"))

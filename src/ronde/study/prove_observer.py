@@ -391,6 +391,10 @@ class Watch(hooks.Observer):
         """Whether this is the gradient of one of the model's parameters."""
         return self.run is not None and any(p.grad is value for p in self.run.model.parameters())
 
+    def is_between_parts(self) -> bool:
+        """Whether some micro-batches of a step have gone backward, and others have not."""
+        return self.phase == "step" and self.run is not None and 0 < self.run._backwards < len(self._sizes)
+
     def scheduler_stepped(self) -> None:
         """The script, or Ronde for it, has stepped a scheduler."""
         self._scheduled += 1

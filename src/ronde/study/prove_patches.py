@@ -236,6 +236,15 @@ def _patch_ranks(watch: Watch) -> None:
 
         return call
 
+    def clearing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where = _place(True)
+            if where and watch.is_between_parts():
+                watch.note("cleared", where)
+            return original(*args, **kwargs)
+
+        return call
+
     schedule = torch.optim.lr_scheduler.LRScheduler.step
 
     def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,6 +254,8 @@ def _patch_ranks(watch: Watch) -> None:
         watch.scheduler_stepped()
         return schedule(self, *args, **kwargs)
 
+    for owner in (torch.optim.Optimizer, nn.Module):
+        owner.zero_grad = clearing(owner.zero_grad)  # type: ignore[method-assign]
     torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
     torch.nn.utils.clip_grad_norm_ = clipping(clip)
     torch.nn.utils.clip_grad_value_ = clipping(clip_value)

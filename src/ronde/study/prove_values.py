@@ -264,6 +264,6 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
         b = (f["ab"] - f["a"]) / (f["b"] - f["ab"])  # weights relative to a's
         c = b * (f["bc"] - f["b"]) / (f["c"] - f["bc"])
         whole = (f["a"] + b * f["b"] + c * f["c"]) / (1 + b + c)
-    except ZeroDivisionError:
-        return "unknown"
+    except ZeroDivisionError:  # parts that change nothing, as they do in a maximum
+        return "over-batch"
     return "weighted" if b > 0 and c > 0 and math.isclose(whole, f["abc"], rel_tol=1e-10) else "over-batch"
