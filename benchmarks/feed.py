@@ -527,7 +527,7 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="to pin the contestants to; the first that this process may use")
     parser.add_argument("--images", type=int, default=512, help="JPEG files that are made")
     parser.add_argument(
-        "--rate", type=float, action="append", help="images a second of the simulated device, in `cure`; default: 220 and 400"
+        "--rate", type=float, action="append", help="images a second of the simulated device, in `cure`; default: 300 and 400"
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement, in `cure`")
     parser.add_argument("--names", type=int, default=1, help="of each of the 2,048 files in `cure`: longer epochs")
@@ -548,7 +548,9 @@ def main() -> None:
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() and args.only else {}
     import torch
 
-    results["machine"] = {"model": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    machine = {"model": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    if not args.only:
+        results["machine"] = machine
     args.out.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ronde-feed-") as folder:
         data = Path(folder)
@@ -561,8 +563,8 @@ def main() -> None:
             if which == "cure":
                 make_photographs(data / "many", 2048)
                 lengthen(data / "many", args.names)
-                results["cure"] = {}
-                for rate in args.rate or [220.0, 400.0]:
+                results["cure"] = {"machine": machine}
+                for rate in args.rate or [300.0, 400.0]:
                     print(f"\nA training on JPEG files, its device simulated at {rate:.0f} images a second; all cores")
                     found = results["cure"][f"{rate:.0f}"] = cure(data / "many", max(3, args.rounds // 2), rate, args.seconds)
                     for name, value in found["images_per_second"].items():
@@ -570,6 +572,7 @@ def main() -> None:
             else:
                 results[which] = contest(which, data, args.rounds, core)
                 results[which]["load"] = os.getloadavg()
+                results[which]["machine"] = machine
                 show(which, results[which])
             args.out.write_text(json.dumps(results, indent=1))
 
