@@ -48,6 +48,7 @@ SAMPLE = [
     "counts_calls",
     "running_mean",
     "running_scale",
+    "one_generator",
     "own_mixup",
     "collate_standardise",
     "functional_batchnorm",
@@ -168,6 +169,14 @@ def test_a_run_that_takes_too_long_is_ended(pool: Pool, tmp_path: Path) -> None:
     assert verdict.exit_status == 2 and "had not ended after 2 s: rank 0 was before ronde.distribute" in verdict.error
 
 
+def test_a_worker_that_is_killed_is_named_and_its_loop_not_blamed(pool: Pool, tmp_path: Path) -> None:
+    killed = "if os.environ.get('RANK') == '1': os.kill(os.getpid(), 9)\n"
+    (tmp_path / "train.py").write_text("import os\n" + TRAIN + killed)
+    verdict = Study(pool, [str(tmp_path / "train.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert verdict.exit_status == 2 and verdict.difference is None
+    assert "rank 1: killed by signal 9: it had" in verdict.error
+
+
 def test_a_plan_that_refuses_the_model_is_not_a_difference(pool: Pool) -> None:
     study = Study(pool, healthy_command("own"), 2, 120)
     both = study.verdict(["replicate", "pipeline=2"], explicit=False)
@@ -191,6 +200,7 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals = si
         (["prove", "--workers", "1", "t.py"], "at least 2"),
         (["prove", "--plans", "sharded", "t.py"], "is not known"),
         (["prove", "--steps", "0", "t.py"], "steps=0"),
+        (["prove", "--plan", "replicate", "t.py"], "option --plan is not known"),
         (["prove", "--json", "no/v.json", "t.py"], "there is no folder"),
         (["prove", "missing.py"], "script not found"),
     ],

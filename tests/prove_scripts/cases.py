@@ -125,6 +125,7 @@ NEWER = [
     Fault(name, *what, script="newer_faults.py")
     for name, *what in [
         ("time_seed", "unseeded-init", "initial weights", ""),
+        ("one_generator", "unseeded-data", "data", "sample"),  # and the script asks for its rank, which is not why
         ("own_generator", "randomness", "outputs", "head"),
         ("own_mixup", "randomness", "outputs", ""),
         ("collate_random", "randomness", "data", "(batch)"),

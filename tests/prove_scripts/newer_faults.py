@@ -28,6 +28,8 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         shifted = features[i] + (0.1 * me.rank if FAULT == "replacement" else 0.0)
+        if FAULT == "one_generator":  # every worker draws for fewer samples from it
+            shifted = shifted + 0.1 * own_numpy.normal()
         if FAULT == "asks_its_process":
             assert torch.utils.data.get_worker_info().id >= 0
         return shifted, labels[i]

@@ -73,6 +73,10 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     if not arguments:
         raise ArgumentError("no script given: name one, SCRIPT [ARGS…], or a module, -m MODULE [ARGS…].")
     script = Path(arguments[0])
+    if arguments[0].startswith("-") and not script.exists():
+        raise ArgumentError(
+            f"option {arguments[0]} is not known. Ronde's options come before the script, the script's own after it; --help lists them."
+        )
     if script.is_dir():
         raise ArgumentError(f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?")
     if not script.is_file():

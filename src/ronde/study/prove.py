@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ronde.plan import Plan
-from ronde.study.prove_causes import Case, Cause, cause, diagnose, disagreement
+from ronde.study.prove_causes import GONE, Case, Cause, cause, diagnose, disagreement
 from ronde.study.prove_pool import CONSEQUENCES, Failure, Launch, Pool
 from ronde.study.prove_trace import Comparison, Difference, Trace, compare
 from ronde.world import ArgumentError
@@ -188,6 +188,9 @@ class Study:
         self._runs: dict[tuple[str, str], Trace | None] = {}
         self._training = 0
         self._one: Trace | None = None
+        self._alone: dict[str, Any] | None = None
+        self._owns_its_loop = False
+        self._chaos: Difference | None = None
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
         settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
@@ -272,7 +275,7 @@ class Study:
         found.notes = self._notes(one)
         self._alone = one.first("ready").get("plan")
         self._owns_its_loop = not one.steps()[0]["given"] and one.first("opening").get("micro_batch") is None
-        self._chaos: Difference | None = None
+        self._chaos = None
         self._itself(found, one, rounded)
         if found.status == "differs":
             return trainings
@@ -391,15 +394,16 @@ class Study:
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
             return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", failure.text), error=failure.text, seconds=seconds)
-        if _reads_rank(many):
+        if _reads_rank(many) and failure.kind != "killed":  # who was killed by something else is not the loop's doing
             blind = self._again(plan, "blind")
             if blind is not None and blind.steps() and compare(one, blind).difference is None:
                 step = min(c[0] for c in counts) + 1
-                d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
-                gone_by = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+                name, who = ("what the workers wait for", None) if gone else ("what is done", failure.rank)
+                d = Difference("steps", step, name, who, None, failure.text)
                 asks = f"the script reads {', '.join(_reads_rank(many)[:3])}"
-                return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", asks, gone_by), error=failure.text, seconds=seconds)
-        where = f"rank {failure.rank}: {failure.kind}: {failure.text}" if failure.kind not in ("killed", "timeout") else failure.text
+                return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", asks, GONE), error=failure.text, seconds=seconds)
+        what = failure.text if failure.kind in ("killed", "timeout") else f"{failure.kind}: {failure.text}"
+        where = what if failure.kind == "timeout" else f"rank {failure.rank}: {what}"
         last = f"\n{failure.trace.rstrip()}" if failure.trace else ""
         return PlanVerdict(plan, "failed", error=where + last, seconds=seconds)
 

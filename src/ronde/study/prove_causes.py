@@ -10,7 +10,7 @@ import numpy as np
 
 from ronde.study.prove_trace import BATCH, EPOCHS, Difference, Trace, compare
 
-__all__ = ["CAUSES", "Case", "Cause", "diagnose", "disagreement"]
+__all__ = ["CAUSES", "GONE", "Case", "Cause", "diagnose", "disagreement"]
 
 CAUSES: dict[str, tuple[str, str]] = {
     "unseeded-sampler": (
@@ -296,7 +296,13 @@ def _by_rank(case: Case) -> bool | None:
     return left is None or left.place > case.difference.place
 
 
-_GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+def _asks(case: Case, *phases: str) -> str | None:
+    """Where the script asks for its rank, unless that was seen to make no difference: many ask only to print."""
+    return None if _by_rank(case) is False else _reads(case, *phases)
+
+
+GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+"""What was seen where the script's asking for its rank is the cause."""
 
 
 def _of_rank(case: Case) -> Cause | None:
@@ -316,7 +322,7 @@ def _of_rank(case: Case) -> Cause | None:
     before = ("setup", "between") if d.phase != "order" else ("setup",)
     if d.phase == "order" and not _reads(case, *before):
         id = "rank-dependent-loop"  # the loop's body went on without training
-    return cause(id, _reads(case), _GONE)
+    return cause(id, _reads(case), GONE)
 
 
 def _draws(case: Case, key: str = "drawn") -> str | None:
@@ -409,7 +415,7 @@ def _of_batch(case: Case) -> Cause:
 def _of_data(case: Case) -> Cause:
     if case.difference.name.startswith(BATCH) and not _loads_elsewhere(case):
         return _of_batch(case)
-    reads = _reads(case, "setup", "between", "step")
+    reads = _asks(case, "setup", "between", "step")
     return cause("data-depends-on-rank" if reads else "unseeded-data", reads)
 
 
@@ -693,7 +699,7 @@ def _of_rate(case: Case) -> Cause:
     scheduled = case.one.first("opening").get("contract", {}).get("the scheduler") != "NoneType"
     stepped = case.many.notes().get("scheduler", []) + case.one.notes().get("scheduler", [])
     where = f"the script steps a scheduler at {stepped[0].split('|', 1)[1]}" if stepped else None
-    reads = _reads(case, "between", "setup")
+    reads = _asks(case, "between", "setup")
     k = case.difference.step - 1
     alike = {t.steps(r)[k].get("scheduled") for t in (case.one, case.many) for r in range(t.size) if k < len(t.steps(r))}
     if (scheduled or stepped) and len(alike) == 1 and reads:  # it is stepped as it should be, and gives what the workers' number says

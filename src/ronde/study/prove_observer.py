@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed import LoaderSettings, Taken
@@ -28,7 +29,7 @@ from ronde.plan.trace import following
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
-from ronde.study.prove_values import cast, digest, generators, mapped, moved, per_sample, probe, tensors_of, written
+from ronde.study.prove_values import cast, digest, generators, moved, per_sample, probe, tensors_of, written
 
 __all__ = ["Settings", "Watch"]
 
@@ -487,7 +488,7 @@ class Watch(hooks.Observer):
         for i, value in enumerate(values):
             self._note_output(f"(argument {i + 1} of the loss)", value)
         if self.settings.probe and self._probed is None and self.run is not None and self._micro < len(self._sizes):
-            held = tuple(mapped(lambda t: t.detach().clone(), v) for v in values)
+            held = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), values)
             self._probed = (self.run._loss.loss, held, self._sizes[self._micro])
 
     def local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:

@@ -63,6 +63,7 @@ class Launch:
 
     Attributes:
         folder: where its trace lies.
+        failed_first: the rank that did; others are ended because of it.
         failure: None while it runs and where it ended well.
     """
 
@@ -73,6 +74,7 @@ class Launch:
     left: set[int] = field(default_factory=set)
     statuses: dict[int, int] = field(default_factory=dict)
     failed_at: float | None = None
+    failed_first: int | None = None
     timed_out: bool = False
     seconds: float = 0.0
     failure: Failure | None = None
@@ -234,6 +236,7 @@ class Pool:
             launch.seconds = time.monotonic() - launch.started
             if said["status"] and launch.failed_at is None:
                 launch.failed_at = time.monotonic()
+                launch.failed_first = launch.places.index(place)
 
     def _end(self, launch: Launch) -> None:
         for place in launch.left:
@@ -260,22 +263,26 @@ class Pool:
                     how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
                     text = f"{how}: it {_doing(launch.folder / f'rank-{rank}')}" + (f": {tail[0]}" if tail else "")
                     found.append((status == -signal.SIGKILL, 0, rank, Failure(rank, "killed", text)))
-        return min(found, key=lambda f: f[:3])[3] if found else None
+        return min(found, key=lambda f: (f[0], f[1], f[2] != launch.failed_first, f[2]))[3] if found else None
 
 
 def _doing(folder: Path) -> str:
     """What a worker did last, from its trace."""
     try:
-        last = json.loads((folder / "events.jsonl").read_text().strip().splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return "had not begun"
-    kind, step = last["kind"], last.get("step", 0)
-    return {
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+    except (OSError, ValueError):
+        events = []
+    told = {
         "begin": "was before ronde.distribute",
         "opening": "was in ronde.distribute",
         "ready": "was before its first step",
-        "step": f"had finished step {step + 1}",
-        "evaluating": f"was in run.evaluate() after step {step}",
-        "evaluated": f"had evaluated after step {step}",
+        "step": "had finished step {after}",
+        "evaluating": "was in run.evaluate() after step {step}",
+        "evaluated": "had evaluated after step {step}",
         "end": "had ended",
-    }.get(kind, str(kind))
+    }
+    last = next((e for e in reversed(events) if e["kind"] in told), None)
+    if last is None:
+        return "had not begun"
+    step = last.get("step", 0)
+    return told[last["kind"]].format(step=step, after=step + 1)

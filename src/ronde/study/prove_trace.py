@@ -427,7 +427,7 @@ def _outputs(one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge
             apart = judge.differs(value, found[name][0], other[0] if other else None, 0.0, f"output of {name!r}, step {k + 1}")
             if apart is not None:
                 if name.startswith(BATCH):
-                    yield Difference("data", k + 1, f"{BATCH}{name[len(BATCH) :]}", None, None, None, apart)
+                    yield Difference("data", k + 1, name, None, None, None, apart)
                 bad.append(Difference("outputs", k + 1, name, None, None, None, apart))
     if bad:
         yield _with_others(bad)

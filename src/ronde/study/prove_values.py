@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-__all__ = ["HALVES", "cast", "digest", "generators", "mapped", "moved", "per_sample", "probe", "tensors_of", "written"]
+__all__ = ["HALVES", "cast", "digest", "generators", "moved", "per_sample", "probe", "tensors_of", "written"]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
@@ -34,23 +35,6 @@ def cast(value: Any) -> Any:
         return value
     if isinstance(value, nn.utils.rnn.PackedSequence):
         return value.double() if value.data.dtype in HALVES else value
-    return value
-
-
-def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A value of the same kind, each of its tensors replaced."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(function, v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(function, v) for v in value)
-    if isinstance(value, Mapping):
-        changed = {k: mapped(function, v) for k, v in value.items()}
-        try:
-            return type(value)(changed)  # type: ignore[call-arg]
-        except Exception:  # a kind that takes its fields by name
-            return type(value)(**changed)
     return value
 
 
@@ -160,7 +144,7 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
             return v[low * rows : high * rows]
         return v
 
-    return tuple(mapped(cut, v) for v in values)
+    return tuple(pytree.tree_map_only(torch.Tensor, cut, v) for v in values)
 
 
 def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: int, part: int) -> bool:
@@ -176,7 +160,7 @@ def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: i
             return leaves[-1]
 
         first, *others = _slice(values, samples, 0, stop)
-        first = mapped(leaf, first)
+        first = pytree.tree_map_only(torch.Tensor, leaf, first)
         with torch.enable_grad():
             value = loss(first, *others)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
