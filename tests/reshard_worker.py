@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -166,6 +167,62 @@ def matrix(name: str, folder: Path) -> None:
     first.export(folder / "begin.safetensors")
     result["trained"] = differ(folder / "begin.safetensors", folder / "whole.safetensors")
     print(json.dumps(result))
+
+
+def states(folder: Path) -> None:
+    """The script's own ``state_dict`` and ``load_state_dict``: the weights of an earlier moment, a whole state from elsewhere, a wrong one."""
+    told: dict[str, dict[str, object]] = {}
+    os.environ["RONDE_RUNS"] = "none"
+
+    def go(plan: str) -> None:
+        run = start(PLANS[plan][1], False, folder / plan, False)
+        said: list[str] = []
+        run._watcher.say = said.append  # type: ignore[method-assign]
+        train(run, STOP)
+        run.export(folder / f"{plan}.best")
+        best = copy.deepcopy(run.model.state_dict())
+        blocks = {name: value.clone() for name, value in run.model.blocks.state_dict().items()}
+        train(run, END)
+        run.export(folder / f"{plan}.last")
+        found: dict[str, object] = {"said": said, "holds": len(best)}
+        run.model.blocks.load_state_dict(blocks)
+        run.model.load_state_dict(best)
+        run.export(folder / f"{plan}.back")
+        if plan == "single":
+            torch.save(best, folder / "best.pt")
+        else:
+            whole = torch.load(folder / "best.pt")
+            for value in run.model.state_dict(keep_vars=True).values():
+                with torch.no_grad():
+                    (value.to_local() if hasattr(value, "to_local") else value).zero_()
+            run.model.load_state_dict(whole)
+            run.export(folder / f"{plan}.whole")
+            train(run, END + 1)  # it goes on from there
+            for wrong in (
+                {**whole, "other": torch.ones(1)},
+                {**whole, "scale": torch.ones(3)},
+                {k: v for k, v in whole.items() if k != "scale"},
+            ):
+                try:
+                    run.model.load_state_dict(wrong)
+                except RuntimeError:
+                    continue
+                found["taken"] = sorted(wrong)
+        (folder / f"{plan}.{run.rank}.told").write_text(json.dumps(found))
+
+    by_size: dict[int, list[str]] = {}
+    for plan, (size, _) in PLANS.items():
+        by_size.setdefault(size, []).append(plan)
+    for size, plans in by_size.items():
+        fork(size, lambda plans=plans: [go(plan) for plan in plans])
+    for plan, (size, _) in PLANS.items():
+        told[plan] = {
+            "back": differ(folder / f"{plan}.back", folder / f"{plan}.best"),
+            "moved": differ(folder / f"{plan}.last", folder / f"{plan}.best"),
+            "whole": differ(folder / f"{plan}.whole", folder / "single.best") if plan != "single" else 0.0,
+            "ranks": [json.loads((folder / f"{plan}.{rank}.told").read_text()) for rank in range(size)],
+        }
+    print(json.dumps(told))
 
 
 # -- without a run: pieces of tensors ----------------------------------------------------------------------------------
@@ -387,4 +444,4 @@ def peak(folder: Path) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    {"pieces": pieces, "meta": meta, "peak": peak}.get(what, lambda folder: matrix(what, folder))(where)
+    {"pieces": pieces, "meta": meta, "peak": peak, "states": states}.get(what, lambda folder: matrix(what, folder))(where)

@@ -110,6 +110,13 @@ def test_what_rounding_decides_is_not_called_different(pool: Pool) -> None:
     assert "rounding cannot be told from error" in verdict.error and verdict.plans[0].status == "cannot"
 
 
+def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "logs"], 6, 120).verdict(["replicate"])
+    assert verdict.status == "equal", verdict
+    [note] = [n for n in verdict.notes if "logs" in n]
+    assert "'accuracy' after step 1 is" in note and "'loss'" not in note and "'seconds'" not in note, note
+
+
 def test_the_grid_is_as_large_as_is_said() -> None:
     assert len({f.fault for f in FAULTS}) >= 40 and len(LATER) >= 20 and len(HEALTHY) >= 12
     assert {f.cause for f in [*FAULTS, *LATER, *NEWER]} <= set(CAUSES) and len({f.cause for f in FAULTS}) >= 20

@@ -54,6 +54,22 @@ def test_written_under_one_plan_and_continued_under_another(matrix, tmp_path):
     assert names >= {f"{part}-0000{rank}-of-00002.safetensors" for part in ("model", "optimizer") for rank in (0, 1)}
 
 
+def test_the_scripts_own_state_dict_under_every_plan(tmp_path):
+    told = worker("states", tmp_path)
+    assert len(told) == 12
+    for plan, found in told.items():
+        assert found["back"] == 0 and found["whole"] == 0 and found["moved"] > 1e-3, (plan, found)
+        assert not any("taken" in rank for rank in found["ranks"]), plan
+        lines = found["ranks"][0]["said"]
+        if plan in ("single", "replicate", "zero1"):
+            assert not lines
+        else:
+            assert len(lines) == 1 and "run.export(path)" in lines[0], lines
+    held = [rank["holds"] for rank in told["pipeline"]["ranks"]]
+    whole = told["single"]["ranks"][0]["holds"]
+    assert max(held) < whole and f"{held[0]} of {whole} tensors" in told["pipeline"]["ranks"][0]["said"][0]
+
+
 # -- pieces ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
 from ronde.run.compare import Comparison, Forecast
 from ronde.run.evaluation import on_device, to_device
+from ronde.run.held import hold_in_parts
 from ronde.run.losses import LossCall
 from ronde.run.persist import held_whole, restore, restore_pieces
 from ronde.run.run import DTYPES, Run
@@ -533,6 +534,9 @@ def distribute(
         )
     )
     _tell(run, model, left_out, taken)
+    if not held_whole(run):
+        watcher = run._watcher
+        hold_in_parts(model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
     if forecast is not None:
         run._watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
         run._comparison = Comparison(forecast, me.device)

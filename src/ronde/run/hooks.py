@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
     from torch import nn
@@ -106,6 +106,9 @@ class Observer:
 
     def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
         """An evaluation has ended."""
+
+    def logged(self, run: Run, values: Mapping[str, Any]) -> None:
+        """The script records values of its own, on whatever rank."""
 
 
 observer: Observer | None = None

@@ -600,6 +600,8 @@ class Run:
         Args:
             values: name -> number, text, 0-d tensor or list of such.
         """
+        if hooks.observer is not None:
+            hooks.observer.logged(self, values)
         if not self.is_main:
             return
         plain = {k: (v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in values.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -191,6 +192,7 @@ class Study:
         self._alone: dict[str, Any] | None = None
         self._owns_its_loop = False
         self._chaos: Difference | None = None
+        self._logged: str | None = None
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
         settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
@@ -275,7 +277,7 @@ class Study:
         found.notes = self._notes(one)
         self._alone = one.first("ready").get("plan")
         self._owns_its_loop = not one.steps()[0]["given"] and one.first("opening").get("micro_batch") is None
-        self._chaos = None
+        self._chaos, self._logged = None, None
         self._itself(found, one, rounded)
         if found.status == "differs":
             return trainings
@@ -285,6 +287,8 @@ class Study:
             if verdict.status == "differs" and found.difference is None:
                 found.difference, found.cause = verdict.difference, verdict.cause
         self._alike(found, one)
+        if self._logged and found.difference is None:
+            found.notes.append(self._logged)
         said = {p.status for p in found.plans}
         if found.difference is not None:
             found.status = "differs"
@@ -347,6 +351,7 @@ class Study:
         result = compare(one, many, rounded)
         d = result.difference
         if d is None:
+            self._logged = self._logged or _logged_otherwise(one, rounded, many)
             return _verdict(plan, "equal", result, launch.seconds)
         if self._chaos is not None and d.place >= self._chaos.place and (d.relative or 0.0) <= _LOST * (self._chaos.relative or 0.0):
             verdict = _verdict(plan, "cannot", result, launch.seconds)
@@ -472,6 +477,27 @@ def _replace(found: Verdict, other: Verdict, number: int, of: int) -> None:
     found.status, found.difference, found.cause, found.plans = other.status, other.difference, other.cause, other.plans
     found.steps, found.error = other.steps, other.error
     found.notes.insert(0, f"The difference is one of training {number} of {of} (the script calls ronde.distribute {of} times).")
+
+
+def _logged_otherwise(one: Trace, rounded: Trace, many: Trace) -> str | None:
+    """What rank 0 of several writes with ``run.log`` that one process does not. Times differ from one process to itself."""
+
+    def logged(trace: Trace) -> list[dict[str, Any]]:
+        return [e for e in trace.events[0] if e["kind"] == "logged"]
+
+    for a, b, c in zip(logged(one), logged(rounded), logged(many), strict=False):
+        for name, value in a["values"].items():
+            again, there = b["values"].get(name), c["values"].get(name)
+            if again is None or there is None or a["step"] != c["step"] or not all(map(math.isfinite, (value, again, there))):
+                continue
+            scale = max(abs(value), abs(there))
+            if abs(there - value) > 1e-6 * scale and abs(there - value) > _LOST * abs(again - value):
+                return (
+                    f"The training is the same, what the script logs is not: {name!r} after step {a['step']} is {value:.6g} with one process and "
+                    f"{there:.6g} on rank 0 of {many.size}, the only one that writes it. run.evaluate() and the loss that run.step() returns "
+                    "are of all workers."
+                )
+    return None
 
 
 def _reads_rank(many: Trace) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -649,3 +649,10 @@ class Watch(hooks.Observer):
                 digests=sorted(self._evaluated.items()),
             )
         self.phase = "between"
+
+    def logged(self, run: Run, values: Mapping[str, Any]) -> None:
+        """See :meth:`hooks.Observer.logged`."""
+        numbers = {name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in values.items()}
+        fractions = {str(name): float(v) for name, v in numbers.items() if isinstance(v, float | np.floating)}
+        if run is self.run and fractions:  # whole numbers count things: workers, steps
+            self.event("logged", step=run.state.step, values=fractions)
