@@ -115,6 +115,12 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
 
 
+def test_a_cache_that_fills_while_it_is_measured_is_told():
+    reals = [250, 260, 300, 420, 470, 480]
+    found = judge(seen([{"synthetic": 480.0, "real": float(r)} for r in reals], STAGES)).values
+    assert found["refused"].startswith("the real arm went from 260 to 470 samples/s") and "a cache that fills" in found["refused"]
+
+
 def test_a_machine_that_slows_down_makes_no_gap_uncertain():
     # Every round has a gap of 20 %, and a machine of its own speed.
     drifting = [{"synthetic": 1000 * f, "real": 800 * f, "without:decode": 990 * f, "beside": 1000 * f} for f in (0.97, 1.0, 1.03, 1.0)]
@@ -173,6 +179,13 @@ def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
     assert found["neighbour"]["points"] == pytest.approx(28, abs=2)
     assert "decode" in found["neighbour"]["cause"]
     assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] < 3
+    assert found["cause"]["within"] == "decode"
+    # Loaders that could not feed a faster step are the cause themselves.
+    found = judge(seen(rounds(synthetic=1000, real=500, beside=600, without__decode=985), STAGES, loading=540)).values
+    assert found["cause"]["stage"] == "decode" and found["neighbour"]["points"] < 5
+    assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] == pytest.approx(48, abs=2)
+    found = judge(seen(rounds(synthetic=1000, real=1050), STAGES)).values  # faster than its ceiling, by chance
+    assert found["gap"] == 0 and found["gap_high"] >= 0 and all(r["lost_points"] >= 0 for r in found["stages"])
 
 
 def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
@@ -207,6 +220,28 @@ def test_a_slow_exchange_is_told_from_a_slow_step():
     assert found["cause"]["stage"] == "exchange"
     assert found["exchange_points"] == pytest.approx(35, abs=1)
     assert found["straggler"] is None
+
+
+def test_what_is_lost_between_workers_counts_as_much_less_as_they_wait_for_their_input():
+    """Reading takes four fifths of the time; of the fifth that steps take, ranks that are not alike lose a fifth."""
+    stages = [
+        StageSeen("decode", wall_seconds=0.0015, cpu_seconds=0.0015),
+        StageSeen("augment", wall_seconds=0.0008, cpu_seconds=0.0008),
+    ]
+    found = judge(
+        seen(
+            rounds(synthetic=3100, real=640, without__decode=1080, without__augment=870),
+            stages,
+            workers=2,
+            loaders=0,
+            executor="none",
+            alone=((2350.0, 1830.0),) * 3,
+        )
+    ).values
+    rows = {r["name"]: r for r in found["stages"]}
+    assert found["straggler"]["points"] > rows["decode"]["alone_points"]
+    assert found["cause"] == {"stage": "decode", "points": pytest.approx(rows["decode"]["lost_points"])}
+    assert rows["decode"]["lost_points"] == pytest.approx(52, abs=4) and rows["augment"]["lost_points"] == pytest.approx(27, abs=4)
 
 
 def test_a_rank_whose_loaders_are_slow_is_a_straggler():
@@ -386,6 +421,56 @@ def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
     assert values["executor"] == "none"
     assert values["cause"]["stage"] == "augment", done.stdout
     assert values["neighbour"] is None
+
+
+def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_there(job):
+    """Drawing an epoch's order is part of no window, and is done for few epochs; a remedy that the data set refuses is left out."""
+    text = JOB.replace(
+        "def change(self", "def __getitem__(self, i):\n        return self.bound(i), torch.tensor([0.5])\n    def change(self"
+    )
+    text = text.replace(
+        "    def __getitem__(self, i):\n        return self.transform(",
+        "    def bound(self, i):\n"
+        "        self.mine = getattr(self, 'mine', threading.get_ident())\n"
+        "        assert threading.get_ident() == self.mine, 'made in another thread'\n"
+        "        until = time.perf_counter() + 0.008\n"
+        "        while time.perf_counter() < until:\n"
+        "            pass\n"
+        "        return torch.full((8,), float(i))\n"
+        "class Hard(torch.utils.data.Sampler):\n"
+        "    def __len__(self):\n"
+        "        return 512\n"
+        "    def __iter__(self):\n"
+        "        open('drawn', 'a').write('x')\n"
+        "        for i in range(512):\n"
+        "            time.sleep(0.004)\n"
+        "            yield i\n"
+        "class Other(Dataset):\n"
+        "    def __getitem__(self, i):\n        return self.transform(",
+        1,
+    )
+    text = text.replace("shuffle=True", "sampler=Hard()").replace("import sys, time,", "import sys, threading, time,")
+    (job / "train.py").write_text(text)
+    values, done = examine(job, "none", "1", seconds="16")
+    assert values["order"]["seconds"] >= 2 and values["order"]["share"] > 0.2
+    assert len((job / "drawn").read_text()) <= 3 and "the sampler takes 2" in done.stdout
+    assert values["cause"]["stage"] in ("python", "neighbour") and "threads" not in {p["id"] for p in values["prescriptions"]}
+    assert any("not for this data set (AssertionError: made in another thread)" in note for note in values["notes"]), values["notes"]
+
+
+def test_the_stages_of_a_stream_are_told_apart_and_more_workers_feed_it_no_faster(job):
+    text = JOB.replace("class Data(Dataset)", "class Data(torch.utils.data.IterableDataset)")
+    text = text.replace(
+        "    def __getitem__(self, i):\n        return", "    def __iter__(self):\n        for i in range(512):\n            yield"
+    )
+    (job / "train.py").write_text(text.replace(", shuffle=True", ""))
+    values, done = examine(job, "augment", "0", seconds="16")
+    assert values["cause"]["stage"] == "augment" and values["cause"]["points"] > 50, done.stdout
+    rows = {r["name"]: r for r in values["stages"]}
+    assert rows["augment"]["measured"] and rows.keys() >= {"read", "augment", "python", "collate"}
+    assert [p["settings"] for p in values["prescriptions"] if p["id"] == "loaders"] == [{"executor": "processes", "workers": 1}]
+    gaps = {row["devices"]: row["gap"] for row in values["scale"]}
+    assert gaps[32] > 0.9 > gaps[1] and any(note.startswith("a stream: every worker") for note in values["notes"])
 
 
 def test_a_slow_copy_within_the_step_is_told_from_the_loaders(job):

@@ -259,6 +259,75 @@ def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
             assert learnt[other].samples >= 2 * N - KEPT, (name, other)  # the others were
 
 
+class _Slowly:
+    """A file object of another's making."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def read(self, *size):
+        time.sleep(0.002)
+        return self.file.read(*size)
+
+    def readline(self):
+        time.sleep(0.002)
+        return self.file.readline()
+
+    def __iter__(self):
+        while line := self.readline():
+            yield line
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+@pytest.mark.parametrize("strange", [False, True], ids=["file", "object"])
+def test_anothers_open_is_reading_too(folder, monkeypatch, strange):
+    """A store that is played by replacing ``open``: what it does is done, counts as reading, and is not done where reading is taken out."""
+    opened = []
+
+    def far(file, *args, **kwargs):
+        found = real(file, *args, **kwargs)
+        if not str(file).endswith((".json", ".npy")):
+            return found
+        opened.append(file)
+        if strange:
+            return _Slowly(found)
+        time.sleep(0.002)
+        return found
+
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", far)
+    monkeypatch.setattr(io, "open", far)
+
+    class Things(Dataset):
+        def __len__(self):
+            return N
+
+        def __getitem__(self, i):
+            with open(folder / f"{i}.npy", "rb") as file:
+                raw = file.read()
+            with open(folder / f"{i}.json", encoding="utf-8") as file:
+                return raw, list(file)
+
+    dataset = Things()
+    plain = [dataset[i] for i in range(N)]
+    opened.clear()
+    watched, probe = looked_at(dataset, collate=list, epochs=1)
+    assert [s for b in watched for s in b] == plain and len(opened) == 2 * N
+    times = probe.times()
+    assert times["read"].samples == N and times["read"].wall_seconds >= 2 * N * 0.002
+    assert times["read"].bytes >= sum(len(raw) for raw, _ in plain)
+    opened.clear()
+    again, probe = looked_at(dataset, collate=list, epochs=2, remove={"read"})
+    given = [s for b in again for s in b]
+    assert given[:KEPT] == plain[:KEPT] and all(one in plain[:KEPT] for one in given[KEPT:]) and not probe.notes()
+    assert len(opened) < 2 * N  # of 4 N
+
+
 # -- whose time it is ------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +472,49 @@ class _Static(_Keeps):
 class _Global(_Keeps):
     def __getitem__(self, i):
         return global_transform(i)
+
+
+def read_thing(i):
+    return i
+
+
+def decode_thing(i):
+    return global_tfm(i)
+
+
+def global_tfm(i):
+    return i + 1
+
+
+class _Reached(_Keeps):
+    """Functions that functions of the user's call, and methods of an object that it holds."""
+
+    class _Store:
+        def fetch(self, i):
+            return i
+
+    def __init__(self):
+        self.store = self._Store()
+
+    def _sample(self, i):
+        return decode_thing(read_thing(self.store.fetch(i)))
+
+    def ready(self, i):
+        return i
+
+    def __getitem__(self, i):
+        return self.ready(self._sample(i))
+
+
+def test_functions_are_found_by_name_wherever_making_a_sample_comes_by():
+    dataset = _Reached()
+    watched, probe = looked_at(dataset, collate=list)
+    functions = read_thing, decode_thing, global_tfm
+    assert [s for b in watched for s in b] == [dataset[i] for i in range(N)]
+    times = probe.times()
+    assert times["read"].calls == 2 * N and times["decode"].calls == N and times["augment"].calls == N
+    assert times["decode"].contains == {"augment"}
+    assert (read_thing, decode_thing, global_tfm) == functions and not vars(dataset.store)
 
 
 class _Tokens(_Keeps):

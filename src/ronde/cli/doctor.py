@@ -183,6 +183,10 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
         ],
         _headline(values),
     ]
+    if values.get("order"):
+        seconds, share = values["order"]["seconds"], values["order"]["share"]
+        text = f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % of each epoch: draw it at once, not one by one"
+        top.append([("  EACH EPOCH  ", "bold yellow"), _cut(text, width - 14)])
     table: list[Line] = [
         [(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}  {'':<8}", "dim")],
         *(_row(r, values, width) for r in _shown(values["stages"])),

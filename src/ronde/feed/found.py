@@ -10,6 +10,7 @@ import dis
 import functools
 import inspect
 import random
+import re
 import sys
 import sysconfig
 from collections import deque
@@ -32,6 +33,7 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("numpy", "fromfile", "read", "path"),
     ("numpy", "loadtxt", "read", "path"),
     ("numpy", "genfromtxt", "read", "path"),
+    ("numpy.lib.npyio", "NpzFile.__getitem__", "decode", ""),
     ("torch", "load", "read", "path"),
     ("os", "read", "read", "count"),
     ("os", "pread", "read", "count"),
@@ -47,14 +49,27 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("pandas", "read_parquet", "read", "path"),
     ("torchvision.io", "read_file", "read", "path"),
     ("nibabel", "load", "read", "path"),
+    ("wave", "Wave_read.readframes", "read", "count"),
+    ("requests", "get", "read", ""),
     ("json", "loads", "decode", ""),
     ("json", "load", "decode", ""),
     ("pickle", "loads", "decode", ""),
     ("pickle", "load", "decode", ""),
+    ("orjson", "loads", "decode", ""),
+    ("ujson", "loads", "decode", ""),
+    ("msgpack", "unpackb", "decode", ""),
+    ("base64", "b64decode", "decode", ""),
+    ("base64", "urlsafe_b64decode", "decode", ""),
+    ("base64", "decodebytes", "decode", ""),
     ("gzip", "decompress", "decode", ""),
     ("zlib", "decompress", "decode", ""),
     ("bz2", "decompress", "decode", ""),
     ("lzma", "decompress", "decode", ""),
+    ("lz4.frame", "decompress", "decode", ""),
+    ("snappy", "decompress", "decode", ""),
+    ("blosc", "decompress", "decode", ""),
+    ("blosc2", "decompress", "decode", ""),
+    ("zstandard", "decompress", "decode", ""),
     ("cv2", "imdecode", "decode", ""),
     ("simplejpeg", "decode_jpeg", "decode", ""),
     ("simplejpeg", "decode_jpeg_header", "decode", ""),
@@ -110,7 +125,8 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     *(("cv2", name, "augment", "") for name in ("copyMakeBorder", "normalize", "addWeighted", "medianBlur", "filter2D", "equalizeHist")),
 )
 
-_TRANSFORMS = ("transform", "augment", "tokeniz", "preproc", "normaliz")
+_TRANSFORMS = ("transform", "tfm", "aug", "tokeniz", "preproc", "normaliz")
+_READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 _INNER = ("dataset", "datasets", "_dataset", "_datasets", "base", "source", "ds", "inner", "wrapped", "parent")
 
 
@@ -351,37 +367,74 @@ def _names_transform(name: str) -> bool:
     return any(part in lowered for part in _TRANSFORMS)
 
 
+def _stage_named(name: str) -> str | None:
+    """The stage that a function of the user's is, by its name."""
+    if name.startswith("__"):
+        return None
+    if _names_transform(name):
+        return "augment"
+    if "decode" in name.lower():
+        return "decode"
+    return "read" if _READS.match(name) else None
+
+
 def _calls(value: Any) -> bool:
     return callable(value) and not isinstance(value, type | ModuleType)
 
 
-def _codes(kind: type) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-    for name in ("__getitem__", "__getitems__"):
-        function = getattr(kind, name, None)
-        if isinstance(function, FunctionType):
-            yield function.__code__, function.__globals__
+def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The user's functions that making a sample names, and those that these name: the dictionary they are in, name, function."""
+    kind = type(dataset)
+    waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
+    seen: set[int] = set()
+    while waiting and len(seen) < _PARTS:
+        function = waiting.pop()
+        function = function.__func__ if isinstance(function, staticmethod | classmethod) else function
+        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+        if not isinstance(function, FunctionType) or id(function) in seen or not _users(str(function.__globals__.get("__name__"))):
+            continue
+        seen.add(id(function))
+        codes, names = [function.__code__], function.__globals__
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]  # comprehensions
+            waiting += [inspect.getattr_static(kind, name, None) for name in code.co_names]
+            modules = [vars(m) for n in code.co_names if isinstance(m := names.get(n), ModuleType) and _users(m.__name__)]
+            for name in code.co_names:
+                for place in (names, *modules):
+                    value = place.get(name)
+                    if _calls(value):
+                        yield place, name, value
+                        waiting.append(value)
 
 
 def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
     """What a data set does to its samples, as far as names tell: owner, attribute, stage.
 
-    The owner is the data set (its attributes and methods, ``transform`` or ``_augment``; ``decode``) or the dictionary of a module (a
-    global ``train_transform`` that ``__getitem__`` names).
+    The owner is the data set (its attributes and methods, ``transform`` or ``_augment``; ``decode``; ``read_frame``), an object of the
+    user's in it (``self.store.fetch``), or the dictionary of a module (a global ``train_transform`` that ``__getitem__`` names).
     """
     for name, value in list(vars(dataset).items()):
         items = value if isinstance(value, list | tuple) else [value]
         if _names_transform(name) and items and all(_calls(v) for v in items):
             yield dataset, name, "augment"
-    for kind in type(dataset).__mro__:
-        if not _users(kind.__module__):
+    inner = [one for one in parts(dataset) if one is not dataset and not isinstance(one, Dataset) and _users(type(one).__module__)]
+    for owner in (dataset, *inner):
+        for kind in type(owner).__mro__:
+            if not _users(kind.__module__):
+                continue
+            for name, value in list(vars(kind).items()):
+                stage = _stage_named(name)
+                # A transform is looked at as a whole, by the name that it is kept under.
+                if stage is None or (owner is not dataset and stage == "augment") or name in _vars(owner):
+                    continue
+                if isinstance(value, FunctionType | staticmethod):
+                    yield owner, name, stage
+    met: set[tuple[int, str]] = set()
+    for names, name, value in _reached(dataset):
+        stage = _stage_named(name)
+        if stage is None or (id(names), name) in met or isinstance(value, BuiltinFunctionType):
             continue
-        for name, value in list(vars(kind).items()):
-            if isinstance(value, FunctionType | staticmethod) and name not in vars(dataset) and not name.startswith("__"):
-                if _names_transform(name):
-                    yield dataset, name, "augment"
-                elif "decode" in name.lower():
-                    yield dataset, name, "decode"
-    for code, names in _codes(type(dataset)):
-        for name in code.co_names:
-            if name in names and _names_transform(name) and _calls(names[name]):
-                yield names, name, "augment"
+        met.add((id(names), name))
+        if stage == "augment" or (isinstance(value, FunctionType) and _users(str(value.__globals__.get("__name__")))):
+            yield names, name, stage

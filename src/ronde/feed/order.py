@@ -336,7 +336,7 @@ class Order:
         cache: dict[int, Ids] = self.__dict__.setdefault("_cache", {})
         if epoch not in cache:
             cache.clear()
-            cache[epoch] = np.asarray(list(self.draw(epoch)), dtype=np.int64)
+            cache[epoch] = np.asarray(drawn if isinstance(drawn := self.draw(epoch), np.ndarray) else list(drawn), dtype=np.int64)
             if self.length is not None and len(cache[epoch]) != self.length:
                 raise ArgumentError(f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its length is {self.length}")
         return cache[epoch]

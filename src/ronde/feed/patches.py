@@ -8,7 +8,7 @@ import io
 import os
 import stat
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,9 @@ def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[...,
         if account is None or account.current < 0:
             return original(*args, **kwargs)
         number = account.slot.stage(stage)
-        # What augments by its name counts only where no stage is named around it; what reads or decodes counts everywhere.
-        if account.current == number or (stage == "augment" and account.current != account.python):
+        # What augments by its name counts only where no stage is named around it, but for reading: the user's ``read_image`` may do all of
+        # it. What reads or decodes counts everywhere.
+        if account.current == number or (stage == "augment" and account.current not in (account.python, account.read)):
             return original(*args, **kwargs)
         if first == "path" or first == "name":
             kind = suffix(args[0 if first == "path" else 1]) if len(args) > (first == "name") else ""
@@ -220,6 +221,7 @@ class HeldFile(io.RawIOBase):
 
 def opener(original: Callable[..., Any]) -> Callable[..., Any]:
     """``open``: the file's reads are looked at while it is read, not only its opening."""
+    theirs = not isinstance(beneath(original), BuiltinFunctionType | NoneType)
 
     @functools.wraps(original)
     def open(
@@ -252,7 +254,23 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
                 return dressed(HeldFile(data, name), mode, buffering, encoding, errors, newline)
         account.enter(account.read)
         try:
-            raw = _TimedFile(name, "r", closefd, opener)
+            if theirs:
+                # Another's ``open``, which may do what ours would not: a slow store played, a log, a file system of its own.
+                given = original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+                found = _timed_again(given, name)
+                if found is None:
+                    if place is None:
+                        return _TimedObject(given)
+                    with given:
+                        data = given.read()
+                    if isinstance(data, str):
+                        encoding = encoding or "utf-8"
+                        data = data.encode(encoding)
+                    probe.learn(account, place, bytes(data), final=True)
+                    return dressed(HeldFile(bytes(data), name), mode, buffering, encoding, errors, newline)
+                raw = found
+            else:
+                raw = _TimedFile(name, "r", closefd, opener)
             about = os.fstat(raw.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raw.close()
@@ -276,6 +294,57 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         return dressed(raw, mode, buffering, encoding, errors, newline)
 
     return open
+
+
+def _timed_again(file: Any, name: Any) -> _TimedFile | None:
+    """A file that another's ``open`` gave, with reads that are looked at; None where it is no ordinary one."""
+    raw = getattr(getattr(file, "buffer", file), "raw", getattr(file, "buffer", file))
+    if type(file) not in (io.TextIOWrapper, io.BufferedReader, io.FileIO) or type(raw) is not io.FileIO:
+        return None
+    timed = _TimedFile(os.dup(raw.fileno()), "r")
+    timed.name = name
+    file.close()
+    return timed
+
+
+class _TimedObject:
+    """A file of another's kind, whose reads are a stage if a sample is being made."""
+
+    def __init__(self, file: Any) -> None:
+        self._ronde_file = file
+
+    def _ronde_read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or account.current == account.read:
+            return function(*args, **kwargs)
+        account.enter(account.read)
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            account.leave()
+        if isinstance(value, bytes | str):
+            account.count_bytes(len(value))
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ronde_file, name)
+        return functools.partial(self._ronde_read, value) if name.startswith("read") and callable(value) else value
+
+    def __iter__(self) -> Any:
+        return iter(functools.partial(self._ronde_read, next, iter(self._ronde_file), _END), _END)
+
+    def __next__(self) -> Any:
+        return self._ronde_read(next, self._ronde_file)
+
+    def __enter__(self) -> Any:
+        self._ronde_file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._ronde_file.__exit__(*error)
+
+
+_END = object()
 
 
 def dressed(raw: Any, mode: str, buffering: int, encoding: str | None, errors: str | None, newline: str | None) -> Any:
@@ -383,7 +452,7 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
             return original(self, *args, **kwargs)
         file = isinstance(self, base)
         number = account.decode if file else account.slot.stage("augment")
-        if account.current == number or not (file or account.current == account.python):
+        if account.current == number or not (file or account.current in (account.python, account.read)):
             return original(self, *args, **kwargs)
         probe, stage = account.probe, "decode" if file else "augment"
         place = probe.place(account, stage, original, str(args[0]) if args else "") if stage in probe.remove else None

@@ -23,12 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ronde.feed import Feed, FeedSettings, LoaderSettings, apply_settings, key_of, stages
+from ronde.feed import Feed, FeedSettings, LoaderSettings, Order, apply_settings, key_of, stages
 from ronde.feed.board import StageTimes, read_board, read_notes
 from ronde.feed.executor import _openmp_runtimes
 from ronde.feed.settings import Executor
@@ -311,6 +312,7 @@ class Bench:
     Attributes:
         files: that samples were read from in the last timed window of this rank.
         patience: seconds that reading the recycled batches may take.
+        draw_seconds: that the script's own sampler takes for an epoch; None where it has none.
 
     Example:
         >>> with Bench(run) as bench:  # doctest: +SKIP
@@ -322,6 +324,7 @@ class Bench:
         self.batch_samples = min(run.plan.batch_size, run._taken.order.epoch_samples)
         self.in_step = _InStep()
         self.patience = 10.0
+        self.draw_seconds: float | None = None
         self.files: list[str] = []
         self._held: list[tuple[Share, list[Any]]] = []
         self._host: list[list[Any]] = []
@@ -331,6 +334,7 @@ class Bench:
         self._executor: Executor | None = None
         self._step = 0
         self._windows = 0
+        self._orders: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
         self._folder = Path()
 
@@ -353,7 +357,7 @@ class Bench:
 
     @property
     def is_stream(self) -> bool:
-        """Whether samples can only be read one after the other: nothing can be taken out of that."""
+        """Whether samples can only be read one after the other, by one loader."""
         return isinstance(self.run._taken.dataset, IterableDataset)
 
     @property
@@ -412,7 +416,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             board: Path | None = None
             remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
-            if not self.is_stream and (remove or arm.timed or arm.threads is not None):
+            if remove or arm.timed or arm.threads is not None:
                 from ronde.feed.probe import Probe
 
                 self._windows += 1
@@ -425,16 +429,38 @@ class Bench:
                 settings = dataclasses.replace(settings, options=options)
             # They end with the window: nobody need look whether they may stay.
             settings = dataclasses.replace(settings, options={"persistent_workers": False, **settings.options})
-            # They end with the window: nobody need look whether they may stay.
-            settings = dataclasses.replace(settings, options={"persistent_workers": False, **settings.options})
             _let_go_of_threads()
-            feed = Feed(taken.dataset, taken.order, settings, self.run.plan.seed, on_cpu=self.run.device.type == "cpu")
+            feed = Feed(taken.dataset, self._drawn_once(taken.order), settings, self.run.plan.seed, on_cpu=self.run.device.type == "cpu")
             stack.callback(feed.close)
             yield feed, board
+
+    def _drawn_once(self, order: Order) -> Order:
+        """The same, but two epochs of a sampler's are drawn once and serve every window: drawing is part of starting an epoch."""
+        draw = order.draw
+        if draw is None:
+            return order
+        first = self.run.state.epoch
+
+        def kept(epoch: int) -> Any:
+            turn = (epoch - first) % 2
+            if turn not in self._orders:
+                self._draw(draw, first + turn)
+            return self._orders[turn]
+
+        return dataclasses.replace(order, draw=kept)
+
+    def _draw(self, draw: Callable[[int], Any], epoch: int) -> None:
+        start = time.perf_counter()
+        self._orders[epoch - self.run.state.epoch] = np.asarray(list(draw(epoch)), dtype=np.int64)
+        self.draw_seconds = min(self.draw_seconds or float("inf"), time.perf_counter() - start)
 
     def _recycle(self) -> None:
         """Hold some real batches on the device: eight, twice as many of small ones, fewer where each takes seconds to be read."""
         size = 0
+        order = self.run._taken.order
+        if order.draw is not None:
+            for k in (0, 1):  # before the first window: windows reach into the next epoch
+                self._draw(order.draw, self.run.state.epoch + k)
         start = time.perf_counter()
         with self.feed(Arm("real")) as (feed, _), contextlib.closing(self._read(feed)) as reader:  # type: ignore[type-var]
             for share, micros in reader:
@@ -654,6 +680,20 @@ class Bench:
                 stack.push(mine.pop_all())
                 return feed, board, reader, share, first
         raise AssertionError
+
+    def refuses(self, settings: FeedSettings) -> str | None:
+        """Why the data set cannot be read so, on this rank: what reading two batches raises. A connection that only its own thread may use, say.
+        None where it can, or where it is read in the same way already."""
+        executor = settings.executor
+        if (executor is None or executor == self.executor) and (settings.workers is None or self.loaders):
+            return None
+        try:
+            with self.feed(Arm("real", settings=settings)) as (feed, _), contextlib.closing(self._read(feed)) as reader:  # type: ignore[type-var]
+                for _ in range(2):
+                    next(reader)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+        return None
 
     def _depth(self, arm: Arm) -> tuple[int, int]:
         """Batches that the loaders may be ahead, and how many load at once."""

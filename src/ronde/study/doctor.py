@@ -42,6 +42,7 @@ _TO = 32
 _TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller stage is only timed
 _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
+_ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 
 
 def install() -> None:
@@ -203,14 +204,13 @@ class _Study:
             whole = total if s.where == "loading" else step / per_rank
             if s.removable and name != "python" and whole and (s.wall_seconds + inside) / whole >= _TAKEN_OUT_ABOVE:
                 found.append((promised.get(name, 0.0), f"without:{name}", Arm("real", remove=frozenset({name}))))
-        if not self.bench.is_stream:
-            if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
-                found.append((1e3, "limited", Arm("real", threads=1)))
-            if executor == "processes" or (total and stages["python"].wall_seconds / total >= _TAKEN_OUT_ABOVE):
-                # What the stages' own times do not explain is lost between the processes, or in Python.
-                capacity = self.run.world_size * max(1, self.bench.loaders) / total if total else 0.0
-                unexplained = capacity > 1.2 * verdict.values["samples_per_second"]["real"]
-                found.append((2e3 if unexplained else promised.get("python", 0.0) + 1.0, "replayed", Arm("real", samples=True)))
+        if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
+            found.append((1e3, "limited", Arm("real", threads=1)))
+        if executor == "processes" or (total and stages["python"].wall_seconds / total >= _TAKEN_OUT_ABOVE):
+            # What the stages' own times do not explain is lost between the processes, or in Python.
+            capacity = self.run.world_size * max(1, self.bench.loaders) / total if total else 0.0
+            unexplained = capacity > 1.2 * verdict.values["samples_per_second"]["real"]
+            found.append((2e3 if unexplained else promised.get("python", 0.0) + 1.0, "replayed", Arm("real", samples=True)))
         if executor != "none":
             found.append((5e2 if found and max(f[0] for f in found) >= 1e3 else _second(found), "beside", Arm("beside")))
         found.sort(key=lambda f: -f[0])
@@ -298,8 +298,18 @@ class _Study:
             startup_seconds=statistics.median(r.first_batch_seconds for r in self.results["real"]),
             loaders_threads=self.timed.other_threads,
             block_seconds=self.blocks(),
+            order=self.order(),
             notes=tuple(self.notes),
         )
+
+    def order(self) -> dict[str, float] | None:
+        """What a script's own sampler takes at the start of every epoch, which is in none of the windows; None where it is little."""
+        draws = self.bench.draw_seconds
+        if draws is None:
+            return None
+        rate = statistics.median(r.samples_per_second for r in self.results["real"])
+        share = draws / (draws + self.run._taken.order.epoch_samples / rate)
+        return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
 
     def go(self) -> Verdict:
         """Measure until it is clear, or the time is over."""
@@ -377,6 +387,7 @@ class _Study:
             pipeline=isinstance(taken.dataset, Pipeline),
             step_cpu_seconds=statistics.median(r.cpu_seconds for r in synthetic),
             loading_sweep=tuple(sweep),
+            stream=self.bench.is_stream,
             held="" if self.bench.is_stream else held_open(taken.dataset) or "",
         )
         if sick and not self.bench.is_stream:
@@ -435,7 +446,7 @@ class _Study:
         read = next((r for r in values["stages"] if r["name"] == "read"), None)
         if (
             self.bench.loaders
-            and not self.bench.is_stream
+            and not self.bench.is_stream  # which one loader reads
             and read is not None
             and read["lost_points"] > HEALTHY_POINTS
             and self.clock.left() > 0
@@ -455,13 +466,13 @@ class _Study:
                     usable = False
             if not all(gather_json(self.run._me, usable)):
                 continue
-            if (
-                remedy.can_try
-                and remedy.settings is not None
-                and not self.bench.is_stream
-                and self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0)
-            ):
+            if remedy.can_try and remedy.settings is not None and self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0):
                 self.tell(f"trying: {remedy.text}")
+                refused = [error for error in gather_json(self.run._me, self.bench.refuses(remedy.settings)) if error]
+                if refused:
+                    self.notes.append(f"{remedy.text}: not for this data set ({refused[0]}).")
+                    values["notes"].append(self.notes[-1])
+                    continue
                 rates = [self.measure(f"try:{remedy.id}", Arm("real", settings=remedy.settings), None).samples_per_second for _ in range(2)]
                 remedy = dataclasses.replace(
                     remedy, rate=min(statistics.median(rates), values["samples_per_second"]["synthetic"]), tried=True
@@ -541,7 +552,7 @@ def _notes(run: Run, study: _Study, values: Mapping[str, Any]) -> list[str]:
     """What was not measured."""
     notes = []
     if study.bench.is_stream:
-        notes.append("the data set can only be iterated: its stages are not told apart.")
+        notes.append("a stream: every worker goes through all of it and keeps its part, so more devices are fed no faster than one.")
     if run.world_size > 1 and not study.bench.can_be_alone:
         notes.append(f"under the plan {run.plan.spec} the exchange cannot be left out: it is part of the ceiling.")
     if values["workers"] == 1:

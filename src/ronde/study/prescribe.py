@@ -14,6 +14,7 @@ from typing import Any
 
 from ronde.feed import FeedSettings
 from ronde.plan.capacity import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, predict, walls
+from ronde.study.verdict import HEALTHY_POINTS
 
 __all__ = ["Facts", "Remedy", "capacities_of", "outlook", "prescriptions", "remedies"]
 
@@ -47,6 +48,7 @@ class Facts:
         batched: the data set could be asked for many rows at once.
         pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
         step_cpu_seconds: of one sample, in the training process.
+        stream: the data set can only be iterated: at most one loader can read it.
         held: what the data set holds open, whose place in it loaders would share; "" for nothing.
         loading_sweep: ``(loaders at once, samples per second)`` without training.
         storage_sweep: ``(readers at once, samples per second)`` of files that are not in memory; empty where it was not asked.
@@ -71,6 +73,7 @@ class Facts:
     samples: int = 0
     memory_bytes: float = 0.0
     batched: bool = False
+    stream: bool = False
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
     held: str = ""
@@ -137,7 +140,10 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     idle = max(0.0, 1.0 - cpu / wall) if wall else 0.0
     wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
     if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
-        if facts.executor == "none" and not facts.held:  # else loaders would be given each other's bytes
+        if facts.executor == "none" and facts.stream:
+            reads_ahead = FeedSettings(executor="processes", workers=1)
+            found.append(Remedy("loaders", "a loading process for each worker, which reads ahead", reads_ahead, "same bits"))
+        elif facts.executor == "none" and not facts.held:  # else loaders would be given each other's bytes
             n = min(
                 max(2, math.ceil(wall * float(rates["synthetic"]) / facts.workers * 1.2)),
                 max(each, math.ceil(each / max(1 - idle, 0.1)), 2),
@@ -152,7 +158,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                     loaders=n,
                 )
             )
-        elif facts.executor != "none":
+        elif facts.executor != "none" and not facts.stream:
             most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - idle, 0.05))))
             n = min(math.ceil(facts.loaders * wanted), most, 4 * facts.loaders)
             if n > facts.loaders and in_loading >= _MAKING:
@@ -166,7 +172,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                         loaders=n / facts.loaders,
                     )
                 )
-        if facts.executor == "processes" and not facts.held and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5):
+        if facts.executor == "processes" and not facts.held and not facts.stream and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5):
             found.append(
                 Remedy(
                     "threads",
@@ -317,7 +323,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
         busy,
         nodes_of(Capacities(1.0, devices_per_node=facts.devices_per_node), facts.workers),
     )
-    return from_runs(
+    found = from_runs(
         [run],
         stages=stages,
         sweep=sweep,
@@ -330,6 +336,11 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
             uncertainty=max(0.02, float(values.get("noise", 0.05))),
         ),
     )
+    if facts.stream:
+        # Every worker goes through all of it and keeps its part: together they make no more samples than one of them.
+        wall = sum(float(r["wall_ms_per_sample"] or 0.0) for r in rows) / 1e3
+        found = replace(found, storage_samples_per_second=min(found.storage_samples_per_second, 1.0 / wall if wall > 0 else math.inf))
+    return found
 
 
 def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
@@ -400,12 +411,10 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capaci
     )
     read = remedy.faster.get("read", 1.0)
     storage = c.storage_samples_per_second / max(read, 1e-6) if math.isfinite(c.storage_samples_per_second) else math.inf
-    return replace(
-        c,
-        stages=stages,
-        storage_samples_per_second=storage,
-        overhead=c.overhead * _not_loading(values) if quicker * remedy.loaders > 1.01 else c.overhead,
-    )
+    closes = 1.0 - _not_loading(values) if quicker * remedy.loaders > 1.01 else 0.0
+    if not values["loaders"] and remedy.loaders == 1:  # step and samples take turns: as much less is lost as samples take less
+        closes *= 1.0 - 1.0 / quicker
+    return replace(c, stages=stages, storage_samples_per_second=storage, overhead=c.overhead * (1.0 - closes))
 
 
 def _not_loading(values: Mapping[str, Any]) -> float:
@@ -471,6 +480,8 @@ def prescriptions(
         gap_largest = min(gap_largest, before) if largest > facts.workers else gap_here
         gain = 100 * (here - gap_here)
         gain_largest = 100 * (before - gap_largest)
+        if remedy.tried and here > HEALTHY_POINTS / 100 and gain < _WORTH:
+            continue  # it would have shown here
         if gain < max(_WORTH, noise if remedy.tried else 0.0) and gain_largest < max(5.0, noise):
             continue
         order = LABELS.index(remedy.label)

@@ -21,6 +21,7 @@ __all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge"
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 
+_WARMED = 1.25  # times as fast in the later rounds as in the earlier ones: no noise
 _SURELY = 5.0  # points that it must have at least, for all the noise
 _EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
@@ -89,6 +90,7 @@ class Seen:
         loaders_threads: share of the loaders' CPU time that was spent outside the threads that read.
         block_seconds: of one step, by lines within ``with stage(…)`` in the training process, which cannot be taken out.
         cold: what was found about storage, if asked.
+        order: ``seconds`` that the script's sampler takes to draw an epoch's order, and the ``share`` of the epoch; None where it is little.
         notes: sentences to pass on.
     """
 
@@ -110,6 +112,7 @@ class Seen:
     loaders_threads: float = 0.0
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     cold: Mapping[str, Any] | None = None
+    order: Mapping[str, float] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -239,7 +242,7 @@ class _Judge:
         """A row for each stage, with what it gains by itself."""
         seen = self.seen
         rows = []
-        gap = 100 * self.gap
+        gap = 100 * max(0.0, self.gap)
         spread = 100 * self.noise
         for stage in seen.stages:
             lift = self.lift(f"without:{stage.name}")
@@ -347,6 +350,8 @@ class _Judge:
         if self.seen.workers == 1 and self.seen.real_step_seconds is not None and self.seen.step_seconds:
             slower = min(slower, self.seen.real_step_seconds - self.seen.step_seconds)
         rate = min(self.seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
+        if self.seen.loading is not None:
+            rate = min(rate, max(self.real, self.seen.loading))  # a faster step would not be fed faster than that
         return {"slowdown": slowdown, "points": max(0.0, 100 * (rate - self.real) / self.ceiling), "cause": ""}
 
     # -- the workers -------------------------------------------------------------------------------------------------
@@ -491,12 +496,15 @@ def judge(seen: Seen) -> Verdict:
         cause = _cause(seen, j, rows, neighbour, limited, slow_loader)
     if slow_loader is not None and cause is not None and cause["stage"] == "straggler":
         straggler = slow_loader
-    if cause is None or cause["points"] < max(exchange if exchange >= _EXCHANGE_POINTS else 0, straggler["points"] if straggler else 0):
+    if cause is not None and cause["stage"] != "straggler":
+        _share_rest(rows, seen, j, cause)
+    # What is lost between workers is lost of the steps, and of the real training as much less as it waits for its input.
+    between = max(exchange if exchange >= _EXCHANGE_POINTS else 0.0, straggler["points"] if straggler else 0.0)
+    if cause is None or (cause["stage"] != "straggler" and cause["points"] < between * (1.0 - gap)):
         if straggler is not None and straggler["points"] >= exchange:
             cause = {"stage": "straggler", "points": straggler["points"], "rank": straggler["rank"]}
         elif exchange >= _EXCHANGE_POINTS:
             cause = {"stage": "exchange", "points": exchange}
-    _share_rest(rows, seen, j, cause)
     left = 100 * gap - sum(r["lost_points"] for r in rows) - (neighbour["points"] if neighbour is not None else 0.0)
     if cause is not None and cause["stage"] in {r["name"] for r in rows} and cause["points"] < _NAMED * 100 * gap and left > 50 * gap:
         cause = {"stage": "unexplained", "points": left}  # the largest of small ones is not why
@@ -514,7 +522,7 @@ def judge(seen: Seen) -> Verdict:
             "samples_per_second": {"synthetic": j.ceiling, "real": j.real, "alone": ideal},
             "gap": gap,
             "gap_low": max(0.0, j.gap - j.half),
-            "gap_high": min(1.0, j.gap + j.half),
+            "gap_high": max(gap, min(1.0, j.gap + j.half)),
             "rounds": len(_column(seen, "real")),
             "noise": j.noise,
             "healthy": healthy,
@@ -525,6 +533,7 @@ def judge(seen: Seen) -> Verdict:
             "straggler": straggler,
             "neighbour": neighbour,
             "startup_seconds": seen.startup_seconds,
+            "order": dict(seen.order) if seen.order else None,
             "cold": dict(seen.cold) if seen.cold else None,
             "notes": list(seen.notes),
         }
@@ -576,9 +585,10 @@ def _cause(
             neighbour["points"] = max(0.0, min(neighbour["points"], gap - slow_loader["points"]))
         return {"stage": "straggler", "points": slow_loader["points"], "rank": slow_loader["rank"], "within": slow_loader["stage"]}
     if neighbour is not None and seen.executor == "processes" and neighbour["points"] >= max(HEALTHY_POINTS / 2, 0.5 * gap):
+        within = {"within": top["name"]} if top is not None and best >= 0.5 * neighbour["points"] else {}
         _hand_over(rows, neighbour["points"])
         neighbour["cause"] = _who_burns(seen, top)
-        return {"stage": "neighbour", "points": neighbour["points"]}
+        return {"stage": "neighbour", "points": neighbour["points"], **within}
     if neighbour is not None:
         # The stage that is the cause also makes the step slower: it is counted there.
         neighbour["points"] = max(0.0, min(neighbour["points"], gap - best))
@@ -618,6 +628,13 @@ def _refused(seen: Seen, j: _Judge, claimed: float) -> str | None:
     arm = "synthetic" if same["synthetic"] * (1.0 - j.gap) >= same["real"] * j.real / j.ceiling else "real"
     if worst > max(claimed / 2, 0.0 if claimed else _UNCLEAR):
         what = f"more than half of the {100 * claimed:.0f} that it would claim" if claimed else "too much to call it healthy"
+        values = _column(seen, arm)
+        early, late = statistics.median(values[: len(values) // 2]), statistics.median(values[-(len(values) // 2) :])
+        if arm == "real" and late > _WARMED * early:
+            return (
+                f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, {what}: something is kept after it was made "
+                "once (a cache that fills). The first epoch is as the beginning, later ones as the end; --seconds 240 sees more of that"
+            )
         return (
             f"the {arm} arm differs from itself by {100 * worst:.0f} points, {what}: the machine is disturbed, or samples differ too much"
         )

@@ -513,6 +513,9 @@ def _machine(values: Mapping[str, Any]) -> str:
     started = _number(values.get("startup_seconds"))
     if started is not None:
         told.append(("first batch after", _seconds(started)))
+    order = values.get("order")
+    if isinstance(order, Mapping):
+        told.append(("the sampler draws an epoch's order in", f"{_seconds(order['seconds'])}, {100 * order['share']:.0f} % of each epoch"))
     cold = values.get("cold")
     if isinstance(cold, Mapping):
         told += [(f"cold storage, {k.replace('_', ' ')}", _plain(v) if _number(v) is not None else v) for k, v in cold.items()]
