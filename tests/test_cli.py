@@ -110,7 +110,7 @@ def test_a_run(place, whole):
     assert "rank 1 of 2" not in out and "rank 1 of 2" in log(place, "whole", 1) and "done on 1" in log(place, "whole", 1)
     assert "to stderr of 1" in log(place, "whole", 1) and "rank 0 of 2" in log(place, "whole", 0)
     threads = re.search(r"OMP_NUM_THREADS=(\d+) OMP_WAIT_POLICY=(\w+)", out)
-    assert 1 <= int(threads[1]) <= max(1, cores // 2) and threads[2] == "PASSIVE"
+    assert 1 <= int(threads[1]) <= max(1, cores // 2) and threads[2] == ("PASSIVE" if cores < 4 else "None")
     assert "\x1b" not in out + whole.stderr and "\x1e" not in out  # no colours and no messages where nobody sees them
     assert "whole: completed" in out and "2 workers × 4" in out and "ronde show whole" in out and "⠀" in out
     assert "12 steps, 96 samples, 4 epochs" in out and "loss" in out
@@ -125,6 +125,20 @@ def test_a_module_quietly_with_variables_of_ones_own(place):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["__main__", ["--lr", "0.5", "--help"], "3", "ACTIVE", "1", "0"]
     assert done.stderr == ""
+
+
+def test_threads_that_have_a_core_each_spin_shortly(place):
+    (place / "says.py").write_text("import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))")
+    unset = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None}
+    for env, workers, expected in (
+        ({"OMP_NUM_THREADS": "2"}, 1, "None 10000"),
+        ({"OMP_NUM_THREADS": "1"}, 1, "None None"),
+        ({"OMP_NUM_THREADS": "64"}, 2, "PASSIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, 2, "None 7"),
+    ):
+        done = ronde_run(["run", "-q", "-n", str(workers), "--runs", "none", "says.py"], place, env={**unset, **env})
+        if env != {"OMP_NUM_THREADS": "2"} or len(os.sched_getaffinity(0)) > 1:
+            assert done.stdout.split("\n")[0] == expected, (env, done.stdout, done.stderr)
 
 
 def test_looking_at_runs(place, whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import builtins
 import functools
 import io
@@ -46,6 +47,7 @@ def folder(tmp_path_factory) -> Path:
         small.resize(size).save(where / f"{i}.jpg", quality=90)
         small.convert("L").resize(size).save(where / f"{i}.png")
         np.save(where / f"{i}.npy", numbers.normal(size=(4, 5)))
+        np.savez_compressed(where / f"{i}.npz", x=numbers.normal(size=(4, 5)))
         (where / f"{i}.json").write_text(json.dumps({"label": i, "name": "ä"}), encoding="utf-8")
         torch.save(torch.full((3,), i), where / f"{i}.pt")
     return where
@@ -216,10 +218,16 @@ WAYS = {
     "simplejpeg by name": (lambda f, i: decode_jpeg((f / f"{i}.jpg").read_bytes()), {"read", "decode"}),
     "pickle": (lambda f, i: pickle.loads(pickle.dumps({"i": [i]})), {"decode"}),  # noqa: S301
     "picture of bytes": (lambda f, i: np.asarray(Image.open(io.BytesIO((f / f"{i}.png").read_bytes()))), {"read", "decode"}),
+    "npz": (lambda f, i: _archive(f, i)["x"], {"read", "decode"}),
+    "base64": (lambda f, i: np.frombuffer(base64.b64decode(base64.b64encode(bytes([i % 256]) * 8)), np.uint8), {"decode"}),
     "with": (lambda f, i: _with(f / f"{i}.jpg"), {"read", "decode"}),
     "resized outside of a transform": (lambda f, i: np.asarray(Image.open(f / f"{i}.jpg").resize((9, 9))), {"read", "decode", "augment"}),
     "enhanced": (lambda f, i: np.asarray(ImageEnhance.Color(Image.open(f / f"{i}.jpg")).enhance(2)), {"read", "decode", "augment"}),
 }
+
+
+def _archive(folder, i):
+    return np.load(folder / f"{i}.npz")
 
 
 def _with(path):
@@ -252,7 +260,10 @@ def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
         given = [_plain(s) for b in again for s in b]
         assert given[:KEPT] == plain[:KEPT]  # what there was to learn from
         learnt = probe.times()
-        assert learnt[name].samples < 2 * N  # later it was not done
+        if way == "tar" and name == "read":  # going through the headers changes the open archive, and stays
+            assert learnt[name].calls < 2 * found[name].calls
+        else:
+            assert learnt[name].samples < 2 * N  # later it was not done
         if stages_of_it == {name} or name == "decode":
             assert all(one in plain[:KEPT] for one in given[KEPT:])  # and an earlier result stands there
         for other in stages_of_it - {name}:

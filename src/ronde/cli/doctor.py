@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,7 +197,10 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     room = _LINES - len(top) - len(bottom)
     if len(table) > room:
         table = table[: max(2, room)]
-    notes = [[("  note  ", "dim"), (_cut(text, width - 8), "dim")] for text in values["notes"]]
+    notes: list[Line] = []
+    for text in values["notes"]:
+        for i, part in enumerate(textwrap.wrap(text, width - 8)):
+            notes.append([("  note  " if i == 0 else "        ", "dim"), (part, "dim")])
     left = _LINES - len(top) - len(table) - len(bottom)
     return [*top, *table, *bottom, *notes[: max(0, left)]][:_LINES]
 

@@ -229,13 +229,13 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
 def _baseline(command: list[str], feed: str) -> float | None:
     """Samples a second that one worker with all cores reaches on the same script, measured for some seconds.
 
-    Twice, with threads that spin while they wait and with threads that sleep: which is faster depends on what else the machine
+    Twice, with threads that spin while they wait and with threads that soon sleep: which is faster depends on what else the machine
     does, and the comparison shall be with the best that one worker can do.
     """
     from ronde.launch import Job, launch
 
     found: list[float] = []
-    for policy in ("ACTIVE", "PASSIVE"):
+    for waits in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "10000"}):
         with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
             file = Path(folder) / "rate.json"
             environment = {
@@ -244,7 +244,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
                 "RONDE_PROGRESS": "quiet",
                 "RONDE_RESUME": "0",
                 "RONDE_FEED": feed,
-                "OMP_WAIT_POLICY": policy,
+                **waits,
             }
             if launch(Job(command, 1, None, environment), discard, _ignore).interrupted:
                 return None

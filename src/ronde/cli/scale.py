@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,7 @@ from ronde.cli.script import (
     feed_of,
     write_json,
 )
-from ronde.world import ArgumentError, threads_per_worker, usable_cores
+from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
     from ronde.study.scale import Scaling, Start
@@ -185,7 +184,7 @@ def _measured(
     from ronde.study.scale import load, measure_sizes, start_options
 
     # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
-    compute = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if threads else {}
+    compute = {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)} if threads else {}
 
     def start(n: int, first: bool) -> Start:
         def failed(error: str) -> str:

@@ -27,7 +27,7 @@ from ronde.feed.randomness import restore_states, states
 
 __all__ = ["FUNCTIONS", "branch", "held", "nested", "parts", "places", "transforms", "unchanged", "user_modules"]
 
-# module, attribute (dotted for a class's method), stage, what the first argument is
+# module, attribute (dotted for a class's method), stage, what the first argument is; "keep": it changes its object and is never replayed
 FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("numpy", "load", "read", "path"),
     ("numpy", "fromfile", "read", "path"),
@@ -38,6 +38,7 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("os", "read", "read", "count"),
     ("os", "pread", "read", "count"),
     ("tarfile", "_FileInFile.read", "read", "count"),
+    ("tarfile", "TarFile._load", "read", "keep"),  # every header up to the end
     ("zipfile", "ZipFile.read", "read", "name"),
     ("h5py", "Dataset.__getitem__", "read", ""),
     ("zarr", "Array.__getitem__", "read", ""),

@@ -68,7 +68,7 @@ def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[...,
         else:
             kind = type(args[0]).__name__ if args else ""
         probe = account.probe
-        place = probe.place(account, stage, original, kind) if stage in probe.remove else None
+        place = probe.place(account, stage, original, kind) if stage in probe.remove and first != "keep" else None
         if place is not None:
             found = probe.earlier(account, place, args)
             if found is not MISSING:

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ronde.launch.console import Router
-from ronde.world import ArgumentError, threads_per_worker, usable_cores
+from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 
 __all__ = ["Job", "Outcome", "check_workers", "launch", "resolve_workers"]
 
@@ -125,12 +125,11 @@ def check_workers(workers: int) -> None:
 
 def _worker_environment(job: Job) -> dict[str, str]:
     """Variables for the workers. What the user has set himself is left alone."""
-    count, kind = devices()
-    del count
+    _, kind = devices()
     wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
-    if job.workers > 1 and kind == "cpu":
-        # Workers share the cores: threads that spin while they wait take them from the others (10 to 24 times slower).
-        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
+    if kind == "cpu":
+        threads = job.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or wanted["OMP_NUM_THREADS"]
+        wanted.update(openmp_waits(job.workers, int(threads) if threads.isdecimal() else 1))
     if job.workers > 1 and "lo" in dict(psutil.net_if_addrs()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     found = {k: v for k, v in wanted.items() if not os.environ.get(k)}

@@ -32,6 +32,7 @@ from torch.utils.data import IterableDataset
 from ronde.feed import Feed, FeedSettings, LoaderSettings, Order, apply_settings, key_of, stages
 from ronde.feed.board import StageTimes, read_board, read_notes
 from ronde.feed.executor import _openmp_runtimes
+from ronde.feed.handles import let_go
 from ronde.feed.settings import Executor
 from ronde.parallel.replicate import Replicate
 from ronde.plan import Share, shares
@@ -414,6 +415,8 @@ class Bench:
         if settings.chosen == "auto" and self._executor is not None and (arm.settings is None or arm.settings.executor is None):
             settings = dataclasses.replace(settings, executor=self._executor)  # chosen once
         with contextlib.ExitStack() as stack:
+            # What a window's readers open (a connection that only its thread may use) is not there for the next window's.
+            stack.enter_context(let_go(taken.dataset))
             board: Path | None = None
             remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
             if remove or arm.timed or arm.threads is not None:

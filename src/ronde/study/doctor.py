@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from ronde.feed import FeedSettings, Pipeline, apply_settings
+from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
 from ronde.run import hooks
 from ronde.study.arms import Arm, ArmResult, Bench, Timed
@@ -406,11 +407,12 @@ class _Study:
                     },
                     same_pixels=tuple(name for name, j in seen.decoders.items() if j.same_bits),
                     shrink=seen.shrink,
-                    files=round(seen.files * taken.order.n),
+                    files=min(round(seen.files * taken.order.n), _files_in(seen.folder, taken.order.n)),
                     folder=seen.folder,
                     sample_bytes=seen.file_bytes or found.sample_bytes,
                     decoded_bytes=seen.decoded_bytes or (0.0 if seen.draws else seen.sample_bytes),
                     batched=seen.batched,
+                    opens=self._opened(),
                 )
         if self.swept and found.sample_bytes:
             swept = tuple((n, rate / found.sample_bytes) for n, (_, rate) in self.swept.items() if rate > 0)
@@ -419,6 +421,16 @@ class _Study:
         told["storage_sweep"] = tuple((int(n), float(r)) for n, r in told["storage_sweep"])
         told["loading_sweep"] = tuple((int(n), float(r)) for n, r in told["loading_sweep"])
         return Facts(**told)
+
+    def _opened(self) -> str:
+        """What the data set opens when it reads its first sample, in words; "" for nothing."""
+        taken = self.run._taken
+        with unchanged(taken.dataset):
+            try:
+                taken.dataset[int(taken.order.ids(self.run.state.epoch, 0, 1)[0])]
+            except Exception:
+                return ""
+            return held_open(taken.dataset) or ""
 
     def look_at_storage(self) -> dict[str, Any] | None:
         """What the storage itself gives for the files that were read: from memory, and from where they lie. Rank 0 asks."""
@@ -473,12 +485,32 @@ class _Study:
                     self.notes.append(f"{remedy.text}: not for this data set ({refused[0]}).")
                     values["notes"].append(self.notes[-1])
                     continue
-                rates = [self.measure(f"try:{remedy.id}", Arm("real", settings=remedy.settings), None).samples_per_second for _ in range(2)]
+                try:
+                    rates = [
+                        self.measure(f"try:{remedy.id}", Arm("real", settings=remedy.settings), None).samples_per_second for _ in range(2)
+                    ]
+                except Exception as error:
+                    if self.run.world_size > 1:
+                        raise  # the other ranks are in the middle of it
+                    values["notes"].append(f"{remedy.text}: not for this data set ({type(error).__name__}: {str(error)[:150]}).")
+                    continue
                 remedy = dataclasses.replace(
                     remedy, rate=min(statistics.median(rates), values["samples_per_second"]["synthetic"]), tried=True
                 )
             tried.append(remedy)
         return tried
+
+
+def _files_in(folder: str, most: int) -> int:
+    """Files in a folder and those in it, counted up to ``most``: several samples may be of one file."""
+    if not folder:
+        return most
+    count = 0
+    for _, _, names in os.walk(folder):
+        count += len(names)
+        if count >= most:
+            return most
+    return count
 
 
 def _second(found: list[tuple[float, str, Arm]]) -> float:

@@ -32,7 +32,7 @@ from ronde.study.memory import line
 from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
 from ronde.study.runtime import added_by
 from ronde.watch import MARK
-from ronde.world import World, threads_per_worker, usable_cores
+from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
 
 # torch 2.13 has new names for these; torch 2.11 knows only the old ones.
@@ -373,7 +373,7 @@ def default_cluster(workers: int, *, fresh: bool = False, tell: Callable[[str], 
                 **{k: str(v) for k, v in variables.items()},
                 "MASTER_ADDR": "127.0.0.1",
                 "OMP_NUM_THREADS": str(threads_per_worker(started)),
-                "OMP_WAIT_POLICY": "PASSIVE",
+                **openmp_waits(started, threads_per_worker(started)),
             }
             command = [sys.executable, "-m", "ronde.study.links", "--quick", "--accept-noise", "--output", str(temporary)]
             processes.append(

@@ -50,6 +50,7 @@ class Facts:
         step_cpu_seconds: of one sample, in the training process.
         stream: the data set can only be iterated: at most one loader can read it.
         held: what the data set holds open, whose place in it loaders would share; "" for nothing.
+        opens: what it opens when it reads its first sample, which threads would share and processes do not; "" for nothing.
         loading_sweep: ``(loaders at once, samples per second)`` without training.
         storage_sweep: ``(readers at once, samples per second)`` of files that are not in memory; empty where it was not asked.
     """
@@ -76,6 +77,7 @@ class Facts:
     stream: bool = False
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
+    opens: str = ""
     held: str = ""
     loading_sweep: tuple[tuple[int, float], ...] = ()
     storage_sweep: tuple[tuple[int, float], ...] = ()
@@ -153,7 +155,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                 Remedy(
                     "loaders",
                     f"{n} loaders for each worker, which read ahead",
-                    FeedSettings(executor="auto", workers=n),
+                    FeedSettings(executor="processes" if facts.opens else "auto", workers=n),
                     "same bits",
                     loaders=n,
                 )
@@ -172,7 +174,13 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                         loaders=n / facts.loaders,
                     )
                 )
-        if facts.executor == "processes" and not facts.held and not facts.stream and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5):
+        if (
+            facts.executor == "processes"
+            and not facts.held
+            and not facts.opens
+            and not facts.stream
+            and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5)
+        ):
             found.append(
                 Remedy(
                     "threads",

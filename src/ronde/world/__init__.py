@@ -5,7 +5,7 @@ Offers :func:`world` and :class:`World` (read from whichever launcher started th
 Importing it does not import torch.
 """
 
-from ronde.world.cores import threads_per_worker, usable_cores
+from ronde.world.cores import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.errors import ArgumentError, CheckpointError, FeedError, LossError, RondeError, SampleError, WorldError
 from ronde.world.launchers import LAUNCHERS, Identity, identify
 from ronde.world.who import World, world
@@ -22,6 +22,7 @@ __all__ = [
     "World",
     "WorldError",
     "identify",
+    "openmp_waits",
     "threads_per_worker",
     "usable_cores",
     "world",

@@ -7,7 +7,9 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["schedule_as_batch", "threads_per_worker", "usable_cores"]
+__all__ = ["openmp_waits", "schedule_as_batch", "threads_per_worker", "usable_cores"]
+
+_SPINS = 10_000  # of GOMP_SPINCOUNT: some tens of microseconds
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -88,6 +90,24 @@ def usable_cores() -> int:
 def threads_per_worker(local_size: int, cores: int | None = None) -> int:
     """Compute threads for each of ``local_size`` workers on this node: cores divided by workers, at least 1."""
     return max(1, (usable_cores() if cores is None else cores) // max(1, local_size))
+
+
+def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[str, str]:
+    """Variables for ``workers`` on this node that say how their compute threads wait for each other, before torch is imported.
+
+    GNU OpenMP's threads spin for milliseconds before they sleep. That is best between computations that follow each other at once. After a
+    wait (for a batch, for gloo) it is not: the thread that goes on first spins on the core on which Linux has put those that it woke. Where
+    threads have a core each they spin shortly; where they share cores, not at all. ``benchmarks/waiting.py`` tells what it costs.
+
+    Example:
+        >>> openmp_waits(1, 2, cores=2), openmp_waits(2, 1, cores=2), openmp_waits(2, 2, cores=2), openmp_waits(1, 1, cores=2)
+        ({'GOMP_SPINCOUNT': '10000'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {})
+    """
+    if os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"):
+        return {}
+    if threads > 1 and workers * threads <= (usable_cores() if cores is None else cores):
+        return {"GOMP_SPINCOUNT": str(_SPINS)}
+    return {"OMP_WAIT_POLICY": "PASSIVE"} if workers > 1 else {}
 
 
 def schedule_as_batch() -> bool:
