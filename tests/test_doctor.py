@@ -197,6 +197,11 @@ def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
     assert listed[0]["id"] == "thread-limit" and listed[0]["settings"] == {"threads": 1}
 
 
+def test_threads_that_account_for_little_of_what_slows_the_step_down_are_not_the_cause():
+    found = judge(seen(rounds(synthetic=1000, real=210, limited=430, beside=215), STAGES)).values
+    assert found["cause"]["stage"] == "neighbour" and found["neighbour"]["points"] == pytest.approx(79, abs=2)
+
+
 def test_what_is_left_when_samples_are_only_replayed_is_the_way_between_processes():
     waits = {"replayed": 0.024, "real": 0.025}
     found = judge(
@@ -269,6 +274,16 @@ def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
     # 4.5 ms of the eight cores of a node for each sample: 1,770 a second, for devices that want 1,000 each.
     assert rows[-1]["gap"] > 0.5
     assert walls[0]["stage"] == "decode" and walls[0]["limit"] == "cores" and walls[0]["devices"] == 2
+
+
+def test_what_slows_the_step_down_is_cured_where_it_is_done_and_by_fewer_loaders():
+    values = judge(seen(rounds(synthetic=1000, real=700, beside=720, without__decode=985), STAGES, loaders=6, loading=4000)).values
+    assert values["cause"]["stage"] == "neighbour" and values["cause"]["within"] == "decode"
+    facts = Facts(1, 6, "processes", 2, decoded_bytes=1e3, samples=1000, memory_bytes=1e9)
+    found = {r.id: r for r in remedies({**values, "loading_samples_per_second": 4000.0}, facts)}
+    assert found["fewer-loaders"].settings == FeedSettings(workers=2) and "cache-decode" in found and "loaders" not in found
+    busy = {r.id for r in remedies({**values, "loading_samples_per_second": 1050.0}, facts)}
+    assert "fewer-loaders" not in busy
 
 
 def test_remedies_that_were_tried_and_bring_nothing_are_left_out():

@@ -131,6 +131,10 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     rows = _rows(values)
     rates = values["samples_per_second"]
     lost = {name: float(row["lost_points"]) for name, row in rows.items()}
+    cause = values["cause"] or {}
+    beside = cause.get("stage") == "neighbour"
+    if beside and cause.get("within") in lost:
+        lost[cause["within"]] = max(lost[cause["within"]], float(cause["points"]))  # its work is what slows the step down
     in_loading = sum(
         p for name, p in lost.items() if rows[name].get("where") == "loading" and name not in ("oversubscription", "transport")
     )
@@ -163,7 +167,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
         elif facts.executor != "none" and not facts.stream:
             most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - idle, 0.05))))
             n = min(math.ceil(facts.loaders * wanted), most, 4 * facts.loaders)
-            if n > facts.loaders and in_loading >= _MAKING:
+            if n > facts.loaders and in_loading >= _MAKING and not beside:
                 what = "loading threads" if facts.executor == "threads" else "loading processes"
                 found.append(
                     Remedy(
@@ -199,6 +203,13 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                     "same bits",
                 )
             )
+    loading = values.get("loading_samples_per_second")
+    if beside and loading and facts.executor != "none" and not facts.stream:
+        enough = max(1, math.ceil(1.1 * facts.loaders * float(rates["synthetic"]) / float(loading)))
+        if enough < facts.loaders:
+            what = "loading threads" if facts.executor == "threads" else "loading processes"
+            text = f"{enough} {what} for each worker instead of {facts.loaders}: as many as are needed, and fewer to take the step's cores"
+            found.append(Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits"))
     if lost.get("oversubscription", 0.0) >= _WORTH or "threads" in str((values.get("neighbour") or {}).get("cause", "")):
         found.insert(
             0,

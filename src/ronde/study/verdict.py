@@ -555,7 +555,8 @@ def _cause(
     gap = 100 * j.gap
     top = max(rows, key=lambda r: r["lost_points"], default=None)
     best = top["lost_points"] if top is not None else 0.0
-    if limited is not None and _surely(seen, limited) and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2)):
+    slows = neighbour["points"] if neighbour is not None else 0.0  # more than their compute threads account for: they burn something else
+    if limited is not None and _surely(seen, limited) and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2, slows)):
         points = min(gap, limited.value)
         note = f"in {top['name']}" if top is not None and best > 0 else ""
         _hand_over(rows, points)
