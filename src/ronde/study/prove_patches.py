@@ -262,12 +262,14 @@ def _patch_ranks(watch: Watch) -> None:
 
 
 def _patch_clock(ahead: float) -> None:
-    """Two runs of a script that begin in the same second are not to agree on what it takes from the clock."""
+    """Two runs of a script that begin in the same second are not to agree on what they take from the clocks."""
     if not ahead:
         return
-    now, now_ns = time.time, time.time_ns
+    now, now_ns, count, count_ns = time.time, time.time_ns, time.perf_counter, time.perf_counter_ns
     time.time = lambda: now() + ahead
     time.time_ns = lambda: now_ns() + int(ahead * 1e9)
+    time.perf_counter = lambda: count() + ahead
+    time.perf_counter_ns = lambda: count_ns() + int(ahead * 1e9)
 
 
 def _patch_own_generators(watch: Watch) -> None:
