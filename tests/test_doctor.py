@@ -21,6 +21,7 @@ from ronde.feed import FeedSettings
 from ronde.plan.capacity import predict
 from ronde.study import keep
 from ronde.study.arms import _per_rank
+from ronde.study.doctor import _files_in
 from ronde.study.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
 from ronde.study.verdict import Seen, StageSeen, judge
 from ronde.world import ArgumentError
@@ -284,6 +285,23 @@ def test_what_slows_the_step_down_is_cured_where_it_is_done_and_by_fewer_loaders
     assert found["fewer-loaders"].settings == FeedSettings(workers=2) and "cache-decode" in found and "loaders" not in found
     busy = {r.id for r in remedies({**values, "loading_samples_per_second": 1050.0}, facts)}
     assert "fewer-loaders" not in busy
+
+
+def test_a_remedy_of_little_use_here_is_not_promised_to_close_the_gap_at_scale():
+    """Samples read in the training process, nearly all of the time spent in Python: faster reading changes nothing, however many devices."""
+    stages = [StageSeen("read", wall_seconds=7e-5, cpu_seconds=7e-5), StageSeen("python", wall_seconds=1.7e-3, cpu_seconds=1.7e-3)]
+    values = judge(seen(rounds(synthetic=455, real=301, replayed=450), stages, loaders=0, executor="none")).values
+    facts = Facts(1, 0, "none", 2)
+    pack = Remedy("pack", "pack", None, "same bits", faster={"read": 0.3}, can_try=False)
+    listed = prescriptions(values, facts, [pack], 32)
+    assert not listed or listed[0]["gap_largest"] > 0.25, listed
+
+
+def test_files_are_counted_where_they_lie(tmp_path):
+    (tmp_path / "deeper").mkdir()
+    for name in ("a", "b", "deeper/c"):
+        (tmp_path / name).write_text("")
+    assert _files_in(str(tmp_path), 100) == 3 and _files_in(str(tmp_path), 2) == 2 and _files_in("", 7) == 7
 
 
 def test_remedies_that_were_tried_and_bring_nothing_are_left_out():

@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFile
 from simplejpeg import decode_jpeg
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from ronde.feed import Feed, LoaderSettings, Order, Pipeline, stage, stages
+from ronde.feed import Feed, LoaderSettings, Order, Pipeline, found, stage, stages
 from ronde.feed.board import STAGES, Slot
 from ronde.feed.probe import Probe, StageTimes, read_board, read_files, read_notes
 from ronde.feed.replay import KEPT
@@ -292,6 +292,9 @@ class _Slowly:
         return self
 
     def __exit__(self, *error):
+        self.close()
+
+    def close(self):
         self.file.close()
 
 
@@ -526,6 +529,17 @@ def test_functions_are_found_by_name_wherever_making_a_sample_comes_by():
     assert times["read"].calls == 2 * N and times["decode"].calls == N and times["augment"].calls == N
     assert times["decode"].contains == {"augment"}
     assert (read_thing, decode_thing, global_tfm) == functions and not vars(dataset.store)
+
+
+def test_names_of_stages_are_words():
+    named = {
+        name: found._stage_named(name) for name in ("aug", "train_augs", "strong_augment", "gauge", "august", "ready", "read_row", "_fetch")
+    }
+    assert named == {
+        **dict.fromkeys(("aug", "train_augs", "strong_augment"), "augment"),
+        **dict.fromkeys(("gauge", "august", "ready"), None),
+        **dict.fromkeys(("read_row", "_fetch"), "read"),
+    }
 
 
 class _Tokens(_Keeps):

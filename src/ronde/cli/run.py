@@ -229,13 +229,14 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
 def _baseline(command: list[str], feed: str) -> float | None:
     """Samples a second that one worker with all cores reaches on the same script, measured for some seconds.
 
-    Twice, with threads that spin while they wait and with threads that soon sleep: which is faster depends on what else the machine
-    does, and the comparison shall be with the best that one worker can do.
+    Twice, with threads that spin while they wait and as ``ronde run`` has them: which is faster depends on what else the machine does, and
+    the comparison shall be with the best that one worker can do.
     """
     from ronde.launch import Job, launch
 
     found: list[float] = []
-    for waits in ({"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "10000"}):
+    ways: tuple[dict[str, str], ...] = ({"OMP_WAIT_POLICY": "ACTIVE"}, {})
+    for waits in ways:
         with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
             file = Path(folder) / "rate.json"
             environment = {

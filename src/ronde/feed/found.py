@@ -126,7 +126,7 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     *(("cv2", name, "augment", "") for name in ("copyMakeBorder", "normalize", "addWeighted", "medianBlur", "filter2D", "equalizeHist")),
 )
 
-_TRANSFORMS = ("transform", "tfm", "aug", "tokeniz", "preproc", "normaliz")
+_TRANSFORMS = re.compile(r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz")  # of a name in small letters
 _READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 _INNER = ("dataset", "datasets", "_dataset", "_datasets", "base", "source", "ds", "inner", "wrapped", "parent")
 
@@ -364,8 +364,7 @@ class _Branches:
 
 
 def _names_transform(name: str) -> bool:
-    lowered = name.lower()
-    return any(part in lowered for part in _TRANSFORMS)
+    return _TRANSFORMS.search(name.lower()) is not None
 
 
 def _stage_named(name: str) -> str | None:

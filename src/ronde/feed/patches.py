@@ -261,8 +261,10 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
                 if found is None:
                     if place is None:
                         return _TimedObject(given)
-                    with given:
+                    try:
                         data = given.read()
+                    finally:
+                        given.close()
                     if isinstance(data, str):
                         encoding = encoding or "utf-8"
                         data = data.encode(encoding)

@@ -428,7 +428,7 @@ class _Study:
         with unchanged(taken.dataset):
             try:
                 taken.dataset[int(taken.order.ids(self.run.state.epoch, 0, 1)[0])]
-            except Exception:
+            except Exception:  # a bad sample, which the training may skip: what it would have opened is not known
                 return ""
             return held_open(taken.dataset) or ""
 
@@ -482,8 +482,7 @@ class _Study:
                 self.tell(f"trying: {remedy.text}")
                 refused = [error for error in gather_json(self.run._me, self.bench.refuses(remedy.settings)) if error]
                 if refused:
-                    self.notes.append(f"{remedy.text}: not for this data set ({refused[0]}).")
-                    values["notes"].append(self.notes[-1])
+                    values["notes"].append(f"{remedy.text}: not for this data set ({refused[0]}).")
                     continue
                 try:
                     rates = [
