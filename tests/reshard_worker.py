@@ -169,6 +169,17 @@ def matrix(name: str, folder: Path) -> None:
     print(json.dumps(result))
 
 
+def _apart(one: dict[int, dict[str, object]], other: dict[int, dict[str, object]]) -> float:
+    """The largest difference between two optimizers' states."""
+    assert one.keys() == other.keys() and one
+    pairs = [(value, other[p][name]) for p, of in one.items() for name, value in of.items()]
+    return max(
+        float((getattr(a, "_local_tensor", a) - getattr(b, "_local_tensor", b)).abs().max())
+        for a, b in pairs
+        if torch.is_tensor(a) and a.numel()
+    )
+
+
 def states(folder: Path) -> None:
     """The script's own ``state_dict`` and ``load_state_dict``: the weights of an earlier moment, a whole state from elsewhere, a wrong one."""
     told: dict[str, dict[str, object]] = {}
@@ -180,11 +191,13 @@ def states(folder: Path) -> None:
         run._watcher.say = said.append  # type: ignore[method-assign]
         train(run, STOP)
         run.export(folder / f"{plan}.best")
-        best = copy.deepcopy(run.model.state_dict())
+        best, moments = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
         blocks = {name: value.clone() for name, value in run.model.blocks.state_dict().items()}
         train(run, END)
         run.export(folder / f"{plan}.last")
         found: dict[str, object] = {"said": said, "holds": len(best)}
+        run.optimizer.load_state_dict(moments)
+        found["moments"] = _apart(run.optimizer.state_dict()["state"], moments["state"])
         run.model.blocks.load_state_dict(blocks)
         run.model.load_state_dict(best)
         run.export(folder / f"{plan}.back")

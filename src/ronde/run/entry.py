@@ -29,7 +29,7 @@ from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.run import checks, hooks, rates
 from ronde.run.compare import Comparison, Forecast
 from ronde.run.evaluation import on_device, to_device
-from ronde.run.held import hold_in_parts
+from ronde.run.held import hold_in_parts, say_in_parts
 from ronde.run.losses import LossCall
 from ronde.run.persist import held_whole, restore, restore_pieces
 from ronde.run.run import DTYPES, Run
@@ -537,6 +537,7 @@ def distribute(
     if not held_whole(run):
         watcher = run._watcher
         hold_in_parts(model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
+        say_in_parts(optimizer, lambda text: watcher.say(text))
     if forecast is not None:
         run._watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
         run._comparison = Comparison(forecast, me.device)

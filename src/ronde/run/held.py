@@ -1,4 +1,4 @@
-"""``model.state_dict()`` and ``load_state_dict()`` of a script, where each worker holds a part of the model.
+"""``state_dict()`` and ``load_state_dict()`` of a script's model and optimizer, where each worker holds a part of them.
 
 A worker's state is what it holds: its stages' weights, its shards. That can be kept and loaded again (the best epoch's weights), and
 a whole state, from a file, loads too: each worker takes its own part. What a worker does not hold is left out, never written as
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ronde.checkpoint import is_sharded, like, piece_of
 
-__all__ = ["hold_in_parts"]
+__all__ = ["hold_in_parts", "say_in_parts"]
 
 
 def hold_in_parts(model: nn.Module, owns: Callable[[str], bool], loaded: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -44,6 +45,22 @@ def hold_in_parts(model: nn.Module, owns: Callable[[str], bool], loaded: Callabl
     # Functions and not methods: a deep copy of the model, for a moving average, must not copy what they belong to.
     for path, module in list(model.named_modules()):
         _hold(module, f"{path}." if path else "", owns, loaded, told_once, outermost)
+
+
+def say_in_parts(optimizer: Optimizer, say: Callable[[str], None]) -> None:
+    """From now on a line says, once, that the optimizer's state is what this worker holds of it."""
+    told = False
+
+    def tell(_: Optimizer, __: dict[str, Any]) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            say(
+                "optimizer.state_dict() has the state of what this worker updates, and no other's. It loads again under this plan; run.save() "
+                "writes the whole, for any plan."
+            )
+
+    optimizer.register_state_dict_post_hook(tell)
 
 
 def _hold(
