@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.helping import Group, tidy
 from ronde.world import RondeError
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ronde",
+    cls=Group,
     help="One training script, on one device or on many: the same training.",
     no_args_is_help=True,
     add_completion=False,
@@ -42,6 +44,7 @@ def _verbs() -> None:
 
     for verb in (run, plan, prove, doctor, bench, pack, runs, scale, show):
         verb.register(app)
+    tidy(app)
 
 
 _verbs()

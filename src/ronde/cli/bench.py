@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.helping import Group
 from ronde.world import ArgumentError, RondeError
 
 __all__ = ["register"]
@@ -29,7 +30,7 @@ Examples:
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich")
+    bench = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich")
     app.add_typer(bench, name="bench")
 
     @bench.callback()
