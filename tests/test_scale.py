@@ -7,6 +7,8 @@ import json
 import math
 import os
 import signal
+import stat
+import sys
 import time
 from html.parser import HTMLParser
 
@@ -129,6 +131,34 @@ def test_a_script_that_fails_is_told_with_its_traceback(place):
     assert "ValueError: no good [at] all" in done.stderr and "failed with 1 worker" in done.stderr
 
 
+def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_path):
+    """One size, a moment each. Nothing below /dev but descriptors: as root, a rename would replace what lies there."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "clears.py").write_text("import shutil\nshutil.rmtree('out', ignore_errors=True)\n" + TRAIN)
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.json").symlink_to("linked.json")
+    quick = f"{sys.executable} -m ronde scale --workers 1 --rounds 1 --seconds 0.1 --to 1"
+    lines = [
+        f"cat pipe >piped.json & {quick} --json pipe train.py >/dev/null; wait $!",
+        f"{quick} --json >(cat >descriptor.json) train.py >/dev/null; wait $!",
+        f"{quick} --json /proc/self/fd/1 train.py >both.txt",
+        f"{quick} --json link.json train.py >/dev/null",
+    ]
+    with child(["bash", "-ec", "\n".join(lines)], tmp_path) as started:
+        done = started.done(150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link.json").is_symlink()
+    for name in ("piped.json", "descriptor.json", "linked.json"):
+        assert [r["workers"] for r in json.loads((tmp_path / name).read_text())["rows"]] == [1], name
+    both = (tmp_path / "both.txt").read_text()
+    values, end = json.JSONDecoder().raw_decode(both)
+    assert values["rows"] and "samples/s" in both[end:]
+    gone = ronde_run([*quick.split()[3:], "--json", "out/scale.json", "clears.py"], tmp_path)
+    assert gone.returncode == 2 and gone.stderr == "error: out/scale.json cannot be written: No such file or directory.\n"
+    assert "samples/s" in gone.stdout
+
+
 def test_ctrl_c_ends_all_workers(place):
     with child(ronde("scale", "--workers", "2", "--seconds", "30", "train.py"), place) as started:
         limit = time.monotonic() + 60
@@ -153,6 +183,8 @@ def test_arguments_that_cannot_be_used_are_told_before_anything_starts_and_help_
         (["--cost", "-1", "train.py"], "--cost -1"),
         (["--batch", "shrink", "train.py"], "--batch shrink"),
         (["--json", "nowhere/scale.json", "train.py"], "there is no folder"),
+        (["--json", "/proc/x.json", "train.py"], "--json /proc/x.json: nothing can be written to /proc: "),
+        (["--json", "/dev/fd/77", "train.py"], "--json /dev/fd/77: it cannot be written to: Bad file descriptor"),
         (["--report", "nowhere/scale.html", "train.py"], "there is no folder"),
         (["--feed", "absent.yaml", "train.py"], "absent.yaml"),
         (["trian.py"], "Did you mean train.py?"),

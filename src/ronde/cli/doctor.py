@@ -115,8 +115,10 @@ def register(app: typer.Typer) -> None:
         values["script"] = f"-m {module}" if module is not None else command[0]
         if told_feed:
             values["notes"].append(f"{told_feed}.")
-        _write(values, file, report)  # first: what is shown may go to a pipe that is closed
-        _show(console, values)
+        try:
+            _write(values, file, report)  # first: what is shown may go to a pipe that is closed
+        finally:
+            _show(console, values)
         if chosen and not values["refused"]:
             # A minute was spent on the answer: it is written before anything else can go wrong.
             def again(settings: str) -> dict[str, Any]:

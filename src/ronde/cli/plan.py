@@ -14,6 +14,7 @@ import typer
 from ronde.cli.progress import Doing
 from ronde.cli.progress import console as terminal
 from ronde.cli.script import ArgumentsOption, JsonOption, ModuleOption, check_folders, command_of, examine, write_json
+from ronde.watch.written import write_whole
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -123,8 +124,10 @@ def register(app: typer.Typer) -> None:
             from ronde.study.forecast import answer
 
             explanation = answer(costs, target, target.devices, like, optimize)
-        drawn = _write(explanation, costs, target, file, picture, save)  # first: what is printed may go to a pipe that is closed
-        _print(console, explanation, costs, target)
+        try:
+            drawn = _write(explanation, costs, target, file, picture, save)  # first: what is printed may go to a pipe that is closed
+        finally:
+            _print(console, explanation, costs, target)
         if save is not None:
             console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
         if not drawn:
@@ -226,5 +229,5 @@ def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture
         return False
     from ronde.plan.picture import svg
 
-    picture.write_text(svg(timeline, _best_pipeline(explanation).plan.spec))
+    write_whole(picture, svg(timeline, _best_pipeline(explanation).plan.spec))
     return True

@@ -80,9 +80,11 @@ def register(app: typer.Typer) -> None:
             number = stop.args[0] if stop.args else signal.SIGINT
             print(f"stopped by {signal.Signals(number).name}; every process has ended", file=sys.stderr)
             raise typer.Exit(128 + number) from None
-        if file is not None:
-            write_json(file, verdict.to_dict())
-        _print(console, verdict)
+        try:
+            if file is not None:
+                write_json(file, verdict.to_dict())
+        finally:
+            _print(console, verdict)
         raise typer.Exit(verdict.exit_status)
 
 

@@ -166,13 +166,15 @@ def register(app: typer.Typer) -> None:
         if told_feed:
             answer.notes.append(f"{told_feed}.")
         values = answer.to_dict()
-        if file is not None:  # first: what is shown may go to a pipe that is closed
-            write_json(file, values)
-        if report is not None:
-            from ronde.watch.report import scale_report
+        try:
+            if file is not None:  # first: what is shown may go to a pipe that is closed
+                write_json(file, values)
+            if report is not None:
+                from ronde.watch.report import scale_report
 
-            scale_report(values, report)
-        show(console, answer)
+                scale_report(values, report)
+        finally:  # it took minutes: what cannot be written, on a full disk say, is shown at least
+            show(console, answer)
         if report is not None:
             console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.watch.written import check_target, write_whole
 from ronde.world import ArgumentError, RondeError
 
 __all__ = [
@@ -111,25 +112,20 @@ def check_folders(**files: Path | None) -> None:
     """Whether what shall be written can be: ``json=…`` is the file of ``--json``.
 
     Raises:
-        ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder itself.
+        ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder itself; a pipe has no writing end.
     """
     for option, path in files.items():
         if path is None:
             continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ArgumentError(f"--{option} {path}: there is no folder {folder}.")
-        if path.is_dir():
-            raise ArgumentError(f"--{option} {path}: this is a folder, expected a file's name.")
-        if not os.access(folder, os.W_OK):
-            raise ArgumentError(f"--{option} {path}: nothing may be written to {folder}.")
+        try:
+            check_target(path)
+        except ArgumentError as error:
+            raise ArgumentError(f"--{option} {error}") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.writing")
-    temporary.write_text(json.dumps(values, indent=2, default=str) + "\n")
-    temporary.rename(file)
+    """Whole or not at all; into a pipe or a device directly."""
+    write_whole(file, json.dumps(values, indent=2, default=str) + "\n")
 
 
 def short(path: Path) -> str:

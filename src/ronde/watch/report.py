@@ -16,7 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ronde.world import ArgumentError
+from ronde.watch.written import write_whole
+from ronde.world import ArgumentError, RondeError
 
 __all__ = ["check_drawing", "doctor_report", "scale_report"]
 
@@ -161,21 +162,16 @@ def _notes(values: Mapping[str, Any]) -> str:
 
 
 def _page(title: str, headline: str, parts: Sequence[str], path: str | os.PathLike[str], what: str) -> None:
-    from ronde.world import RondeError
-
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main><h1>{escape(title)}</h1>"
         f'<p class="headline{" long" if len(headline) > 110 else ""}">{escape(headline)}</p>{"".join(parts)}</main>'
         f"<footer>Written by {escape(what)}. The same values are in its JSON.</footer></body></html>\n"
     )
-    target = Path(path)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.writing")
     try:
-        temporary.write_text(html, encoding="utf-8")
-        temporary.rename(target)
-    except OSError as error:
-        raise RondeError(f"the report {target} cannot be written: {error.strerror}.") from None
+        write_whole(Path(path), html)
+    except RondeError as error:
+        raise RondeError(f"the report {error}") from None
 
 
 # -- charts --------------------------------------------------------------------------------------------------------
