@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 import ronde as package
 from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
-from ronde.watch import Ended, Resumed, Step, read
+from ronde.watch import Ended, Resumed, Step, curve, read
 
 TRAIN = """
 import argparse, os, signal, sys, time
@@ -445,3 +445,23 @@ def test_brackets_in_arguments_are_not_markup(tmp_path):
     done = ronde_run(["run", "-n", "1", "say.py", "[/bold]", "[1,2]"], tmp_path, 60)
     assert done.returncode == 0, done.stderr
     assert "say.py [/bold] [1,2]" in done.stdout and "['[/bold]', '[1,2]']" in done.stdout
+
+
+def test_a_curve_names_its_values_whole():
+    points = [(float(i), i / 10) for i in range(10)]
+    short, long = curve(points, width=20, height=4), curve(points, width=20, height=4, label="evaluate/accuracy")
+    assert "     loss └─" in short and len(short.splitlines()) == 6
+    assert long.splitlines()[0] == "evaluate/accuracy" and long.splitlines()[1:] == short.replace("loss", "    ").splitlines()
+
+
+def test_show_names_a_long_curve_whole(place, whole, tmp_path):
+    run = tmp_path / "runs" / "one"
+    shutil.copytree(place / "runs" / "whole", run, ignore=shutil.ignore_patterns("checkpoints"))
+    with (run / "record.jsonl").open("a") as record:
+        for step in (1, 2, 3):
+            record.write(
+                json.dumps({"type": "evaluate", "time": 0.0, "step": step, "epoch": 1, "samples": 8, "metrics": {"accuracy": step / 4}})
+                + "\n"
+            )
+    done = ronde_run(["show", "one", "--curve", "evaluate/accuracy"], tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "evaluate/accuracy", done.stdout + done.stderr

@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
             known = _series(run)
             if series not in known:
                 raise ArgumentError(f"{run.name} has no {series!r}; it has {', '.join(known) or 'nothing logged or evaluated'}.")
-            drawn = curve(known[series], width=max(20, min(console.width - 14, 100)), height=12, label=series[-9:])
+            drawn = curve(known[series], width=max(20, min(console.width - 14, 100)), height=12, label=series)
             console.print(
                 drawn or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one value, no curve)", highlight=False
             )

@@ -26,7 +26,7 @@ def curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 
         width, height: size of the drawing in characters.
 
     Returns:
-        str: ``height`` lines and two for the axis; empty if there are fewer than two points.
+        str: ``height`` lines and two for the axis, and one above for a long label; empty if there are fewer than two points.
     """
     import plotille
 
@@ -48,6 +48,9 @@ def curve(points: Sequence[tuple[float, float]], width: int = 64, height: int = 
     marks = {0: high, height // 2: high / 2 + low / 2, height - 1: low} if span else {height // 2: low}
     lines = [f"{marks[i]:>9.4g} │{row}" if i in marks else f"{'':>9} │{row}" for i, row in enumerate(rows)]
     start, end = f"{left:g}", f"{right:g} {axis}"
+    if len(label) > 9:  # it does not fit beside the axis: a line of its own, whole
+        lines.insert(0, label)
+        label = ""
     lines.append(f"{label:>9} └{'─' * width}")
     lines.append(f"{'':>11}{start}{end:>{max(1, width - len(start))}}")
     return "\n".join(lines)
