@@ -297,7 +297,24 @@ def test_all_ranks_raise(place):
 
 def test_a_rank_exits_with_a_status_of_its_own(place):
     done = failing(place, "exit", "--how", "exit", "--on", "0")
-    assert done.returncode == 3 and "rank 0 failed first" in done.stderr and "SystemExit: 3" in done.stderr
+    assert done.returncode == 3 and "rank 0 failed first" in done.stderr and "Traceback" not in done.stderr
+    assert "it ended by itself with exit status 3 (train.py, line " in done.stderr
+
+
+def test_a_script_without_its_arguments_shows_what_it_printed(tmp_path):
+    """argparse prints the usage and exits with status 2: its frames say nothing."""
+    (tmp_path / "args.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()\nimport torch, ronde\n"
+    )
+    for verb in ("run", "scale", "doctor", "plan", "prove"):
+        # A run shows it as it comes, a study keeps the script's output to itself until it fails.
+        more = ["--workers", "1"] if verb in ("run", "scale", "doctor") else ["--device", "H100"] if verb == "plan" else []
+        done = ronde_run([verb, *more, "args.py"], tmp_path)
+        text = done.stdout + done.stderr
+        assert done.returncode == 2 and "Traceback" not in text and "argparse.py" not in text, (verb, text)
+        assert text.count("usage: args.py [-h] data") == text.count("args.py: error: the following arguments are required: data") == 1
+        if verb != "run":
+            assert "args.py ended by itself" in text and f"Its own arguments go after its name: ronde {verb} args.py ARGS…" in text
 
 
 def test_a_worker_is_killed(place):

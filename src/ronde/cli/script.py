@@ -27,6 +27,7 @@ __all__ = [
     "command_of",
     "discard",
     "examine",
+    "exited_early",
     "feed_of",
     "short",
     "write_json",
@@ -140,6 +141,24 @@ def discard(_: bytes) -> None:
     """The script's output, where it is not wanted."""
 
 
+def exited_early(verb: str, command: list[str], status: int | str) -> str:
+    """The sentence for a script that called ``sys.exit`` itself, most often since it was given no arguments."""
+    script = " ".join(command[:2] if command[0] == "-m" else command[:1])
+    return (
+        f"{script} ended by itself with exit status {status} before ronde.distribute. Its own arguments go after its name: "
+        f"ronde {verb} {script} ARGS…"
+    )
+
+
+def last_lines(log: Path, most: int = 20) -> list[str]:
+    """The end of what a worker printed."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-most:]
+    except OSError:
+        return []
+    return [f"{line}\n" for line in lines]
+
+
 def examine(
     study: str,
     command: list[str],
@@ -190,6 +209,9 @@ def examine(
         raise typer.Exit(outcome.status)
     if outcome.status and not out.exists():
         error = outcome.error or ""
+        if outcome.exited:  # with a usage text, say: nobody has seen what it printed
+            typer.echo("".join(last_lines(folder / "run" / "logs" / f"rank-{outcome.rank}.log")), err=True, nl=False)
+            raise RondeError(exited_early(study, command, outcome.status))
         if outcome.traceback and "NoisyMachine" not in error:  # that is no fault of the script's
             typer.echo(outcome.traceback.rstrip(), err=True)
         raise RondeError(failed(error))

@@ -69,7 +69,8 @@ class Outcome:
         status: exit status for the shell: 0 only if every worker ended well.
         rank: the rank that failed first.
         error: its error, one line.
-        traceback: its traceback, empty where it was killed.
+        traceback: its traceback, empty where it was killed or ended by itself.
+        exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
         interrupted: whether a signal to the launcher ended it.
     """
 
@@ -77,6 +78,7 @@ class Outcome:
     rank: int | None = None
     error: str | None = None
     traceback: str = ""
+    exited: bool = False
     interrupted: bool = False
     seconds: float = 0.0
 
@@ -223,15 +225,15 @@ def _logs_specs(router: Router, workers: int) -> Any:
     return ToRouter(None, local_ranks_filter=set(range(workers)))
 
 
-def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int]:
-    """Rank, error, traceback and exit code of the failure that came first and is not a consequence of another."""
+def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int, bool]:
+    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came first and is not a consequence of another."""
     told = []
     for rank, failure in failures.items():
-        text, trace, when = "", "", float(failure.timestamp) * 1e9
+        text, trace, exited, when = "", "", False, float(failure.timestamp) * 1e9
         try:
             body = json.loads(Path(failure.error_file).read_text())["message"]
             text, trace = body["message"], body["extraInfo"]["py_callstack"]
-            when = float(body["extraInfo"]["time_ns"])
+            when, exited = float(body["extraInfo"]["time_ns"]), bool(body["extraInfo"].get("exited"))
         except (OSError, ValueError, KeyError, TypeError):
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
@@ -241,9 +243,9 @@ def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int]:
             else:
                 text = f"ended with exit status {failure.exitcode}"
         consequence = any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
-        told.append((consequence, when, rank, text, trace, failure.exitcode))
-    _, _, rank, text, trace, code = min(told)
-    return rank, text, trace, code
+        told.append((consequence, when, rank, text, trace, failure.exitcode, exited))
+    _, _, rank, text, trace, code, exited = min(told)
+    return rank, text, trace, code, exited
 
 
 def _reap() -> None:
@@ -319,8 +321,8 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
         elastic_launch(config, sys.executable)("-u", str(Path(__file__).with_name("worker.py")), *job.command)
         return Outcome(0, seconds=time.monotonic() - start)
     except ChildFailedError as error:
-        rank, text, trace, code = _first_failure(error.failures)
-        return Outcome(code if code > 0 else 1, rank, text, trace, seconds=time.monotonic() - start)
+        rank, text, trace, code, exited = _first_failure(error.failures)
+        return Outcome(code if code > 0 else 1, rank, text, trace, exited, seconds=time.monotonic() - start)
     except (SignalException, KeyboardInterrupt) as error:
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         return Outcome(

@@ -57,12 +57,21 @@ def _report(error: BaseException) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    said = error.code if isinstance(error, SystemExit) and isinstance(error.code, str) else ""  # sys.exit("why") says it all
-    extra = {"py_callstack": "" if said else _formatted(error), "timestamp": str(now // 10**9), "time_ns": now}
+    said = ""
+    if isinstance(error, SystemExit):  # no failure to look for in frames: argparse, say, has printed what is wrong
+        said = error.code if isinstance(error.code, str) else f"it ended by itself with exit status {error.code}{_where(error)}"
+    exited = isinstance(error, SystemExit) and not isinstance(error.code, str)
+    extra = {"py_callstack": "" if said else _formatted(error), "timestamp": str(now // 10**9), "time_ns": now, "exited": exited}
     body = {"message": {"message": said or f"{type(error).__name__}: {error}", "extraInfo": extra}}
     temporary = f"{file}.writing"
     Path(temporary).write_text(json.dumps(body))
     Path(temporary).rename(file)
+
+
+def _where(error: BaseException) -> str:
+    """The last line of the script itself that an error came through."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == sys.argv[0]]
+    return f" ({Path(sys.argv[0]).name}, line {lines[-1]})" if lines else ""
 
 
 def _chain(error: traceback.TracebackException) -> list[traceback.TracebackException]:

@@ -263,6 +263,8 @@ class Study:
         trainings = [1, *(e["tick"] for e in one.events[0] if e["kind"] == "training")]
         if failure:
             found.error = _failed_alone(failure)
+            if failure.kind == "SystemExit" and not one.opened:
+                found.error = _ended_early(self.command, failure, (first if first.failure else second).folder / "output-0.log")
             if failure.kind == "ArgumentError" and "over other parameters" in failure.text:
                 found.cause = cause("stale-optimizer", failure.text)
                 found.difference = Difference("optimizer", 0, "the optimizer's parameters")
@@ -522,6 +524,16 @@ def _verdict(plan: str, status: Status, result: Comparison, seconds: float, why:
         result.compared,
         seconds=seconds,
     )
+
+
+def _ended_early(command: list[str], failure: Failure, log: Path) -> str:
+    """For a script that called ``sys.exit`` itself, most often since it was given no arguments; nobody has seen what it printed."""
+    script = " ".join(command[:2] if command[0] == "-m" else command[:1])
+    printed = log.read_text(errors="replace").splitlines()[-20:] if log.is_file() else []
+    told = (
+        f"{script} ended by itself before ronde.distribute: {failure.text}. Its own arguments go after its name: ronde prove {script} ARGS…"
+    )
+    return "\n".join([told, *(["What it printed last:"] if printed else []), *printed])
 
 
 def _failed_alone(failure: Failure) -> str:
