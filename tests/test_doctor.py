@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import signal
 import time
 from collections import Counter
@@ -19,7 +21,7 @@ from ronde import distribute
 from ronde.cli.cure import apply_prescriptions, check_writable
 from ronde.feed import FeedSettings
 from ronde.plan.capacity import predict
-from ronde.study import keep
+from ronde.study import keep, prescribe
 from ronde.study.arms import _per_rank
 from ronde.study.doctor import _files_in
 from ronde.study.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
@@ -304,6 +306,11 @@ def test_files_are_counted_where_they_lie(tmp_path):
     assert _files_in(str(tmp_path), 100) == 3 and _files_in(str(tmp_path), 2) == 2 and _files_in("", 7) == 7
 
 
+def test_every_remedy_has_a_name_that_can_be_asked_for():
+    written = set(re.findall(r'Remedy\(\s*f?"([\w-]+?)-?["{]', inspect.getsource(prescribe)))
+    assert len(written) > 10 and written == {"decoder" if name.startswith("decoder-") else name for name in prescribe.NAMES}
+
+
 def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
     import dataclasses
 
@@ -532,6 +539,8 @@ def test_bad_arguments_are_refused_before_anything_starts(job):
         (["doctor", "--nodes", "9", "--to", "8", "train.py"], "--nodes 9 is more than the 8 devices"),
         (["doctor", "--apply", "1,,2", "train.py"], "--apply '1,,2': expected numbers or names"),
         (["doctor", "--apply", "0", "train.py"], "--apply '0': expected numbers or names"),
+        (["doctor", "--apply", "foo", "train.py"], "--apply foo: no prescription is called so; there are loaders, threads, "),
+        (["doctor", "--apply", "1,loader", "train.py"], "Did you mean loaders?"),
         (["doctor", "--json", "none/x.json", "train.py"], "--json none/x.json: there is no folder"),
         (["doctor", "--workers", "none", "train.py"], "none"),
         (["doctor", "--feed", "gone.yaml", "train.py"], "gone.yaml cannot be read"),
@@ -570,7 +579,9 @@ def test_settings_that_could_not_be_tried_are_undone(tmp_path, mine):
 
 def test_what_cannot_be_applied_is_said_and_nothing_written(tmp_path):
     script = str(tmp_path / "train.py")
-    with pytest.raises(ArgumentError, match="this time the doctor prescribes 1 \\(loaders\\), 2 \\(pack\\)"):
+    with pytest.raises(
+        ArgumentError, match="no prescription 3; there are 2: this time the doctor prescribes 1 \\(loaders\\), 2 \\(pack\\)"
+    ):
         apply_prescriptions(VALUES, ["3"], script, "none", lambda _: {}, Console(quiet=True))
     with pytest.raises(ArgumentError, match="pack the files takes more than settings"):
         apply_prescriptions(VALUES, ["1", "pack"], script, "none", lambda _: {}, Console(quiet=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +24,22 @@ def parse_apply(text: str | None) -> list[str]:
     """``"1,2"`` or names of prescriptions.
 
     Raises:
-        ArgumentError: nothing between the commas.
+        ArgumentError: nothing between the commas, or a name that no prescription has. Which numbers there are is known afterwards.
     """
     if text is None:
         return []
     words = [w.strip() for w in text.split(",")]
     if not all(words) or any(w.lstrip("-").isdigit() and int(w) < 1 for w in words):
         raise ArgumentError(f"--apply {text!r}: expected numbers or names of prescriptions with commas between them, as --apply 1,2.")
+    names = [w for w in words if not w.isdigit()]
+    if names:
+        from ronde.study.prescribe import NAMES
+
+        for word in names:
+            if word not in NAMES:
+                near = difflib.get_close_matches(word, NAMES, 1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise ArgumentError(f"--apply {word}: no prescription is called so; there are {', '.join(NAMES)}.{hint}")
     return words
 
 
@@ -80,7 +90,8 @@ def apply_prescriptions(
     for word in chosen:
         if word not in by_name:
             known = ", ".join(f"{p['number']} ({p['id']})" for p in listed)
-            raise ArgumentError(f"--apply {word}: this time the doctor prescribes {known}.")
+            many = f"there {'are' if len(listed) > 1 else 'is'} {len(listed)}"
+            raise ArgumentError(f"--apply {word}: no prescription {word}; {many}: this time the doctor prescribes {known}.")
         if by_name[word]["settings"] is None:
             raise ArgumentError(f"--apply {word}: {by_name[word]['text']} takes more than settings.")
         picked.append(by_name[word])

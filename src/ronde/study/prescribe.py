@@ -13,10 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ronde.feed import FeedSettings
+from ronde.feed.decode import DECODERS
 from ronde.plan.capacity import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, predict, walls
 from ronde.study.verdict import HEALTHY_POINTS
 
-__all__ = ["Facts", "Remedy", "capacities_of", "outlook", "prescriptions", "remedies"]
+__all__ = ["NAMES", "Facts", "Remedy", "capacities_of", "outlook", "prescriptions", "remedies"]
+
+NAMES = (
+    "loaders", "threads", "prefetch", "fewer-loaders", "thread-limit", "pin-memory", *(f"decoder-{name}" for name in DECODERS), "decode-to-size",
+    "batched", "cache-read", "pack", "cache-decode", "device-augment", "echo",
+)  # fmt: skip
+"""Every remedy that may be prescribed."""
 
 LABELS = ("same bits", "same distribution", "changes the training")
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
