@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import stat
 import sys
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
-from ronde.cli.scale import default_sizes, parse_sizes, show
+from ronde.cli.scale import default_sizes, describe, parse_sizes, show
 from ronde.study.scale import Start, further_sizes, measure_sizes, summarise
 from ronde.world import ArgumentError
 
@@ -283,6 +284,28 @@ def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
         summarise("train.py", {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)}, to=8, cores=64.0, per_node=8),
     )
     assert "each worker's part of a step has 32 samples" in console.export_text()
+
+
+def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
+    answer = asked([(1, 12345, 11000), (2, 24000, 20000), (4, 47000, 30000)])
+    for width in (100, 80, 70, 60, 45, 30, 20):
+        console = Console(width=width, record=True, file=io.StringIO())
+        show(console, answer)
+        table, _, after = console.export_text().partition("~ extrapolated")
+        assert "…" not in table.replace("27,276…31,500", "").replace("16,745…31,500", "").replace("8,742…21,002", "").replace(
+            "4,384…12,012", ""
+        )
+        for r in answer.rows:
+            row = next(line for line in table.splitlines() if re.match(rf"(workers)? *{r.workers}\b", line))
+            assert f"{r.real:,.0f}" in row and f"{r.speedup_real:.2f}× {r.efficiency_real:>4.0%}" in row, (width, row)
+        assert ("left out, for want of room: cost" in after) == (width < 80)
+    assert "12,345" not in table and "e+" not in table
+
+
+def test_one_worker_is_not_said_in_the_plural():
+    answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
+    assert "at its best with 1 worker;" in describe(answer.fits["synthetic"]["usl"])
+    assert any("so each of 1 worker has 256 of them" in note for note in asked([(1, 1000, 900)]).notes)
 
 
 def test_without_a_size_of_one_the_smallest_is_the_measure():

@@ -160,7 +160,7 @@ def _show(console: Any, values: dict[str, Any]) -> None:
     """One screen."""
     from rich.text import Text
 
-    lines = [Text.assemble(*parts) for parts in screen(values, max(60, min(console.width, 118)))]
+    lines = [Text.assemble(*parts) for parts in screen(values, max(40, min(console.width, 118)))]
     for text in lines:
         console.print(text, soft_wrap=True, highlight=False)
 
@@ -169,7 +169,7 @@ Line = list[Any]
 
 
 def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
-    """What is shown: at most 24 lines, each a list of texts and ``(text, style)``."""
+    """What is shown: at most 24 lines, more where a narrow terminal wraps them; each a list of texts and ``(text, style)``."""
     rates = values["samples_per_second"]
     n = values["workers"]
     gap, half = 100 * values["gap"], 50 * (values["gap_high"] - values["gap_low"])
@@ -189,9 +189,11 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     if values.get("order"):
         seconds, share = values["order"]["seconds"], values["order"]["share"]
         text = f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % of each epoch: draw it at once, not one by one"
-        top.append([("  EACH EPOCH  ", "bold yellow"), _cut(text, width - 14)])
-    table: list[Line] = [
-        [(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}  {'':<8}", "dim")],
+        first, *others = textwrap.wrap(text, max(20, width - 14))
+        top.append([("  EACH EPOCH  ", "bold yellow"), first])
+        top += [[" " * 14, part] for part in others]
+    table: list[list[Line]] = [
+        [[(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}", "dim")]],
         *(_row(r, values, width) for r in _shown(values["stages"])),
         *_workers_rows(values, width),
     ]
@@ -203,8 +205,20 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     for text in values["notes"]:
         for i, part in enumerate(textwrap.wrap(text, width - 8)):
             notes.append([("  note  " if i == 0 else "        ", "dim"), (part, "dim")])
-    left = _LINES - len(top) - len(table) - len(bottom)
-    return [*top, *table, *bottom, *notes[: max(0, left)]][:_LINES]
+    lines = [line for row in table for line in row]
+    left = _LINES - len(top) - len(lines) - len(bottom)
+    return [*top, *lines, *bottom, *notes[: max(0, left)]]
+
+
+def _beside(row: Line, note: str, width: int) -> list[Line]:
+    """A row of the table with its note: beside it, wrapped, or below it where that leaves too little room."""
+    if not note:
+        return [row]
+    room = width - 51
+    if room < 20:
+        return [row, *([f"      {part}"] for part in textwrap.wrap(note, width - 6))]
+    first, *others = textwrap.wrap(note, room)
+    return [[*row, f"  {first}"], *([" " * 51 + part] for part in others)]
 
 
 def _cut(text: str, width: int) -> str:
@@ -259,7 +273,7 @@ def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> Line:
+def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
     note = r["note"] or ""
     capacity = rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
@@ -269,22 +283,26 @@ def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> Line:
         share = f", {cold['cached_share']:.0%} in memory" if cold["cached_share"] is not None else ""
         note = f"cold {cold['cold_bytes_per_second'] / 1e6:,.0f} MB/s{share}" + (f"; {note}" if note else "")
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
-    return [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style), "  " + _cut(note, width - 50)]
+    return _beside([f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style)], note, width)
 
 
-def _workers_rows(values: dict[str, Any], width: int) -> list[Line]:
-    found: list[Line] = []
+def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
+    found: list[list[Line]] = []
+
+    def add(name: str, points: float, text: str) -> None:
+        found.append(_beside([f"  {name:<17}{'-':>11}{'-':>9}{points:>10.0f}"], text, width))
+
     neighbour, straggler = values["neighbour"], values["straggler"]
     if neighbour is not None and (neighbour["points"] >= 0.5 or neighbour["slowdown"] > 1.02):
         text = f"step {100 * (neighbour['slowdown'] - 1):.0f} % slower beside the loaders" + (
             f": {neighbour['cause']}" if neighbour["cause"] else ""
         )
-        found.append([f"  {'noisy neighbour':<17}{'-':>11}{'-':>9}{neighbour['points']:>10.0f}  {_cut(text, width - 50)}"])
+        add("noisy neighbour", neighbour["points"], text)
     if values["workers"] > 1 and values["samples_per_second"]["alone"]:
-        found.append([f"  {'exchange':<17}{'-':>11}{'-':>9}{values['exchange_points']:>10.0f}  of the ideal, each worker by itself"])
+        add("exchange", values["exchange_points"], "of the ideal, each worker by itself")
     if straggler is not None:
-        text = f"rank {straggler['rank']}, {straggler['slower']:.2f} x the others, {straggler['stage']}"
-        found.append([f"  {'straggler':<17}{'-':>11}{'-':>9}{straggler['points']:>10.0f}  {text}"])
+        text = f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others, {straggler['stage']}"
+        add("straggler", straggler["points"], text)
     return found
 
 

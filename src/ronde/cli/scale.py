@@ -205,8 +205,6 @@ def _rate(value: float) -> str:
 
 def show(console: Any, answer: Scaling) -> None:
     """The table, the fit, what is extrapolated, and the answer."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
     from rich.text import Text
 
     def line(*parts: str | tuple[str, str]) -> None:
@@ -215,48 +213,11 @@ def show(console: Any, answer: Scaling) -> None:
     keeps = answer.batch == "keep"
     size = f"each step has {answer.batch_size}" if keeps else f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
     line(("ronde scale", "bold"), f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples")
-    priced = answer.cost_per_hour is not None
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
-    for name in ("workers", "synthetic\nsamples/s", "real\nsamples/s", "gap", "synthetic\nspeed-up", "real\nspeed-up", "epoch"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("cost\nper epoch" if priced else "device-s\nper epoch", justify="right", no_wrap=True)
-
-    def cost(money: float | None, device_seconds: float) -> str:
-        return f"{money:,.3g}" if money is not None else f"{device_seconds:,.3g}"
-
-    def up(times: float, efficiency: float) -> str:
-        return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
-
-    for r in answer.rows:
-        table.add_row(
-            str(r.workers),
-            _rate(r.synthetic),
-            _rate(r.real),
-            f"{r.gap:.0%}",
-            up(r.speedup_synthetic, r.efficiency_synthetic),
-            up(r.speedup_real, r.efficiency_real),
-            _time(r.epoch_seconds),
-            cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
-        )
+    left_out, interval = _table(console, answer)
     if answer.extrapolated:
-        table.add_section()
-        base, real = (getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real"))
-        for f in answer.extrapolated:
-            times = f.synthetic.value / base
-            table.add_row(
-                f"~{f.workers}",
-                _rate(f.synthetic.value),
-                f"{_rate(f.real.low)}…{_rate(f.real.high)}",
-                f"{f.gap:.0%}",
-                up(times, times / f.workers),
-                up(f.real.value / real, f.efficiency_real),
-                _time(f.epoch_seconds),
-                cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
-                style="dim italic",
-            )
-    console.print(table)
-    if answer.extrapolated:
-        line(("~", "dim"), " extrapolated, not measured: the real rate is given as its interval of 95 %")
+        line(("~", "dim"), " extrapolated, not measured" + (": the real rate is given as its interval of 95 %" if interval else ""))
+    if left_out:
+        line((f"left out, for want of room: {', '.join(left_out)}; --json has them", "dim"))
     for name in ("synthetic", "real"):
         law = answer.laws.get(name)
         if law is not None:
@@ -271,6 +232,91 @@ def show(console: Any, answer: Scaling) -> None:
         line(("note  ", "dim"), note)
 
 
+def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The table's headings and its rows, by column; ``interval`` stands in the place of ``real`` where there is room for it."""
+
+    def cost(money: float | None, device_seconds: float) -> str:
+        return _rate(device_seconds if money is None else money)
+
+    def up(times: float, efficiency: float) -> str:
+        return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
+
+    heads = {
+        "workers": "workers",
+        "synthetic": "synthetic\nsamples/s",
+        "real": "real\nsamples/s",
+        "gap": "gap",
+        "synthetic speed-up": "synthetic\nspeed-up",
+        "real speed-up": "real\nspeed-up",
+        "epoch": "epoch",
+        "cost": "cost\nper epoch" if answer.cost_per_hour is not None else "device-s\nper epoch",
+    }
+    rows = []
+    for r in answer.rows:
+        rows.append(
+            {
+                "workers": str(r.workers),
+                "synthetic": _rate(r.synthetic),
+                "real": _rate(r.real),
+                "gap": f"{r.gap:.0%}",
+                "synthetic speed-up": up(r.speedup_synthetic, r.efficiency_synthetic),
+                "real speed-up": up(r.speedup_real, r.efficiency_real),
+                "epoch": _time(r.epoch_seconds),
+                "cost": cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
+            }
+        )
+    base, real = (getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real"))
+    for f in answer.extrapolated:
+        times = f.synthetic.value / base
+        rows.append(
+            {
+                "workers": f"~{f.workers}",
+                "synthetic": _rate(f.synthetic.value),
+                "real": _rate(f.real.value),
+                "interval": f"{_rate(f.real.low)}…{_rate(f.real.high)}",
+                "gap": f"{f.gap:.0%}",
+                "synthetic speed-up": up(times, times / f.workers),
+                "real speed-up": up(f.real.value / real, f.efficiency_real),
+                "epoch": _time(f.epoch_seconds),
+                "cost": cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
+            }
+        )
+    return heads, rows
+
+
+_DROPPED = ("cost", "interval", "epoch", "synthetic speed-up", "gap", "synthetic")
+"""What a narrow terminal goes without, in this order: a number that is cut is worse than none."""
+
+
+def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
+    """Print as many columns as there is room for; gives what was left out, and whether real rates are shown as intervals."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    heads, rows = _cells(answer)
+    measured = len(answer.rows)
+    left_out: list[str] = []
+    for name in ("", *_DROPPED):
+        if name and (name != "interval" or len(rows) > measured):
+            left_out.append(name)
+        interval = "interval" not in left_out
+        shown = [h for h in heads if h not in left_out]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
+        for h in shown:
+            table.add_column(heads[h], justify="right", no_wrap=True)
+        for i, row in enumerate(rows):
+            if i == measured:
+                table.add_section()
+            cells = [row.get("interval", row[h]) if h == "real" and interval else row[h] for h in shown]
+            table.add_row(*cells, style="dim italic" if i >= measured else None)
+        if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+            console.print(table)
+            return left_out, interval
+    for row in rows:  # not even three columns: lines, which a terminal wraps and does not cut
+        console.print(", ".join(f"{h} {row[h]}" for h in shown), soft_wrap=True, highlight=False)
+    return left_out, interval
+
+
 def describe(fit: Any) -> str:
     """A fit in a line."""
     share = fit.parameter("contention")
@@ -280,7 +326,7 @@ def describe(fit: Any) -> str:
         pairs = fit.parameter("coherency")
         text = (
             f"universal scalability law, contention {share.value:.1%} ({share.low:.1%} to {share.high:.1%}), coherency {pairs.value:.2g} "
-            f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} workers"
+            f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} worker{'' if fit.peak < 1.5 else 's'}"
         )
     of = f"{len(fit.points)} sizes"
     return f"{text}; {of}, " + (

@@ -498,7 +498,7 @@ def _notes(
     notes = []
     if some.batch == "keep":
         notes.append(
-            f"batch='keep' (strong scaling): every step has {some.batch_size} samples at any size, so each of {rows[-1].workers} workers has "
+            f"batch='keep' (strong scaling): every step has {some.batch_size} samples at any size, so each of {rows[-1].workers} worker{'s' * (rows[-1].workers > 1)} has "
             f"{rows[-1].batch_per_worker:g} of them. --batch grow asks what a constant batch per worker would give."
         )
         if rows[-1].batch_per_worker < 1:
