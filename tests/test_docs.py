@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -272,6 +273,25 @@ def test_every_option_of_the_studies_is_documented(verb: str, page: str) -> None
     assert len(options) >= 4
     for option in options:
         assert f"`{option}`" in text, f"{page} does not name {option} of ronde {verb}"
+
+
+def test_every_extra_is_documented_and_installed_from_a_clone() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", (DOCS / "install.md").read_text(), re.M))
+    assert set(rows) == set(extras)
+    for extra, packages in extras.items():
+        for package in packages if "…" not in rows[extra] else ():
+            assert re.match(r"[\w-]+", package)[0].removesuffix("-material") in rows[extra], f"install.md: {extra} brings {package}"
+    for page in PAGES:
+        assert "ronde[" not in page.read_text(), f"{label(page)}: Ronde is not on PyPI"
+
+
+def test_the_first_pages_lead_to_all_others() -> None:
+    pages = {p.name for p in DOCS.glob("*.md")} - {"index.md"}
+    further = {"feed-cache.md", "feed-images.md", "feed-sources.md", "feed-stages.md"}  # that feed.md leads to
+    for page, section in ((DOCS / "index.md", "## Where to go"), (ROOT / "README.md", "## Documentation")):
+        linked = {target.split("/")[-1].partition("#")[0] for target in _LINK.findall(page.read_text().split(section)[1])}
+        assert pages - further <= linked, f"{label(page)}: nothing leads to {sorted(pages - further - linked)}"
 
 
 def test_every_variable_that_is_read_is_documented() -> None:

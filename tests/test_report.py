@@ -210,7 +210,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         "try:\n    check_drawing()\nexcept ArgumentError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert "pip install 'ronde[report]'" in done.stdout, done.stderr
+    assert "pip install '.[report]' in a clone of Ronde" in done.stdout, done.stderr
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):

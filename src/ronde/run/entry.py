@@ -250,7 +250,7 @@ def _writer(directory: RunDir | None, asked: bool, me: World) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ArgumentError("tensorboard=True needs the tensorboard package: pip install 'ronde[tensorboard]'.") from error
+        raise ArgumentError("tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' in a clone of Ronde.") from error
     return SummaryWriter(str(directory.path / "tensorboard"))
 
 
@@ -359,7 +359,7 @@ def distribute(
         keep: how many checkpoints to keep.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights are touched; ``"ignore"`` trains on.
             On accelerators, where looking means waiting, it looks at one step in fifty.
-        tensorboard: also write what is logged for TensorBoard (``pip install 'ronde[tensorboard]'``).
+        tensorboard: also write what is logged for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
         feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, the same as names and values, or the path of a settings file.
             What ``ronde run --feed`` (or ``RONDE_FEED``) names is used instead of it, setting by setting.
 

@@ -2,7 +2,7 @@
 
 They are drawn from the same values that are written as JSON, so a report can be made again from an old answer. Charts are inline SVG, their
 text is text; colours follow the reader's light or dark setting, and nothing is told by colour alone. Drawing needs matplotlib
-(``pip install 'ronde[report]'``).
+(``pip install '.[report]'`` in a clone).
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def check_drawing() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ArgumentError("a report is drawn by matplotlib, which is not installed: pip install 'ronde[report]'.") from None
+        raise ArgumentError(
+            "a report is drawn by matplotlib, which is not installed: pip install '.[report]' in a clone of Ronde."
+        ) from None
 
 
 # -- words and numbers ---------------------------------------------------------------------------------------------
