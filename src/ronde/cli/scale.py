@@ -332,7 +332,7 @@ def describe(fit: Any) -> str:
     return f"{text}; {of}, " + (
         f"error of a point assumed {fit.error:.0%}"
         if fit.assumed
-        else f"error of a point {fit.error:.1%}, {fit.freedom} degrees of freedom"
+        else f"error of a point {fit.error:.1%}, {fit.freedom} degree{'' if fit.freedom == 1 else 's'} of freedom"
     )
 
 
