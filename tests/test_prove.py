@@ -117,6 +117,44 @@ def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
     assert "'accuracy' after step 1 is" in note and "'loss'" not in note and "'seconds'" not in note, note
 
 
+SPLIT = "shard=gradients"
+CARRIED = [
+    ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2"], {}),
+    ("heads", ["replicate", SPLIT, "pipeline=2"], {}),
+    ("checked", ["pipeline=2"], {}),
+    ("called", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "itself, and under plan='pipeline=2"}),
+    ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
+    ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),
+    ("clipped", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "the script writes into the model's parameters itself"}),
+    ("average", ["replicate", SPLIT], {SPLIT: "keep one of the values of model.state_dict()"}),
+]
+
+
+@pytest.mark.parametrize(("name", "plans", "cannot"), CARRIED, ids=[name for name, *_ in CARRIED])
+def test_what_a_plan_cannot_carry_out_is_refused_and_the_rest_is_equal(
+    pool: Pool, name: str, plans: list[str], cannot: dict[str, str]
+) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict(plans)
+    for plan in verdict.plans:
+        if plan.plan in cannot:
+            assert plan.status == "refused" and cannot[plan.plan] in (plan.error or ""), plan
+        else:
+            assert plan.status == "equal" and plan.steps >= 4, plan
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "cause"),
+    [
+        ("counts", "pipeline=2", "state-of-each-pass"),
+        ("pairs", "replicate", "loss-over-the-batch"),
+        ("pairs", "pipeline=2", "loss-over-the-batch"),
+    ],
+)
+def test_a_cause_that_a_plan_brings_out(pool: Pool, name: str, plan: str, cause: str) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict([plan])
+    assert verdict.status == "differs" and verdict.cause is not None and verdict.cause.id == cause, verdict
+
+
 def test_the_grid_is_as_large_as_is_said() -> None:
     assert len({f.fault for f in FAULTS}) >= 40 and len(LATER) >= 20 and len(HEALTHY) >= 12
     assert {f.cause for f in [*FAULTS, *LATER, *NEWER]} <= set(CAUSES) and len({f.cause for f in FAULTS}) >= 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # The function takes the name of the room it lives in: ronde.world() is who this worker is.
-from ronde.world import ArgumentError, CheckpointError, FeedError, LossError, RondeError, SampleError, World, WorldError, world
+from ronde.world import ArgumentError, CheckpointError, FeedError, LossError, PlanError, RondeError, SampleError, World, WorldError, world
 
 if TYPE_CHECKING:
     from ronde import feed
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "RondeError",
     "Run",
+    "PlanError",
     "SampleError",
     "World",
     "WorldError",

@@ -217,6 +217,13 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
         print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
     else:
         console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)
+    if directory.plan.is_file():
+        from ronde.plan import Plan
+        from ronde.plan.meaning import meaning
+
+        meant = meaning(outcome.error or "", Plan.load(directory.plan))
+        if meant is not None:
+            console.print(Text(f"that is: {meant}"), soft_wrap=True)
     log = directory.logs / f"rank-{outcome.rank}.log"
     if not kept:  # the folder goes now
         last = [] if outcome.traceback or not log.is_file() else log.read_text(errors="replace").splitlines()[-_LAST_LINES:]

@@ -10,6 +10,7 @@ Qi et al. 2023.
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,15 +31,15 @@ from torch.distributed.tensor import DTensor
 
 from ronde.parallel import cutting
 from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
-from ronde.parallel.shard import adopt, local, replica_mesh
-from ronde.parallel.staged import Guards, Program, StageRun, has_guards, program
+from ronde.parallel.shard import adopt, local, refuse_hooks, replica_mesh
+from ronde.parallel.staged import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.intercept import watching
 from ronde.plan.nested import tensors_in
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
 from ronde.plan.trace import Trace, bounds_of, follow
-from ronde.world import ArgumentError, RondeError, World
+from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
 
 __all__ = ["Pipeline"]
@@ -107,10 +108,13 @@ class Pipeline(Strategy):
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._sharded: list[nn.Module] = []
         self._programs: dict[Any, list[_Path]] = {}
+        self._open = False  # whether modules are called for a stage, or to be followed
+        self._holders: dict[int, set[int]] = {}  # identity of a parameter in the pass that was followed -> workers; none before the cut
         self._unsplit: set[tuple[Program, int]] = set()
         self._same_weights()
         self._cut()
         self._take_parts()
+        self._guard()
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
         self._weighted = False
         self._samples = 1
@@ -130,7 +134,7 @@ class Pipeline(Strategy):
                     tensor.data.copy_(data)
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
-        with self._undivided():
+        with self._undivided(), self._opened():
             return follow(self.model, lambda: call(batch))
 
     def _cut(self) -> None:
@@ -197,17 +201,20 @@ class Pipeline(Strategy):
 
     def _path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
         """The path that a batch takes through the model: one of those followed before, or a new one. The same on every worker."""
-        known = self._programs.get(key, ())
-        for path in known:
-            if not path.guards or Guards(path.program, len(path.guards)).read(lambda: call(batch)) == path.guards:
-                return path.program
+        with self._opened():
+            for path in self._programs.get(key, ()):
+                if not path.guards or Guards(path.program, len(path.guards)).read(lambda: call(batch)) == path.guards:
+                    return path.program
         if sum(map(len, self._programs.values())) > 64:
             self._programs.clear()
         return self._add(key, call, batch, self._follow(call, batch))
 
     def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
         made = self._made(trace)
-        guards = Guards(made).read(lambda: call(batch)) if has_guards(trace) else ()
+        if self._holders:
+            self._check_held(made)
+        with self._opened():
+            guards = Guards(made).read(lambda: call(batch)) if has_guards(trace) else ()
         self._programs.setdefault(key, []).append(_Path(made, guards))
         return made
 
@@ -224,14 +231,15 @@ class Pipeline(Strategy):
                 stages_with.setdefault(id(p), set()).add(stage)
                 holders.setdefault(id(p), set()).add(worker_of(stage, self.plan.pipeline, self.plan.schedule))
         mine, everyone = self.place.pipeline, list(self.model.parameters())
-        # What no stage uses is kept by the first.
-        self._kept = {id(p) for p in everyone if mine in holders.get(self._key(p), {0})}
-        self._first = {id(p) for p in everyone if mine == min(holders.get(self._key(p), {0}))}
+        self._beside(holders)
+        self._holders = holders
+        self._kept = {id(p) for p in everyone if mine in holders[self._key(p)]}
+        self._first = {id(p) for p in everyone if mine == min(holders[self._key(p)])}
         self._lost_names = {n for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in self._kept}
         self._stage_buffers(made)
         tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for p in everyone:
-            if len(holders.get(self._key(p), ())) > 1:
+            if len(holders[self._key(p)]) > 1:
                 tied.setdefault(tuple(sorted(holders[self._key(p)])), []).append(p)
         self._tied = []
         for workers, parameters in sorted(tied.items()):
@@ -291,6 +299,7 @@ class Pipeline(Strategy):
         mesh = replica_mesh(self.plan, self.me)
         self._shard_mesh = mesh
         before = dict(self.model.named_parameters(remove_duplicate=False))
+        refuse_hooks(before, f"plan={self.plan.spec!r}")
         for stage in self.stages:
             for module in made.modules(stage):
                 held = [p for p in module.parameters() if p.dim()]
@@ -341,6 +350,57 @@ class Pipeline(Strategy):
                 owner._parameters[n] = kept
             for m, before, after in hooks:
                 m._forward_pre_hooks, m._forward_hooks = before, after
+
+    def _guard(self) -> None:
+        """Where the script calls the model itself, what other workers hold is missing: that is an error, not another result."""
+
+        def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not strategy._open:
+                    raise PlanError(
+                        f"the script calls {name or 'model'!r} itself, and under plan={strategy.plan.spec!r} this worker does not hold its weights. Let "
+                        "run.step() and run.evaluate() call the model, or use a plan under which the script can: replicate, shard or tensor."
+                    )
+                return given(*args, **kwargs) if given is not None else type(self).forward(self, *args, **kwargs)
+
+            # Not a hook: modules with hooks are followed in another way.
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+        strategy = self
+        for name, module in self.model.named_modules():
+            lost = any(p is not None and id(p) not in self._kept for p in module._parameters.values())
+            if lost and not isinstance(module, torch.jit.ScriptModule):
+                guard(module, name, module.__dict__.get("forward"))
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        was, self._open = self._open, True
+        try:
+            yield
+        finally:
+            self._open = was
+
+    def _beside(self, holders: dict[int, set[int]]) -> None:
+        """What the pass that was followed does not use another may: it goes where its nearest neighbours by name are used."""
+        named = [(name.split("."), self._key(p)) for name, p in self.model.named_parameters(remove_duplicate=False)]
+        used = [(i, path, holders[key]) for i, (path, key) in enumerate(named) if key in holders]
+        for i, (path, key) in enumerate(named):
+            if key not in holders:
+                near = [(_in_common(path, other), -abs(at - i), min(workers)) for at, other, workers in used]
+                shared, _, worker = max(near, default=(0, 0, 0))
+                holders[key] = {worker if shared else 0}
+
+    def _check_held(self, made: Program) -> None:
+        """Another path through the model may use what its stage's worker let go of."""
+        for stage in range(self.last + 1):
+            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            for p in made.parameters(stage):
+                if worker not in self._holders.get(self._key(p), {worker}):
+                    name = next(n for n, q in self.model.named_parameters(remove_duplicate=False) if self._key(q) == self._key(p))
+                    raise Diverged(
+                        f"stage {stage} of the pipeline uses {name!r} for this batch. It did not when the model was cut, and another worker "
+                        "holds it. Let the first batches use all of the model, cut elsewhere with split_at, or use another plan."
+                    )
 
     def _stage_buffers(self, made: Program) -> None:
         """Which workers hold which buffers as they change: those of modules that run as a whole in one stage."""
@@ -420,7 +480,7 @@ class Pipeline(Strategy):
         coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = {}
         plan = self.plan
         order = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)[self.place.pipeline]
-        with watching():
+        with watching(), self._opened():
             for action in order:
                 self._act(action, programs, micros, parts, compute, scale, flights, coming)
         self._sent_all()
@@ -642,7 +702,8 @@ class Pipeline(Strategy):
                     for work in works:
                         work.wait()
             run = StageRun(made, stage, {v: t.clone() if v in made.cloned else t for v, t in received.items()})
-            result = run.run(lambda: call(batch))
+            with self._opened():
+                result = run.run(lambda: call(batch))
             for module in made.modules(stage):
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -710,6 +771,11 @@ class _Once(list[torch.Tensor]):
         found = list(super().__iter__())
         self.clear()
         return iter(found)
+
+
+def _in_common(one: list[str], other: list[str]) -> int:
+    """How many parts of a name two parameters share, from the start."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

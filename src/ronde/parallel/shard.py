@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from ronde.parallel.replicate import Replicate
 from ronde.parallel.zero1 import Zero1, buckets
 from ronde.plan import Plan
 from ronde.plan.plan import ShardLevel
-from ronde.world import ArgumentError, RondeError, World, WorldError
+from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
 
 # FSDP2 of torch 2.13 calls collectives by the names that torch 2.13 says are old.
@@ -53,7 +53,8 @@ warnings.filterwarnings(
 
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 
-_LOSS, _WEIGHT, _WAY, _UNUSED = 0, 1, 2, 3
+_LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
+_LOOKED_AT_FIRST = 64  # forward passes in which the workers compare what they call, block by block
 _LOOK_EVERY = 50  # steps
 _WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
@@ -149,6 +150,20 @@ def adopt(optimizer: Optimizer, new: Mapping[torch.Tensor, nn.Parameter]) -> Non
         optimizer.state[now] = {
             k: _part_like(v, now) if isinstance(v, torch.Tensor) and v.shape == old.shape and v.dim() else v for k, v in state.items()
         }
+
+
+def refuse_hooks(parameters: Mapping[str, torch.Tensor], plan: str, within: str = "") -> None:
+    """A hook on a parameter's gradient would be lost with the parameter, which gives way to its parts.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    for name, p in parameters.items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ArgumentError(
+                f"{plan}: {name.removeprefix(within)!r} has a hook on its gradient, which this plan keeps in parts. Do in run.backward(…), before "
+                "run.update(), what the hook does, or use shard='none' or 'optimizer'."
+            )
 
 
 class _LocalStep:
@@ -349,6 +364,7 @@ def fully_shard_model(
                 (name.removeprefix(within), p)
             )
     _check_types(groups, level)
+    refuse_hooks(before, f"shard={level!r}", within)
     _from_first(list(dict.fromkeys(before.values())), mesh)
     with torch.no_grad():
         for p in before.values():
@@ -360,6 +376,7 @@ def fully_shard_model(
     for block in chosen.values():
         block.register_forward_hook(lambda _module, _inputs, output: _clone_views(output))  # before FSDP2's own
         fully_shard(block, reshard_after_forward=level == "parameters", **options)
+        _Containers(block)
     fully_shard(model, reshard_after_forward=False, **options)
     result = Sharded(model, mesh, chosen, [p for p in dict.fromkeys(before.values()) if p in whole])
     for part in result.modules:
@@ -441,6 +458,58 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 # -- the strategy ----------------------------------------------------------------------------------------------------------------
+
+
+class _Containers:
+    """Lists and dictionaries that a block is given stay the caller's: FSDP2 hands the block copies, and what it adds to them would be lost.
+
+    Args:
+        block: FSDP2's hooks are on it already.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._given: list[list[Any]] = []  # one entry a call that has not ended
+        self._copies: list[list[tuple[Any, Any, dict[Any, Any]]]] = []
+        block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        block.register_forward_pre_hook(self._after, with_kwargs=True)
+        block.register_forward_hook(self._ended, always_call=True)
+
+    def _before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._given.append(_containers((*args, *kwargs.values())))
+
+    def _after(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        pairs = zip(self._given[-1], _containers((*args, *kwargs.values())), strict=True)
+        self._copies.append([(old, new, dict(_items(new))) for old, new in pairs if old is not new])
+
+    def _ended(self, *_: Any) -> None:
+        copies = self._copies.pop() if len(self._copies) == len(self._given) else []  # FSDP2's own hook may have failed
+        self._given.pop()
+        for old, new, before in copies:
+            if [(k, id(v)) for k, v in _items(new)] == [(k, id(v)) for k, v in before.items()]:
+                continue
+            was = dict(_items(old))
+            theirs = {id(value): was[key] for key, value in before.items()}
+            now = {key: theirs.get(id(value), value) for key, value in _items(new)}
+            old.clear()
+            if isinstance(old, list):
+                old.extend(now.values())
+            else:
+                old.update(now)
+
+
+def _containers(given: Iterable[Any]) -> list[Any]:
+    """The outermost lists and dictionaries among arguments."""
+    found: list[Any] = []
+    for value in given:
+        if type(value) is list or type(value) is dict:
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += _containers(value)
+    return found
+
+
+def _items(container: Any) -> Iterable[tuple[Any, Any]]:
+    return enumerate(container) if isinstance(container, list) else container.items()
 
 
 class _Root(nn.Module):
@@ -538,6 +607,8 @@ class Shard(Replicate):
             self._root.register_forward_pre_hook(self._next_pass, prepend=True)
             self._root.register_forward_hook(partial(self._compare, -1))
         self._way = 0
+        self._called: set[int] = set()
+        self._left_out = self._always = False  # a block was not called, here; anywhere
         whole = set(self.sharded.whole)
         outside = [(owner, a) for _, owner, a in places.get(self._root, []) if owner._parameters[a] not in whole]
         self._witness = outside[0] if outside else None
@@ -559,16 +630,20 @@ class Shard(Replicate):
 
     def _next_pass(self, _module: nn.Module, _inputs: Any) -> None:
         self._root.passes += 1
+        self._called.clear()
 
     def _compare(self, index: int, _module: nn.Module, *_: Any) -> None:
         """Do all workers call the same blocks in the same order? If not, FSDP2 waits for ever, or mixes layers of one size up.
 
-        Looked at in forward passes 1, 2, 4, 8 …; whatever mixes layers up in another is found by :meth:`finish`, on the CPU before the
-        update, on GPUs in one step of fifty.
+        Looked at in the first forward passes, then in 64, 128, 256 …, and in all once a pass has left a block out. Whatever mixes layers up
+        in another is found by :meth:`finish`, on the CPU before the update, on GPUs in one step of fifty.
         """
         self._way = (self._way * 31 + index + 2) % _WAYS
         passes = self._root.passes
-        if passes & (passes - 1):
+        self._called.add(index)
+        if index == -1 and len(self._called) <= len(self.sharded.blocks):
+            self._left_out = True
+        if passes > _LOOKED_AT_FIRST and passes & (passes - 1) and not self._always:
             return
         mine = torch.tensor([index], device=self.me.device)
         everyone = [torch.empty_like(mine) for _ in range(self.me.size)]
@@ -579,8 +654,8 @@ class Shard(Replicate):
             shown = "; ".join(f"rank {r}: {repr(names[i]) if i >= 0 else 'the end'}" for r, i in enumerate(found))
             raise self._astray(shown)
 
-    def _astray(self, shown: str) -> WorldError:
-        return WorldError(
+    def _astray(self, shown: str) -> PlanError:
+        return PlanError(
             f"shard={self._level!r}: the workers' forward passes go different ways ({shown}). FSDP2 gathers a block when it is called, so "
             "all must call the same ones: which are called must not depend on a worker's samples or randomness (layer dropping, early "
             "exits). Use shard='optimizer', or compute the block and multiply its result by zero."
@@ -596,7 +671,15 @@ class Shard(Replicate):
     def step(self, micros: Sequence[Any], parts: Sequence[Part], compute: Callable[[Any], Any], scale: Scale | None) -> None:
         """See :meth:`Strategy.step`."""
         for micro, part in zip(micros, parts, strict=True):
-            self.micro(partial(self._root, partial(compute, micro)), part, scale)
+            try:
+                self.micro(partial(self._root, partial(compute, micro)), part, scale)
+            except RuntimeError as error:
+                if "storage of size 0" not in str(error):
+                    raise
+                raise PlanError(
+                    f"shard={self._level!r}: a gathered parameter was read after it had been let go. The forward pass or the loss differentiates by itself "
+                    "(torch.autograd.grad, a gradient penalty), and FSDP2 takes that for the backward pass. Use shard='optimizer', or 'none'."
+                ) from error
 
     def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         """See :meth:`Strategy.micro`. Gradients are added up with every micro-batch, so that none is held whole."""
@@ -647,11 +730,12 @@ class Shard(Replicate):
         for i, p in enumerate(self._scalars, _UNUSED + n):
             if p.grad is not None:
                 payload[i] = p.grad
-        payload[_WAY] = self._way
+        payload[_WAY], payload[_LEFT_OUT] = self._way, self._left_out
         self.sharded.add_up(payload)
         looked_at = self.me.device.type == "cpu" or self._steps % _LOOK_EVERY == 1  # to look, on a GPU, is to wait for it
         if looked_at and payload[_WAY] != self._way * self.me.size:
             raise self._astray(f"found after step {self._steps}")
+        self._always = self._always or (looked_at and bool(payload[_LEFT_OUT]))
         scalars = {p: payload[i] for i, p in enumerate(self._scalars, _UNUSED + n)}
         nobody = (payload[_UNUSED : _UNUSED + n] > self.me.size - 0.5).tolist() if unused else [False] * n
         for p, none in zip(self.parameters, nobody, strict=True):

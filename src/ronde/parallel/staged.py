@@ -21,15 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ronde.plan.intercept import NUMBERS, Interceptor, data_shaped
 from ronde.plan.nested import Opaque, build, flatten, tensors_in
-from ronde.plan.trace import Event, Given, Trace, Value, as_tuple, whole_size
-from ronde.world import RondeError
+from ronde.plan.trace import Event, Given, Trace, Value, as_tuple, aside, whole_size
+from ronde.world import PlanError
 
 __all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]
 
 _tokens = itertools.count(1)
 
 
-class Diverged(RondeError):
+class Diverged(PlanError):
     """The forward pass took another path than when it was followed."""
 
 
@@ -459,7 +459,7 @@ class Guards(StageRun):
         """What ``call()`` reads, as far as it takes the path that was followed."""
         kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
         try:
-            with self:
+            with aside(), self:
                 call()
         except (_Left, Exception):  # another path, or what makes no sense without values: it ends there
             pass

@@ -32,7 +32,7 @@ from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
-from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, step_locally
+from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, refuse_hooks, step_locally
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
@@ -295,6 +295,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         blocks = tuple(b for b in blocks if b not in ill)
     if not blocks:
         raise _why_nothing(plan, dataclasses.replace(found, refused=(*found.refused, *put_back)), model)
+    refuse_hooks({name: old for name, (old, _) in changed.items()}, f"tensor={plan.tensor}")
     _adopt(work.optimizer, dict(changed.values()))
     refused = [*found.refused, *put_back]
     said = ""
@@ -330,6 +331,7 @@ def _as_told(plan: Plan, work: Work, mesh: DeviceMesh) -> Divided:
             raise ArgumentError(f"tensor_plan cannot be carried out by torch's parallelize_module: {error}") from error
     after = dict(model.named_parameters(remove_duplicate=False))
     changed: dict[torch.Tensor, nn.Parameter] = {before[n]: p for n, p in after.items() if p is not before[n]}
+    refuse_hooks({n: p for n, p in before.items() if p in changed}, f"tensor={plan.tensor}")
     if not any(isinstance(p, DTensor) for p in after.values()):
         raise ArgumentError(
             f"tensor_plan splits nothing: none of {', '.join(map(repr, list(work.tensor_plan)[:5]))} has a parameter that its style divides."

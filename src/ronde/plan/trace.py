@@ -36,7 +36,7 @@ from ronde.plan.intercept import (
 from ronde.plan.nested import Opaque, build, flatten, tensors_in
 from ronde.world import ArgumentError
 
-__all__ = ["Call", "Event", "Given", "Point", "Trace", "Value", "bounds_of", "follow", "following"]
+__all__ = ["Call", "Event", "Given", "Point", "Trace", "Value", "aside", "bounds_of", "follow", "following"]
 
 _CONTAINERS = (
     nn.Sequential,
@@ -919,6 +919,16 @@ _under_way: list[None] = []
 def following() -> bool:
     """Whether a forward pass is being followed: it is no part of the training."""
     return bool(_under_way)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """A forward pass that is no part of the training is under way."""
+    _under_way.append(None)
+    try:
+        yield
+    finally:
+        _under_way.pop()
 
 
 def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ronde.plan import Plan
+from ronde.plan.meaning import meaning
 from ronde.study.prove_causes import GONE, Case, Cause, cause, diagnose, disagreement
 from ronde.study.prove_pool import CONSEQUENCES, Failure, Launch, Pool
 from ronde.study.prove_trace import Comparison, Difference, Trace, compare
@@ -385,10 +386,12 @@ class Study:
         return trace is not None and compare(one, trace, rounded).difference is None
 
     def _failed(self, plan: str, failure: Failure, seconds: float, one: Trace, many: Trace) -> PlanVerdict:
-        if "tensor=" in plan and "mixed torch.Tensor and DTensor" in failure.text:
-            text = "the script computes with the model's parameters itself, which this plan keeps in parts (DTensor)"
-            return PlanVerdict(plan, "refused", error=text, seconds=seconds)
-        if failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size)):
+        meant = meaning(failure.text, Plan.parse(plan))
+        if meant is not None:
+            return PlanVerdict(plan, "refused", error=meant, seconds=seconds)
+        if failure.kind in ("PlanError", "Diverged") or (
+            failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size))
+        ):
             return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
         if told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -353,7 +353,8 @@ def diagnose(case: Case) -> Cause:
         shared = [names for names in case.one.first("opening").get("shared", []) if {d.name, *d.others} & set(names)]
         if shared:
             return cause("tied-weights", f"{' and '.join(shared[0])} share their memory")
-        return cause("plan")
+        moved = _moves(case) if d.phase in ("outputs", "loss", "gradients", "buffers") else None
+        return cause("state-of-each-pass", moved) if moved else cause("plan")
     return _BY_PHASE.get(case.difference.phase, _unknown)(case)
 
 
@@ -487,6 +488,9 @@ def _of_outputs(case: Case) -> Cause:
                 else f"with sync_batchnorm=True the next difference is: {left.phase}, step {left.step}, {left.name}"
             )
         return cause("batchnorm", what, told)
+    related = _related(case)
+    if related:
+        return cause("loss-over-the-batch", related)
     padded = _padded(case)
     if padded:
         return cause("padding", padded)
@@ -516,13 +520,32 @@ def _moves(case: Case) -> str | None:
 
 def _padded(case: Case) -> str | None:
     """An output whose samples have another shape with one process than with a worker's share."""
+    return next((told for told, over_batch in _reshaped(case) if not over_batch), None)
+
+
+def _related(case: Case) -> str | None:
+    """An output that has, for each sample, as many numbers as there are samples beside it."""
+    return next((told for told, over_batch in _reshaped(case) if over_batch), None)
+
+
+def _reshaped(case: Case) -> Iterator[tuple[str, bool]]:
+    """Outputs whose samples have another shape than with one process, and whether it is the number of samples that shows in it."""
     k = case.difference.step - 1
-    one = case.one.steps()[k]["shapes"]
+    step = case.one.steps()[k]
+    one, whole = step["shapes"], {size for *_, size in step["local"]}
     for rank in range(case.many.size):
-        for key, shape in case.many.steps(rank)[k]["shapes"].items():
-            if key in one and one[key] != shape:
-                return f"a sample of {key.removeprefix('out|')!r} has shape {one[key]} with one process, {shape} on rank {rank}"
-    return None
+        theirs = case.many.steps(rank)[k]
+        part = {size for *_, size in theirs["local"]}
+        for key, shape in theirs["shapes"].items():
+            if key not in one or one[key] == shape:
+                continue
+            theirs_is = "one or another" if isinstance(shape, str) else str(shape)
+            told = f"a sample of {key.removeprefix('out|')!r} has shape {one[key]} with one process, {theirs_is} on rank {rank}"
+            if isinstance(shape, str) or isinstance(one[key], str):
+                yield told, "samples" in (shape, one[key])
+                continue
+            differing = [(a, b) for a, b in zip(one[key], shape, strict=False) if a != b]
+            yield told, len(shape) == len(one[key]) and all(a in whole and b in part for a, b in differing)
 
 
 _LOSSES = {
@@ -557,6 +580,9 @@ def _of_loss(case: Case) -> Cause:
     splitting = _splitting(case)
     if splitting is False:
         return cause("rank-dependent-forward", _reads(case, "step"), "one process that splits the batch alike does not differ")
+    related = _related(case)
+    if related:
+        return cause("loss-over-the-batch", related)
     padded = _padded(case)
     if padded:
         return cause("padding", padded)

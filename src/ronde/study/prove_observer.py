@@ -554,8 +554,11 @@ class Watch(hooks.Observer):
                 key = f"{kind}|{name}{path}{again}"
                 shape = list(tensor.shape[1:])
                 held = self._step["shapes"].setdefault(key, shape)
-                if held != shape:
-                    self._step["shapes"][key] = "differ"
+                if held != shape and held != "differ":
+                    same = held == "samples" or (
+                        len(held) == len(shape) and all(a == b or b == samples for a, b in zip(held, shape, strict=True))
+                    )
+                    self._step["shapes"][key] = "samples" if same else "differ"
                 self._tensors[f"{key}|{i}"] = per_sample(tensor, samples)
 
     def gradients(self, run: Run, loss: torch.Tensor) -> None:

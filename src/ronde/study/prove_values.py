@@ -85,14 +85,19 @@ def written(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if wide.numel() > _WHOLE:
         block = -(-wide.numel() // _WHOLE)
         wide = torch.nn.functional.pad(wide, (0, block * _WHOLE - wide.numel())).view(_WHOLE, block) @ _weights_of(block)
-    return np.array(wide.cpu().numpy(), dtype=np.float64)
+    return _array(wide)
 
 
 def per_sample(tensor: torch.Tensor, samples: int) -> np.ndarray[Any, Any]:
     """One number for each sample: a fixed random sum of what it has."""
     flat = tensor.detach().reshape(samples, -1)
     flat = torch.view_as_real(flat).reshape(samples, -1) if flat.is_complex() else flat
-    return np.array((flat.to(torch.float64) @ _weights_of(flat.shape[1])).cpu().numpy())
+    return _array(flat.to(torch.float64) @ _weights_of(flat.shape[1]))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A copy. ``numpy()`` of the tensor itself would keep its memory from ever being resized, which FSDP2 does with a gathered parameter."""
+    return tensor.detach().cpu().clone().numpy()
 
 
 def digest(value: Any) -> str:
@@ -102,7 +107,7 @@ def digest(value: Any) -> str:
     def add(v: Any) -> None:
         if isinstance(v, torch.Tensor):
             found.update(f"{v.dtype}{tuple(v.shape)}".encode())
-            found.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b"")
+            found.update(_array(v.contiguous().reshape(-1).view(torch.uint8)).tobytes() if v.numel() else b"")
         elif isinstance(v, np.ndarray):
             found.update(f"{v.dtype}{v.shape}".encode() + v.tobytes())
         elif isinstance(v, Mapping):

@@ -6,7 +6,7 @@ Importing it does not import torch.
 """
 
 from ronde.world.cores import openmp_waits, threads_per_worker, usable_cores
-from ronde.world.errors import ArgumentError, CheckpointError, FeedError, LossError, RondeError, SampleError, WorldError
+from ronde.world.errors import ArgumentError, CheckpointError, FeedError, LossError, PlanError, RondeError, SampleError, WorldError
 from ronde.world.launchers import LAUNCHERS, Identity, identify
 from ronde.world.who import World, world
 
@@ -18,6 +18,7 @@ __all__ = [
     "Identity",
     "LossError",
     "RondeError",
+    "PlanError",
     "SampleError",
     "World",
     "WorldError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ArgumentError", "CheckpointError", "FeedError", "LossError", "RondeError", "SampleError", "WorldError"]
+__all__ = ["ArgumentError", "CheckpointError", "FeedError", "LossError", "PlanError", "RondeError", "SampleError", "WorldError"]
 
 
 class RondeError(Exception):
@@ -15,6 +15,10 @@ class ArgumentError(RondeError, ValueError):
 
 class WorldError(RondeError, RuntimeError):
     """The processes do not form a world: variables contradict each other, ranks disagree, a port is taken."""
+
+
+class PlanError(RondeError, RuntimeError):
+    """The plan cannot carry out what the script does, which shows as it runs. Another plan can."""
 
 
 class CheckpointError(RondeError, RuntimeError):
