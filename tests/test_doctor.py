@@ -362,7 +362,7 @@ def text_of(lines):
 # -- the script itself ---------------------------------------------------------------------------------------------------
 
 JOB = """
-import sys, time, torch, ronde
+import fcntl, sys, time, torch, ronde
 from torch.utils.data import DataLoader, Dataset
 
 fault, loaders = sys.argv[1], int(sys.argv[2])
@@ -377,6 +377,12 @@ class Data(Dataset):
     def load(self, i):
         if fault == "read":
             time.sleep(0.02)
+        if fault == "shared":  # 400 a second, whoever asks
+            with open("store", "w") as store:
+                fcntl.flock(store, fcntl.LOCK_EX)
+                time.sleep(0.0025)
+        if fault == "broken" and i == 38:
+            raise OSError("sample 38 is broken")
         return torch.full((8,), float(i))
     def change(self, x):
         if fault == "augment":
@@ -491,6 +497,22 @@ def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
     assert values["executor"] == "none"
     assert values["cause"]["stage"] == "augment", done.stdout
     assert values["neighbour"] is None
+
+
+def test_a_storage_that_feeds_this_device_is_asked_for_what_many_want(job):
+    """One device wants 267 of the 400 samples a second that all will share."""
+    values, done = examine(job, "shared", "2")
+    assert values["healthy"] and not values["prescriptions"], done.stdout
+    assert values["walls"][0]["stage"] == "read" and values["walls"][0]["devices"] in (2, 3), values["walls"]
+    gaps = {row["devices"]: row["gap"] for row in values["scale"]}
+    assert gaps[1] < 0.1 and 0.7 < gaps[8] < 0.9, gaps  # 1 - 400 / (8 x 267) = 0.81
+    assert "read wall at" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["doctor", "scale"])
+def test_a_sample_that_one_rank_cannot_read_ends_all_of_them(job, command):
+    done = ronde_run([command, "--workers", "2", "train.py", "broken", "1"], job, timeout=100)
+    assert done.returncode not in (0, 1) and "sample 38 is broken" in done.stderr, done.stdout + done.stderr
 
 
 def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_there(job):

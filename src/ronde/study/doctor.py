@@ -26,7 +26,7 @@ from ronde.feed.handles import held_open
 from ronde.run import hooks
 from ronde.study.arms import Arm, ArmResult, Bench, Timed
 from ronde.study.prescribe import Facts, Remedy, outlook, prescriptions, remedies
-from ronde.study.verdict import HEALTHY_POINTS, Seen, StageSeen, Verdict, judge
+from ronde.study.verdict import Seen, StageSeen, Verdict, judge
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.agree import broadcast_json, gather_json
@@ -43,6 +43,8 @@ _TO = 32
 _TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller stage is only timed
 _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
+_WAITS = 0.3  # share of a sample's time in the loaders without CPU: what it waits for may be all that is there
+_MOST_LOADERS = 64  # of all workers together
 _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 
 
@@ -150,6 +152,8 @@ class _Study:
         self.collate_seconds: float | None = None
         self.costs: dict[str, float] = {}
         self.notes: list[str] = []
+        self.asked: list[tuple[int, float]] = []  # loaders of all workers -> samples a second, without training
+        self.asked_all = True  # whether they gave what the most devices want, or came to an end
         self.swept: dict[int, tuple[float, float]] = {}  # readers -> files and bytes a second, cold
 
     # -- measuring -------------------------------------------------------------------------------------------------
@@ -368,11 +372,6 @@ class _Study:
         cuda = run.device.type == "cuda"
         local = run._me.local_size
         devices = torch.cuda.device_count() if cuda else max(local, usable_cores() // max(1, torch.get_num_threads()))
-        sweep = [
-            (run.world_size * loaders, self.results[name][-1].samples_per_second)
-            for name, loaders in (("loading", self.bench.loaders), ("loading more", 2 * self.bench.loaders))
-            if name in self.results and self.bench.loaders
-        ]
         found = Facts(
             workers=run.world_size,
             loaders=self.bench.loaders,
@@ -387,7 +386,7 @@ class _Study:
             memory_bytes=float(psutil.virtual_memory().available),
             pipeline=isinstance(taken.dataset, Pipeline),
             step_cpu_seconds=statistics.median(r.cpu_seconds for r in synthetic),
-            loading_sweep=tuple(sweep),
+            loading_sweep=tuple(self.asked),
             stream=self.bench.is_stream,
             held="" if self.bench.is_stream else held_open(taken.dataset) or "",
         )
@@ -453,18 +452,34 @@ class _Study:
         told: dict[str, Any] | None = broadcast_json(self.run._me, found)
         return told
 
-    def ask_for_more(self, values: Mapping[str, Any]) -> None:
-        """Twice as many loaders, without training: does what they wait for give more?"""
-        read = next((r for r in values["stages"] if r["name"] == "read"), None)
-        if (
-            self.bench.loaders
-            and not self.bench.is_stream  # which one loader reads
-            and read is not None
-            and read["lost_points"] > HEALTHY_POINTS
-            and self.clock.left() > 0
-        ):
-            self.tell("twice as many loaders")
-            self.measure("loading more", Arm("loading", settings=FeedSettings(workers=2 * self.bench.loaders)), None)
+    def ask_for_more(self, values: Mapping[str, Any], to: int) -> None:
+        """More and more loaders, without training, until they give what ``to`` devices want: does what they wait for give it?
+
+        Two devices that are fed well say nothing of a storage that sixteen will share. Where samples wait for nothing, the cores decide, which
+        is known from what a sample takes of them.
+        """
+        loading = [s for s in self.stages() if s.where == "loading"]
+        wall, cpu = sum(s.wall_seconds for s in loading), sum(min(s.cpu_seconds, s.wall_seconds) for s in loading)
+        if self.bench.is_stream or wall - cpu < _WAITS * wall:
+            return
+        workers, loaders = self.run.world_size, self.bench.loaders
+        wanted = 1.1 * to * values["samples_per_second"]["synthetic"] / workers
+        if "loading" not in self.results:
+            self.tell("loading alone")
+            self.measure("loading", Arm("loading"), None)
+        rate = self.results["loading"][-1].samples_per_second
+        self.asked = [(workers * max(1, loaders), rate)]
+        more = 2 * max(1, loaders)
+        if not loaders and any(gather_json(self.run._me, self.bench.refuses(FeedSettings(workers=more)))):
+            return
+        while rate < wanted and workers * more <= _MOST_LOADERS:
+            self.tell(f"loading alone, {more} loaders each: what {to} devices want")
+            now = self.measure("loading more", Arm("loading", settings=FeedSettings(workers=more)), None).samples_per_second
+            self.asked.append((workers * more, now))
+            if now < 1.1 * rate:
+                return
+            rate, more = now, 2 * more
+        self.asked_all = rate >= wanted
 
     def try_out(self, values: Mapping[str, Any], found: list[Remedy]) -> list[Remedy]:
         """Each remedy that shows within seconds, for a moment; those that this data set cannot have are left out."""
@@ -546,8 +561,8 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         verdict = study.go()
         values = verdict.values
         found: list[Remedy] = []
-        if not verdict.healthy and verdict.refused is None and not options.get("verify"):
-            study.ask_for_more(values)
+        if verdict.refused is None and not options.get("verify"):
+            study.ask_for_more(values, max(to, run.world_size))
         values["loading_samples_per_second"] = study.seen().loading
         if options.get("cold") and not options.get("verify"):
             values["cold"] = study.look_at_storage()
@@ -584,6 +599,11 @@ def _notes(run: Run, study: _Study, values: Mapping[str, Any]) -> list[str]:
     notes = []
     if study.bench.is_stream:
         notes.append("a stream: every worker goes through all of it and keeps its part, so more devices are fed no faster than one.")
+    if study.asked and not study.asked_all:
+        readers, rate = max(study.asked, key=lambda asked: asked[1])
+        notes.append(
+            f"{readers} loaders without training gave {rate:,.0f} samples/s: a storage that all share was not asked for more, and what it cannot give is not seen."
+        )
     if run.world_size > 1 and not study.bench.can_be_alone:
         notes.append(f"under the plan {run.plan.spec} the exchange cannot be left out: it is part of the ceiling.")
     if values["workers"] == 1:

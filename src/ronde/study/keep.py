@@ -294,6 +294,10 @@ def as_found(run: Run) -> Iterator[None]:
     try:
         with _without_hooks(run.optimizer):
             yield
+    except BaseException:
+        # To build DDP anew takes all workers: where this one fails alone, it would wait for the others, and they for it.
+        untouched = untouched and run.world_size == 1
+        raise
     finally:
         model.put_back()
         for loss in losses:

@@ -28,6 +28,7 @@ NAMES = (
 LABELS = ("same bits", "same distribution", "changes the training")
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
 _MOST_LOADERS = 64
+_IDLE = 0.7  # share of the cores at work, below which loaders that give no more wait for something else
 _MAKING = 3.0  # points lost in making samples, from which on more loaders may help
 
 
@@ -335,7 +336,9 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     sweep: Sequence[tuple[int, float]] = facts.storage_sweep
     if not sweep and len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
-        if ended and cpu * best < 0.8 * facts.cores and _points(_rows(values), "read") > 5:
+        # Threads of one process may wait for its interpreter, which other devices' processes do not share.
+        cores = facts.workers if facts.executor == "threads" else facts.cores
+        if ended and cpu * best < _IDLE * min(cores, facts.cores):
             sweep = facts.loading_sweep
     busy = min(1.0, float(rates["real"]) * (cpu + facts.step_cpu_seconds) / facts.cores)
     loading = values.get("loading_samples_per_second")
@@ -474,7 +477,8 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     lifted = sum(float(r["alone_points"]) for r in rows if remedy.faster.get(r["name"], 1.0) < 0.1)
     rate = max(rate, _gained(values, lifted)) if lifted else rate
     full = facts.cores / (cpu + facts.step_cpu_seconds) if cpu + facts.step_cpu_seconds > 0 else math.inf
-    return max(real, min(rate, synthetic, max(full, real)))
+    given = capacities_of(values, facts).storage_samples_per_second / max(remedy.faster.get("read", 1.0), 1e-6)
+    return max(real, min(rate, synthetic, max(full, real), given))
 
 
 def prescriptions(
