@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -251,6 +252,48 @@ def test_rates_that_fall_are_drawn_by_the_law_that_falls():
     assert answer.extrapolated[-1].synthetic.value < 400
     for f in answer.extrapolated:
         assert f.real.value <= f.synthetic.value and 0 <= f.gap < 1
+
+
+def test_one_workers_slow_loaders_are_no_wall_that_all_share():
+    # The second worker's loaders give 45 a second: two are fed as many as one, and so is each of eight.
+    starts = {1: [start(1, 100, 98, loading=400)], 2: [dataclasses.replace(start(2, 200, 90, loading=90), loading_each=(395.0, 45.0))]}
+    answer = summarise("train.py", starts, to=8, cores=64.0, per_node=8)
+    assert answer.wall.limit == "loaders" and answer.extrapolated[-1].real.value == pytest.approx(8 * 45, rel=0.15)
+    assert "one worker's loaders are slower than the others'" in answer.sentence
+    even = {n: [dataclasses.replace(s[0], loading_each=(45.0,) * n)] for n, s in starts.items()}
+    assert summarise("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
+
+
+def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured():
+    starts = {n: [start(n, 100 * n, 98 * n, loading=loading)] for n, loading in ((1, 250), (2, 190), (4, 185))}
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert answer.wall is None and answer.extrapolated[-1].real.value == pytest.approx(16 * 98, rel=0.05)
+
+
+def test_a_gap_within_noise_does_not_grow_with_the_workers():
+    answer = asked([(1, 1000, 999), (2, 2000, 1965), (4, 4000, 3890)])
+    assert answer.stop_at == 64 and all(f.gap < 0.03 for f in answer.extrapolated) and "doctor" not in answer.sentence
+
+
+def test_what_the_measurement_does_not_say_is_not_said_surely():
+    starts = {1: [dataclasses.replace(start(1, 100, 60), real=(40.0, 60.0, 95.0), synthetic=(70.0, 100.0, 130.0))]}
+    starts[2] = [dataclasses.replace(start(2, 160, 110), real=(70.0, 110.0, 150.0), synthetic=(120.0, 160.0, 200.0))]
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert "does not say it surely" in answer.sentence, answer.sentence
+    assert "surely" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
+
+
+def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
+    starts = {
+        n: [dataclasses.replace(start(n, 100 * n, 100 * n, batch="grow", size=16 * n), epoch_samples=96, first_batch_seconds=2.0)]
+        for n in (1, 2)
+    }
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert answer.rows[0].epoch_seconds == pytest.approx(0.96) and answer.extrapolated[-1].epoch_seconds == pytest.approx(
+        256 / 1600, rel=0.05
+    )
+    assert any("does not fill one step of 16 workers, which has 256" in n for n in answer.notes)
+    assert any("first batch it takes 2.0 s" in n for n in answer.notes)
 
 
 def test_one_size_is_not_extrapolated():

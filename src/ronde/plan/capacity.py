@@ -42,6 +42,7 @@ Limit = Literal["loaders", "cores", "storage", "copy", "shared"]
 _SLOWEST = 1.35  # how much N buffers of their own waver more than one, in cv² · E[max of N] / K: fitted to simulated queues, ± 10 %
 _DEARER = 1.1  # a sample costs more on a fuller machine; less of a difference is noise
 _STARVED = 0.03  # a gap above this was no noise
+_UNEVEN = 0.7  # the slowest device's loaders give less than this of the fastest's: they wait for something of their own
 _SLOW = 0.10  # a gap above this, the same at any size, is of loaders that are too slow; a smaller one may be time that nothing hides
 
 
@@ -372,6 +373,8 @@ class Measured:
         loading: samples per second that all loaders make when no device has to be waited for; None where it was not measured.
         cpu_seconds: of the cores, for each sample, by the input.
         step_cpu_seconds: the same, by the training step.
+        slowest_loading: of the loaders of the device whose loaders are slowest, as ``loading``; None where it is not known.
+        fastest_loading: the same of the fastest.
         busy: share of the cores that were at work while ``cpu_seconds`` was measured, 0 to 1. A core that shares its units with another is
             slower when both work: what a sample costs on a full machine is extrapolated from two measurements.
     """
@@ -384,6 +387,14 @@ class Measured:
     step_cpu_seconds: float = 0.0
     busy: float | None = None
     nodes: int = 1
+    slowest_loading: float | None = None
+    fastest_loading: float | None = None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether one device's loaders are slower than another's."""
+        slow, fast = self.slowest_loading, self.fastest_loading
+        return slow is not None and fast is not None and slow < _UNEVEN * fast
 
 
 def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
@@ -518,6 +529,10 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
         c = replace(c, variation=min(c.variation, _seen_variation(c, first, last)))
     elif left > 0.005:
         c = replace(c, overhead=min(left, 0.9))
+    slow = last.slowest_loading
+    if last.uneven and slow is not None and slow < 1.5 * c.step_rate:
+        # That is no thing that all share, and all wait for it at any size.
+        return _own_limit(c, slow)
     if last.devices > first.devices:
         expected = predict(c, last.devices, last.nodes)
         if lost[-1] > expected.high + _STARVED:
@@ -526,7 +541,8 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
         if first.loading is not None and last.loading is not None and last.loading / last.devices < 0.85 * first.loading / first.devices:
             # Asked for all that they can give, two make less than twice of one. Either that is all there is, or they only hinder each other.
             known = min([math.inf, *(limit for limit, _, what in _limits(c, last.devices, last.nodes) if what in ("cores", "storage"))])
-            if last.loading < 0.9 * known:
+            # Alone they give at least what they gave beside the training: a reading below that was disturbed.
+            if last.real < last.loading < 0.9 * known:
                 c = replace(c, shared_samples_per_second=min(c.shared_samples_per_second, last.loading))
     return c
 

@@ -37,6 +37,7 @@ __all__ = ["Meter", "Row", "Scaling", "Start", "install", "load", "summarise"]
 
 _THRESHOLD = 0.5
 _NO_GAP = 0.03  # of the synthetic rate: less is noise
+_WIDE = 2.0  # an interval whose ends are farther apart, as a ratio, says little
 _FULL = 0.8  # of the cores at work: no more to be had of them
 
 
@@ -133,27 +134,32 @@ class Meter(hooks.Observer):
         cores: dict[str, list[float]] = {name: [] for name in arms}
         workers = f"{run.world_size} worker{'s' if run.world_size > 1 else ''}"
         order = ["synthetic", "real"]
+        first_batch = 0.0
         with Bench(run) as bench:
             for i in range(rounds):
                 for name in order if i % 2 == 0 else order[::-1]:
                     _tell(f"{workers}: {name}, {i + 1} of {rounds}")
                     with _Cores() as watch:
                         result = bench.window(arms[name], seconds)
+                        first_batch = max(first_batch, result.first_batch_seconds if name == "real" else 0.0)
                         taken = watch.rate(result.seconds)
                     everyone = gather_json(run._me, taken)
                     found[name].append(result.samples_per_second)
                     if all(one is not None for one in everyone):
                         cores[name].append(sum(everyone) / result.samples_per_second)
-            loading = None
+            loading, each = None, []
             if self.options.get("loading"):
                 _tell(f"{workers}: the loaders alone")
-                loading = bench.window(Arm("loading"), seconds).samples_per_second
+                alone = bench.window(Arm("loading"), seconds)
+                loading, each = alone.samples_per_second, list(alone.per_rank)
         if run.is_main:
             values = {
                 "workers": run.world_size,
                 "synthetic": found["synthetic"],
                 "real": found["real"],
                 "loading": loading,
+                "loading_each": each,
+                "first_batch_seconds": first_batch,
                 "cpu": {name: statistics.median(per) if per else None for name, per in cores.items()},
                 "batch": self.options.get("batch") or self._own_batch,
                 "batch_size": plan.batch_size,
@@ -179,7 +185,8 @@ class Start:
     Attributes:
         workers: how many.
         synthetic, real: samples per second of all, one value per round.
-        loading: of all loaders with nothing to wait for, or None.
+        loading: of all loaders with nothing to wait for, or None; ``loading_each``: of each worker's.
+        first_batch_seconds: from the loaders' start to the first batch.
         cpu: CPU seconds a sample, ``synthetic`` and ``real``; None where it could not be told.
         batch: ``keep`` or ``grow``; ``batch_size``: of all workers together.
         epoch_samples: in an epoch.
@@ -198,6 +205,8 @@ class Start:
     epoch_samples: int
     device: str
     loaders: int
+    loading_each: tuple[float, ...] = ()
+    first_batch_seconds: float = 0.0
 
 
 def load(file: Path) -> Start:
@@ -210,7 +219,8 @@ def load(file: Path) -> Start:
         found = json.loads(file.read_text())
     except OSError:
         raise RondeError("the script ended without calling ronde.distribute: there is nothing to measure.") from None
-    return Start(**{**found, "synthetic": tuple(found["synthetic"]), "real": tuple(found["real"])})
+    lists = {name: tuple(found[name]) for name in ("synthetic", "real", "loading_each")}
+    return Start(**{**found, **lists})
 
 
 @dataclass(frozen=True)
@@ -330,7 +340,7 @@ def _rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[Ro
         # Of the smallest size that was measured, each of whose workers counts as 1.
         per = (base.synthetic / base.workers, base.real / base.workers) if base else (middle / n, true / n)
         up = (middle / per[0], true / per[1])
-        epoch = some[0].epoch_samples / true
+        epoch = _epoch_seconds(some[0].epoch_samples, some[0].batch_size, true)
         rows.append(
             Row(
                 workers=n,
@@ -352,8 +362,13 @@ def _rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[Ro
     return rows
 
 
-def _capacities(starts: Mapping[int, Sequence[Start]], rows: Sequence[Row], cores: float, per_node: int) -> Capacities:
-    """What the machine's parts can do, from the sizes that fit on it."""
+def _epoch_seconds(samples: int, batch: float, rate: float) -> float:
+    """Of whole steps: the last one of an epoch takes as long with fewer samples."""
+    return math.ceil(samples / batch - 1e-9) * batch / rate
+
+
+def _capacities(starts: Mapping[int, Sequence[Start]], rows: Sequence[Row], cores: float, per_node: int) -> tuple[Capacities, bool]:
+    """What the machine's parts can do, from the sizes that fit on it; and whether one worker's loaders are slower than the others'."""
     fitting = [r for r in rows if r.workers <= per_node] or list(rows[:1])
     runs = []
     for row in fitting:
@@ -362,16 +377,30 @@ def _capacities(starts: Mapping[int, Sequence[Start]], rows: Sequence[Row], core
         whole = _median(s.cpu.get("real") for s in some)
         takes = max(0.0, whole - step) if whole is not None and step is not None else 0.0
         busy = min(1.0, row.real * whole / cores) if whole is not None and math.isfinite(cores) else None
-        runs.append(Measured(row.workers, row.synthetic, row.real, _median(s.loading for s in some), takes, step or 0.0, busy))
+        each = next((s.loading_each for s in some if s.loading_each), ())
+        runs.append(
+            Measured(
+                row.workers,
+                row.synthetic,
+                row.real,
+                _median(s.loading for s in some),
+                takes,
+                step or 0.0,
+                busy,
+                slowest_loading=min(each, default=None),
+                fastest_loading=max(each, default=None),
+            )
+        )
     first = starts[fitting[0].workers][0]
     overlap = 4.0 if first.loaders else 1.0
-    return from_runs(
+    found = from_runs(
         runs,
         stages=(StageCapacity("input", max(runs[-1].cpu_seconds, 0.0)),),
         cores_per_node=cores,
         devices_per_node=per_node,
         like=Capacities(fitting[0].synthetic / fitting[0].workers, buffer_batches=overlap),
     )
+    return found, runs[-1].uneven
 
 
 def _median(values: Any) -> float | None:
@@ -436,7 +465,7 @@ def summarise(
     found = {name: fits({n: [x for s in starts[n] for x in getattr(s, name)] for n in sorted(starts)}) for name in ("synthetic", "real")}
     taken = {name: law for name in found if (law := _chosen(found[name])) is not None}
     crowded = largest > per_node
-    capacities = _capacities(starts, rows, cores, per_node)
+    capacities, uneven = _capacities(starts, rows, cores, per_node)
     notes = _notes(starts, rows, found, taken, per_node, threads, some, crowded, to)
 
     def fed(n: int) -> tuple[float, float, float]:
@@ -447,24 +476,41 @@ def summarise(
             return math.inf, math.inf, math.inf
         return p.rate, p.ceiling * (1 - p.high), p.ceiling * (1 - p.low)
 
+    # What is lost to the input at all sizes alike, and is no more than noise, does not grow with them.
+    even = all(r.gap <= _NO_GAP for r in rows)
+    share = statistics.median(min(1.0, r.real / r.synthetic) for r in rows)
+
+    def real_band(n: float) -> Band:
+        band = taken["synthetic"].band(n)
+        if uneven:  # no law of all workers tells what one of them does
+            return band
+        if not even:
+            return taken["real"].band(n)
+        return Band(share * band.value, share * band.low, share * band.high)
+
     def real_at(n: float) -> float:
-        return min(taken["real"].at(n), taken["synthetic"].at(n), fed(round(n))[0])
+        law = taken["synthetic"].at(n)
+        law = law if uneven else share * law if even else min(law, taken["real"].at(n))
+        return min(law, fed(round(n))[0])
 
     extrapolated = []
     for n in further_sizes(largest, to) if len(taken) == 2 else []:
-        synthetic, real = taken["synthetic"].band(n), taken["real"].band(n)
+        synthetic, real = taken["synthetic"].band(n), real_band(n)
         rate, low, high = fed(n)
         value = min(real.value, rate, synthetic.value)
         real = Band(value, min(value, real.low, low, synthetic.low), max(value, min(real.high, high, synthetic.high)))
-        epoch = some.epoch_samples / value
+        batch = some.batch_size if some.batch == "keep" else rows[0].batch_per_worker * n
+        epoch = _epoch_seconds(some.epoch_samples, batch, value)
         cost = epoch * n / 3600 * price if price is not None else None
         efficiency = value / n / (rows[0].real / rows[0].workers)
         extrapolated.append(Further(n, synthetic, real, gap(value, synthetic.value), efficiency, epoch, cost))
     met = walls(capacities, max(to, largest), 1 if crowded else None)
+    if uneven:  # one worker alone has no other to wait for
+        met = [w._replace(devices=max(2, w.devices)) for w in met]
     stop = stop_at(real_at, max(to, largest), threshold) if "real" in taken else rows[-1].workers
     step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
     full = step_cpu is not None and step_cpu * rows[-1].synthetic > _FULL * cores * (1 if crowded else nodes_of(capacities, largest))
-    answer = _sentence(script, rows, taken, extrapolated, met, stop, max(to, largest), threshold, some, full)
+    answer = _sentence(script, rows, taken, extrapolated, met, stop, max(to, largest), threshold, some, full, uneven)
     return Scaling(
         script=script,
         rows=rows,
@@ -529,6 +575,18 @@ def _notes(
         notes.append(f"readings of the same thing differ by up to {spread:.0%}: the machine is busy, or too short a time was measured.")
     for name, fit in taken.items():
         notes += [f"{name}: {text}." for text in fit.notes if "parameters through" not in text]
+    batch = some.batch_size if some.batch == "keep" else rows[0].batch_per_worker * max(to, rows[-1].workers)
+    if batch > some.epoch_samples:
+        notes.append(
+            f"an epoch of {some.epoch_samples} samples does not fill one step of {max(to, rows[-1].workers)} workers, which has {batch:g}: part of them only wait."
+        )
+    begins = max((s.first_batch_seconds for group in starts.values() for s in group), default=0.0)
+    lasts = _epoch_seconds(some.epoch_samples, rows[-1].batch_per_worker * rows[-1].workers, rows[-1].real)
+    if begins > 0.1 * lasts:
+        notes.append(
+            f"from the loaders' start to their first batch it takes {begins:.1f} s, which is in none of these figures. ronde run keeps loaders from one "
+            f"epoch to the next; where they are started anew, an epoch of {lasts:.1f} s takes so much longer."
+        )
     plans = sorted({s.plan for group in starts.values() for s in group})
     if plans != ["replicate"]:
         notes.append(f"plan: {', '.join(plans)}.")
@@ -548,6 +606,7 @@ def _sentence(
     threshold: float,
     some: Start,
     full_cores: bool,
+    uneven: bool,
 ) -> str:
     """Where to stop, and what to mend to go further."""
     if "real" not in taken:
@@ -576,18 +635,28 @@ def _sentence(
         scale = (f"full cores cost {lost_scale:.0%}", "more machines, or a GPU")
     else:
         cure = "a larger batch (or batch='grow'), accumulation" if some.batch == "keep" else "accumulation"
-        scale = (f"the exchange and smaller batches cost {lost_scale:.0%}", f"{cure} or a faster connection")
+        what = "the exchange, smaller batches" if some.batch == "keep" else "the exchange"
+        scale = (
+            f"{what} and waiting for the slowest worker cost {lost_scale:.0%}",
+            f"{cure} or a faster connection",
+        )
     full = ""
     if wall is not None:
         full = {"cores": "the cores are", "loaders": "each worker's loaders are", "shared": "what all share is"}.get(
             wall.limit, f"{wall.stage} is"
         )
-        full = f" ({full} full from {wall.devices} on)"
+        full = " (one worker's loaders are slower than the others')" if uneven else f" ({full} full from {wall.devices} on)"
     fed = (f"the input costs {lost_input:.0%}{full}", f"ronde doctor {script}, which says what of the input it is, and cures it")
     both = sorted(((lost_input, fed), (lost_scale, scale)), reverse=True)
     said = [text for lost, text in both if lost > 0.02] or [both[0][1]]
     why, cures = zip(*said, strict=True)
-    return f"{start}; at {last.workers}, {' and '.join(why)}. To go further: {'; '.join(cures)}."
+    answer = f"{start}; at {last.workers}, {' and '.join(why)}. To go further: {'; '.join(cures)}."
+    if isinstance(last, Further) and last.real.high > _WIDE * last.real.low:
+        answer += (
+            f" What was measured does not say it surely: at {last.workers} it may be {last.real.low:,.0f} to {last.real.high:,.0f} samples/s. More sizes, or "
+            "--rounds, narrow that down."
+        )
+    return answer
 
 
 def start_options(rounds: int, seconds: float, batch: str | None, loading: bool) -> str:
