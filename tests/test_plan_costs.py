@@ -442,6 +442,57 @@ def test_a_model_that_cannot_be_copied_stands_in_for_itself_and_stays_as_it_was(
     assert all(p is q for p, q in zip(buffers, model.buffers(), strict=True))
 
 
+class Keeping(nn.Module):
+    """Leaves something behind that the loss reads from the script's own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        self.kept = self.inner(x)
+        return x + self.kept
+
+
+class Latents(nn.Module):
+    """Begins with a parameter, as a Perceiver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.first, self.last = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.first(self.latents.expand(len(x), 3, 8)).mean(1) + x)
+
+
+def slope(model, batch):
+    x = batch[0].detach().requires_grad_(True)
+    out = model(x)
+    return out, torch.autograd.grad(out.sum(), x, create_graph=True)[0], batch[1]
+
+
+def scripts_that_look_at_their_model():
+    keeping = nn.Sequential(Keeping(), Keeping(), nn.Linear(8, 1))
+    last = keeping[1]
+    yield "global", keeping, LossCall(lambda out, y: F.mse_loss(out, y) + keeping[0].kept.square().mean() + last.kept.square().mean(), None)
+    yield "latents", Latents(), MSE
+    layers = [nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)]
+    yield "slope", nn.Sequential(*layers), LossCall(lambda out, slope, y: F.mse_loss(out, y) + slope.square().mean(), slope)
+    yield "compiled", torch.compile(nn.Sequential(*layers), backend="eager"), MSE
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "compute"), list(scripts_that_look_at_their_model()), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_models_that_are_looked_at_or_look_at_themselves_are_measured_and_stay_as_they_were(name, model, compute):
+    weights = [p.detach().clone() for p in model.parameters()]
+    costs = measure(model, sgd(model), compute, numbers(8), 8, seconds=0.1, on_noise="note", reference=lambda: 0.004)
+    assert sum(u.parameter_bytes for u in costs.units) == 4 * sum(w.numel() for w in weights)
+    assert sum(u.flops for u in costs.units) > 0 and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert name != "global" or all(m.kept is None for m in model[:2])
+
+
 def test_tied_and_repeated_blocks_are_measured():
     model = Tied()
     costs = measure(

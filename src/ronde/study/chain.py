@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from ronde.feed.randomness import restore_states, states
+from ronde.plan.intercept import compiled
 from ronde.world import ArgumentError
 
 __all__ = ["LOSS", "Link", "Probe", "find_chain", "standing_in", "structure", "take", "tensors_of", "untouched"]
@@ -246,11 +249,48 @@ class Probe:
             handle.remove()
 
 
+def refers_to(compute: Any, model: nn.Module) -> bool:
+    """Whether the script's loss or forward function looks at the model, or a part of it, by itself: at what a forward pass left there, say.
+
+    Args:
+        compute: a LossCall.
+    """
+    modules = set(model.modules())
+
+    def refers(value: Any, depth: int) -> bool:
+        if isinstance(value, nn.Module):
+            return not modules.isdisjoint(value.modules())
+        if isinstance(value, functools.partial):
+            return any(refers(v, depth) for v in (value.func, *value.args, *value.keywords.values()))
+        if isinstance(value, types.MethodType):
+            return refers(value.__self__, depth) or refers(value.__func__, depth)
+        if not isinstance(value, types.FunctionType) or depth > 3:
+            return False
+        known = [value.__globals__[n] for n in _names_in(value.__code__) if n in value.__globals__]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not bound yet
+                known.append(cell.cell_contents)
+        return any(refers(v, depth + 1) for v in known if v is not value)
+
+    return any(refers(function, 0) for function in (getattr(compute, "loss", None), getattr(compute, "forward", None)))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Global names that a function's code, or that of functions in it, uses."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 @contextlib.contextmanager
-def standing_in(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[nn.Module, dict[int, torch.Tensor]]]:
+def standing_in(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], itself: bool = False
+) -> Iterator[tuple[nn.Module, dict[int, torch.Tensor]]]:
     """A copy of a model whose parameters, buffers and kept tensors are what ``make`` gives for each; tied ones stay tied.
 
     A model that cannot be copied stands in for itself, with its tensors exchanged for the time being.
+
+    Args:
+        itself: the model must not be copied: something else looks at it.
 
     Yields:
         The stand-in, and id of the model's tensor -> the stand-in's.
@@ -264,7 +304,7 @@ def standing_in(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) 
             if isinstance(value, torch.Tensor) and id(value) not in made:
                 made[id(value)] = make(value)
     try:
-        stand_in = copy.deepcopy(model, dict(made))  # type: ignore[arg-type]
+        stand_in = model if itself else copy.deepcopy(model, dict(made))  # type: ignore[arg-type]
     except Exception:
         stand_in = model
     if stand_in is not model:
@@ -311,7 +351,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     accelerators = [torch.cuda.get_rng_state(d) for d in devices]
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     try:
-        yield
+        # What was compiled would be compiled anew for the hooks that look on, if it can be at all.
+        with torch.compiler.set_stance("force_eager") if any(map(compiled, model.modules())) else contextlib.nullcontext():
+            yield
     finally:
         torch.set_grad_enabled(grad)
         if torch.get_num_threads() != threads:

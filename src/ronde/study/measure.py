@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import Link, Probe, standing_in, take, tensors_of, untouched
+from ronde.study.chain import Link, Probe, refers_to, standing_in, take, tensors_of, untouched
 from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
@@ -354,7 +354,7 @@ class _Subject:
         short = size * 5 > free  # weights, gradients, the optimizer's state, and activations
         if short:
             self.notes.append("memory is too short for a copy of the model: it was timed in place, and the optimizer's step was not")
-        self.model, made = stack.enter_context(standing_in(model, torch.Tensor.detach if short else clone))
+        self.model, made = stack.enter_context(standing_in(model, torch.Tensor.detach if short else clone, refers_to(compute, model)))
         self.optimizer: Optimizer | None = None
         self._stepped = False
         if not short:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import LOSS, Link, Probe, find_chain, standing_in, tensors_of, untouched
+from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, tensors_of, untouched
 from ronde.world import RondeError
 
 __all__ = [
@@ -297,6 +297,18 @@ def _rnn_flops(module: nn.Module, output: Any) -> float:
     return 2.0 * rows * weights
 
 
+class _NoModules:
+    """Stands in for torch's ModuleTracker."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class _Flops:
     """Floating-point operations of each unit's forward pass."""
 
@@ -304,6 +316,8 @@ class _Flops:
         self.counted = [0.0] * len(chain)
         self._unit, self._before, self._extra = 0, 0.0, 0.0
         self._counter = FlopCounterMode(display=False)
+        # Its tracker of modules hangs hooks on gradients, which some models cannot have (one that differentiates by itself); all is counted as one.
+        self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         self._handles = [m.register_forward_hook(self._recurrent) for m in model.modules() if isinstance(m, nn.RNNBase)]
         self._start: dict[nn.Module, float] = {}
         self._handles += [
@@ -464,7 +478,7 @@ def _account(
     chain: list[Link] | None,
     fake: bool,
 ) -> Account:
-    with untouched(model), standing_in(model, _maker(fake)) as (stand_in, _):
+    with untouched(model), standing_in(model, _maker(fake), refers_to(compute, model)) as (stand_in, _):
         micro = {b: batches(b) for b in sizes}
 
         def once() -> None:
@@ -486,16 +500,20 @@ def _account(
     return found
 
 
-def _count(model: nn.Module, chain: list[Link], compute: Any, batch: Any) -> list[float]:
+def _count(model: nn.Module, chain: list[Link], compute: Any, batch: Any, differentiates: bool = False) -> list[float]:
     flops = _Flops(model, chain)
     probe = Probe(model, chain, lambda unit, event: flops.enter(unit) if event == "in" else None)
     try:
         # The fused kernels of CPUs are not counted by torch (2.13): the plain one is.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops:
+        with torch.enable_grad() if differentiates else torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops:
             values = compute.arguments(model, batch)
             flops.enter(len(chain) - 1)
             compute.loss(*values)
             flops.enter(len(chain) - 1)
+    except RuntimeError:
+        if differentiates:
+            raise
+        return _count(model, chain, compute, batch, True)  # a model may need gradients in its forward pass
     finally:
         probe.close()
     return flops.counted
@@ -718,7 +736,7 @@ def peak(
     from torch.distributed._tools.mem_tracker import MemTracker
 
     make = _maker(True)
-    with untouched(model), standing_in(model, make) as (stand_in, made):
+    with untouched(model), standing_in(model, make, refers_to(compute, model)) as (stand_in, made):
         copy_ = copied_optimizer(optimizer, made, make)
         tracker = MemTracker()
         tracker.track_external(stand_in, copy_, *(t for t in tensors_of(batch)))
