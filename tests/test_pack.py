@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from processes import child
+from processes import child, python
 from ronde import feed
 from ronde.cli.app import app
 from ronde.feed.pack import PARTIAL, pack, verify_pack
@@ -147,13 +147,44 @@ def test_killed_and_gone_on(tmp_path, kind):
         if (out / PARTIAL).exists():
             with pytest.raises(ArgumentError, match=r"unfinished pack"):
                 verify_pack(out)
-            with pytest.raises(ArgumentError, match=r"unfinished pack"):
-                feed.tar(out)
+            for opens in (getattr(feed, kind), feed.images):
+                with pytest.raises(ArgumentError, match=r"unfinished pack"):
+                    opens(out)
     assert kills >= 3
     (out / "shard-000099.tar.writing").write_bytes(b"half")
     done = pack(files, out, kind=kind, shard_bytes=1 << 19)
     assert done.resumed > 0 and done.samples == 1506
     assert contents(out) == wanted
+
+
+SHRINKS = """
+import sys
+from pathlib import Path
+from ronde import SampleError, feed
+
+files, out, kind = sys.argv[1:]
+
+def progress(done, total):
+    if done == 10:  # further on than what is read ahead
+        (Path(files) / "a" / "39.bin").write_bytes(b"less")
+
+try:
+    feed.pack(files, out, kind=kind, shard_bytes=1 << 16, progress=progress)
+except SampleError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_file_that_shrinks_meanwhile_is_named_and_nothing_else_is_said(tmp_path, kind):
+    for i in range(40):
+        path = tmp_path / "files" / "a" / f"{i:02d}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.Random(i).randbytes(9000))
+    out = tmp_path / "out"
+    done = python(["-c", SHRINKS, str(tmp_path / "files"), str(out), kind], tmp_path)
+    assert done.returncode == 0 and "39.bin" in done.stdout and done.stderr == "", done.stderr
+    assert not list(out.glob("*.writing"))
 
 
 def test_ctrl_c_is_clean(tmp_path):

@@ -28,13 +28,12 @@ import numpy as np
 from ronde.feed.sources.base import Names, need
 from ronde.feed.sources.folder import FolderSource, folder
 from ronde.feed.sources.storage import Store
-from ronde.feed.sources.tar import MANIFEST, read_manifest
+from ronde.feed.sources.tar import MANIFEST, PARTIAL, read_manifest
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, header_of
 from ronde.world import ArgumentError, RondeError, SampleError
 
 __all__ = ["Packed", "pack", "verify_pack"]
 
-PARTIAL = "ronde-pack.partial.json"
 _LOCK = ".ronde-pack.lock"
 _WRITING = ".writing"
 _AHEAD = 16  # files that are read ahead of the one being written
@@ -104,14 +103,17 @@ class _Summed(io.RawIOBase):
         self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
         self.sha256 = hashlib.sha256()
         self.bytes = 0
+        self._abandoned = False
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
+        length = memoryview(data).nbytes
+        if self._abandoned:
+            return length
         self._file.write(data)
         self.sha256.update(data)
-        length = memoryview(data).nbytes
         self.bytes += length
         return length
 
@@ -122,6 +124,11 @@ class _Summed(io.RawIOBase):
         """All of it is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file unfinished. Parquet's writer writes its footer when it is collected, which then goes nowhere."""
+        self._abandoned = True
         self._file.close()
 
     def close(self) -> None:
@@ -611,7 +618,7 @@ class _Packing:
             items.close()
             if shard is not None:
                 with contextlib.suppress(Exception):
-                    shard.out.close()
+                    shard.out.abandon()
                 if isinstance(error, OSError) and error.filename is None:
                     error.filename = str(shard.path).removesuffix(_WRITING)
             raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, digest, need
 from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
-from ronde.feed.sources.tar import read_manifest
+from ronde.feed.sources.tar import manifest_of
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["ParquetSource", "gather", "parquet", "parquet_files", "to_columns"]
@@ -472,7 +472,7 @@ def parquet(
         options: for fsspec.
 
     Raises:
-        ArgumentError: no such file or column, files that do not agree; it says which.
+        ArgumentError: no such file or column, files that do not agree, an unfinished pack; it says which.
     """
     need("pyarrow", "tables", "feed.parquet")
     store = Store(options)
@@ -483,7 +483,7 @@ def parquet(
         here = not is_remote(text) and os.path.isdir(text)  # noqa: PTH112
         # A folder that exists is itself, whatever its name looks like.
         plain = here or (is_remote(text) and not text.endswith(".parquet") and not set("*[{") & set(text))
-        manifest = read_manifest(text, store) if plain else None
+        manifest = manifest_of(text, store) if plain else None
         if manifest is not None:
             if manifest["kind"] != "parquet":
                 raise ArgumentError(f"{text} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({text!r}).")

@@ -17,9 +17,12 @@ from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside,
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
 
-__all__ = ["MANIFEST", "TarSource", "is_pack", "read_manifest", "tar"]
+__all__ = ["MANIFEST", "PARTIAL", "TarSource", "is_pack", "manifest_of", "read_manifest", "tar"]
 
 MANIFEST = "ronde-pack.json"
+PARTIAL = "ronde-pack.partial.json"
+"""Its place while the pack is not complete."""
+
 _BLOCK_BYTES = 4 << 20
 Label = str | Callable[[dict[str, Any]], Any]
 
@@ -42,10 +45,26 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
     return dict(found)
 
 
+def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
+    """The manifest of a complete pack, to be opened; None where ``path`` is no pack.
+
+    Raises:
+        ArgumentError: it cannot be read, or the pack is unfinished: the shards that are there would look like a smaller data set.
+    """
+    found = read_manifest(path, store)
+    if found is None and store.whole(f"{path.rstrip('/')}/{PARTIAL}") is not None:
+        raise ArgumentError(f"{path} is an unfinished pack: the command that began it goes on where it stopped.")
+    return found
+
+
 def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | None:
-    """``"tar"`` or ``"parquet"`` where ``path`` is what ``ronde pack`` wrote, else None."""
+    """``"tar"`` or ``"parquet"`` where ``path`` is what ``ronde pack`` wrote, else None.
+
+    Raises:
+        ArgumentError: it is a pack that cannot be opened, as one that is unfinished.
+    """
     text = os.fspath(path) if is_remote(os.fspath(path)) else local(path)
-    found = read_manifest(text, Store(options))
+    found = manifest_of(text, Store(options))
     return str(found["kind"]) if found is not None else None
 
 
@@ -346,13 +365,11 @@ def tar(
         here = not is_remote(text) and Path(text).is_dir()
         # A folder that exists is itself, whatever its name looks like.
         plain = here or (is_remote(text) and not text.endswith(".tar") and not set("*[{") & set(text))
-        manifest = read_manifest(text, store) if plain else None
+        manifest = manifest_of(text, store) if plain else None
         if manifest is not None:
             files, indices = _packed(text, manifest, store)
             return TarSource(files, indices, store, None, None, manifest, read, cache_bytes, blocks)
         if here:
-            if (Path(text) / "ronde-pack.partial.json").exists():
-                raise ArgumentError(f"{text} is an unfinished pack: the command that began it goes on where it stopped.")
             files = inside(text, ".tar", "feed.tar")
     if not files:
         files = expand(paths, store, "feed.tar")
