@@ -6,6 +6,7 @@ import array
 import dataclasses
 import gc
 import itertools
+import json
 import mmap
 import multiprocessing
 import os
@@ -23,11 +24,12 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler, default_collate
 
 import ronde
 from processes import child, ronde_run
 from ronde import ArgumentError, CheckpointError, FeedError, SampleError
+from ronde.checkpoint.files import _manifest_digest, _manifest_text
 from ronde.feed import (
     Feed,
     FeedSettings,
@@ -1492,6 +1494,52 @@ def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_
     with pytest.raises(CheckpointError, match=r"its fingerprint was one then and is two now.*Restore the data set, or start a new run"):
         start(rows("two"), 1)
     assert start(rows("one"), 1).state.step == 3
+
+
+class Backwards(Sampler):
+    def __len__(self):
+        return 42
+
+    def __iter__(self):
+        return iter(range(41, -1, -1))
+
+
+def test_a_resume_under_another_sampler_or_another_end_of_the_epoch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    data = TensorDataset(torch.zeros(42, 2, dtype=torch.float64))
+
+    def start(name, resume, steps=2, **options):
+        monkeypatch.setenv("RONDE_RESUME", "1" if resume else "0")
+        model, optimizer = linear()
+        loader = DataLoader(data, batch_size=8, **options)
+        run = ronde.distribute(model, optimizer, loader, loss=loss_of, forward=lambda m, b: (m(b[0]),), seed=4, name=name)
+        for batch in itertools.islice(run.batches(), steps):
+            run.step(batch)
+        run.save()
+        run._finish("completed")
+        return run
+
+    weighted = {"sampler": WeightedRandomSampler([1.0] * 42, 42)}
+    start("shuffled", False, shuffle=True)
+    start("own", False, sampler=Backwards())
+    for name, options, text in (
+        ("shuffled", {"sampler": Backwards()}, "the sampler's class was none then and is Backwards now"),
+        ("own", weighted, "the sampler's class was Backwards then and is WeightedRandomSampler now"),
+        ("own", {"shuffle": True}, "the sampler's class was Backwards then and is none now"),
+        ("shuffled", {"shuffle": False}, "shuffle was True then and is False now"),
+        ("shuffled", {"shuffle": True, "drop_last": True}, "drop_last was False then and is True now"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            start(name, True, **options)
+    assert start("own", True, sampler=Backwards()).state.step == 4
+    # As by a version that knew nothing of samplers.
+    path = max((tmp_path / "own" / "checkpoints").iterdir()) / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["state"]["data"]["sampler"]
+    body["digest"] = _manifest_digest(body)
+    path.write_text(_manifest_text(body))
+    assert start("own", True, **weighted, steps=1).state.step == 5
 
 
 def test_an_order_that_is_kept_cannot_be_written_to():

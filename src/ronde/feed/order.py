@@ -173,6 +173,7 @@ class Order:
         blocks: sizes of the runs of samples that are best read together; they add up to ``n``. None permutes all samples. Permuted
             positions cost memory for one window and 8 bytes a block.
         window: how many blocks are mixed with each other.
+        sampler: with ``draw``, the sampler's class.
 
     Raises:
         ArgumentError: blocks that do not add up to ``n``, an empty one, or a window below 1.
@@ -194,6 +195,7 @@ class Order:
     length: int | None = None
     blocks: tuple[int, ...] | None = None
     window: int = 64
+    sampler: str | None = None
 
     def __post_init__(self) -> None:
         if self.blocks is None:

@@ -121,7 +121,7 @@ def _order_of(loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, 
         ]
     if not isinstance(sampler, Sized):
         raise ArgumentError(f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it a __len__.")
-    return Order(n, seed, True, draw=_draws(sampler, seed), length=len(sampler)), []
+    return Order(n, seed, True, draw=_draws(sampler, seed), length=len(sampler), sampler=type(sampler).__qualname__), []
 
 
 def _fingerprint(dataset: Any) -> str | None:

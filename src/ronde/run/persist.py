@@ -25,6 +25,7 @@ _WORDS = {
     "samples": "samples in the data set",
     "epoch_samples": "samples an epoch",
     "seed": "seed",
+    "sampler": "the sampler's class",
     "shuffle": "shuffle",
 }
 
@@ -38,7 +39,14 @@ def held_whole(run: Run) -> bool:
 def _data(run: Run) -> dict[str, Any]:
     """What decides which samples are still to come, beside the place in the epoch."""
     order = run._taken.order
-    found = {"samples": order.n, "epoch_samples": order.epoch_samples, "seed": run.plan.seed, "shuffle": order.shuffle, "order": order.kind}
+    found = {
+        "samples": order.n,
+        "epoch_samples": order.epoch_samples,
+        "seed": run.plan.seed,
+        "sampler": order.sampler,
+        "shuffle": order.shuffle,
+        "order": order.kind,
+    }
     if run._taken.fingerprint is not None:
         found["fingerprint"] = run._taken.fingerprint
     return found
@@ -113,10 +121,15 @@ def _refuse(why: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint cannot be continued: {why}. Restore it, or start a new run.")
 
 
+def _said(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
 def _check(run: Run, found: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan, or another number of workers, is the same one."""
     for name, value in _data(run).items():
-        then = found["data"].get(name, value)  # a checkpoint of an earlier version, or of a data set without one, has no fingerprint
+        # One of an earlier version has no sampler; nor has that, or one of a data set without it, a fingerprint.
+        then = found["data"].get(name, value)
         if name == "fingerprint" and then != value:
             raise CheckpointError(
                 f"the checkpoint cannot be continued: the data set is not the one that it was written with (its fingerprint was {then} then and "
@@ -125,9 +138,12 @@ def _check(run: Run, found: Mapping[str, Any]) -> None:
             )
         if then != value:
             raise _refuse(
-                f"{_WORDS[name]} was {found['data'][name]} then and is {value} now, so the samples still to come would not be the same"
+                f"{_WORDS[name]} was {_said(then)} then and is {_said(value)} now, so the samples still to come would not be the same"
             )
     was = found["plan"]
+    drop_last = was.get("drop_last", run.plan.drop_last)
+    if drop_last != run.plan.drop_last and run._taken.order.epoch_samples % run.plan.batch_size:
+        raise _refuse(f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would not have the same samples")
     if run.plan.batch == "keep" and was["batch_size"] != run.plan.batch_size:
         raise _refuse(f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is another training")
     if (found["scheduler"] is None) != (run.scheduler is None):
