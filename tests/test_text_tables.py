@@ -353,6 +353,20 @@ def test_a_test_table_speaks_the_training_tables_language(tmp_path):
         feed.table(write(test.set_column(9, "label", pa.array(["never"] * N)), tmp_path / "b.parquet"), like=first, cache=tmp_path / "c")
 
 
+def test_a_test_table_is_read_in_the_training_tables_units(tmp_path):
+    first = write(pa.table({"size": [1000.0, 2000.0, 3000.0], "y": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet")
+    then = write(pa.table({"size": [1000.0, None], "y": [1.0, 2.0]}), tmp_path / "b.parquet")
+    train = feed.table(first, numeric=["size"], target="y", normalize=True, missing=0.0, cache=tmp_path / "c")
+    test = feed.table(then, like=train, cache=tmp_path / "c")
+    assert torch.equal(test[0][0], train[0][0]) and train[0][0].item() == pytest.approx(-(1.5**0.5))
+    assert test[1][0].item() == pytest.approx(-2000 / float(train.source.std[0]))
+    # What is said counts: also what is the default without like=.
+    plain = feed.table(then, like=train, normalize=False, missing="mean", cache=tmp_path / "c")
+    assert [plain[0][0].item(), plain[1][0].item()] == [1000.0, 2000.0]
+    again = feed.table(then, like=test, cache=tmp_path / "c")
+    assert torch.equal(again[1][0], test[1][0])
+
+
 def test_several_files_and_any_number_of_workers(tmp_path):
     parts = [columns(seed, n) for seed, n in ((0, 30), (1, 1), (2, 77))]
     for i, part in enumerate(parts):

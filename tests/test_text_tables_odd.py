@@ -332,6 +332,8 @@ def test_an_infinite_number_counts_as_missing(wrong, tmp_path):
     read = feed.table(path, numeric=["x"], normalize=True, cache=tmp_path / "c").source.read(range(5)).collated[0][:, 0]
     assert torch.allclose(read, torch.tensor([-1.0, 0, 0, 0, 1]) * 1.5**0.5)
     other = feed.table(written(tmp_path / "u.parquet", x=[wrong, 2.0]), like=data, cache=tmp_path / "c")
+    assert other.source.read([0, 1]).collated[0].tolist() == [[-1.0], [2.0]]  # as in the other table
+    other = feed.table(tmp_path / "u.parquet", like=data, missing="mean", cache=tmp_path / "c")
     assert other.source.read([0, 1]).collated[0].tolist() == [[3.0], [2.0]]
 
 

@@ -344,16 +344,18 @@ class TableSource(BaseSource):
         sizes: of each categorical column, how many codes there are: the rows of an embedding.
         mean, std: of each numeric column, over the rows that have a finite value.
         missing: values that were missing, by column.
+        fill: what a missing number has become: ``"mean"``, ``"nan"`` or a number.
         normalize: whether numbers are read as ``(x - mean) / std``.
     """
 
-    def __init__(self, folder: Path, key: str, normalize: bool) -> None:
+    def __init__(self, folder: Path, key: str, normalize: bool, fill: str | float = "mean") -> None:
         self.columns = _Columns(**json.loads((folder / "about.json").read_text()))
         self.numeric, self.categorical, self.target = self.columns.numeric, self.columns.categorical, self.columns.target
         self.vocabularies, self.missing, self.classes = self.columns.vocabularies, self.columns.missing, self.columns.classes
         self.mean, self.std = self.columns.mean, self.columns.std
         self.sizes = [len(self.vocabularies[name]) + 1 for name in self.categorical]
         self.normalize = normalize
+        self.fill = fill
         self._folder = folder
         self._key = key
         self._arrays: tuple[Matrix, Matrix, Matrix] | None = None
@@ -419,8 +421,8 @@ def table(
     categorical: Sequence[str] = (),
     target: str | None = None,
     like: Pipeline | None = None,
-    missing: str | float = "mean",
-    normalize: bool = False,
+    missing: str | float | None = None,
+    normalize: bool | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Rows of Parquet, CSV or Arrow files as numbers: ``(inputs, target)``, never read row by row (extra ``tables``).
@@ -437,10 +439,11 @@ def table(
         target: the column to predict: floating-point numbers as ``float32``, whole ones as ``int64``, texts as ``int64`` classes 0, 1, …
             (``source.classes``). None gives ``[inputs]`` alone.
         like: another table, whose vocabularies, classes, means and deviations count here too: the training set's, for a test set.
-            Columns are the same where none are given.
+            Columns are the same where none are given, and so are ``missing`` and ``normalize``.
         missing: what a missing number (null or NaN; an infinite one too, or one beyond ``float32``) becomes: ``"mean"`` of the column's
-            others, ``"nan"``, or a number. How many there were stands in ``source.missing``. A missing target is an error.
-        normalize: read numbers as ``(x - mean) / std`` of their column.
+            others, ``"nan"``, or a number. How many there were stands in ``source.missing``. None is that of ``like``, else
+            ``"mean"``. A missing target is an error.
+        normalize: read numbers as ``(x - mean) / std`` of their column. None is that of ``like``, else False.
         cache: folder for the matrices; ``$XDG_CACHE_HOME/ronde/tables`` or ``~/.cache/ronde/tables`` where None.
 
     Returns:
@@ -468,6 +471,8 @@ def table(
         if not isinstance(source, TableSource):
             raise ArgumentError("feed.table: like= takes what feed.table gave.")
         known = source.columns
+        missing = source.fill if missing is None else missing
+        normalize = source.normalize if normalize is None else normalize
         if not len(numeric) and not len(categorical):
             numeric, categorical = known.numeric, known.categorical
             target = known.target if target is None else target
@@ -483,6 +488,7 @@ def table(
         )
     if not found.numeric and not found.categorical:
         raise ArgumentError("feed.table needs columns: numeric=[…], categorical=[…] or both.")
+    missing = "mean" if missing is None else missing
     if isinstance(missing, str) and missing not in ("mean", "nan"):
         raise ArgumentError(f"feed.table: missing={missing!r}: expected 'mean', 'nan' or a number.")
     files = files_of(path, "feed.table", _SUFFIXES)
@@ -494,4 +500,4 @@ def table(
     )
     make: Callable[[Path], None] = lambda into: _build(files, found, known, missing, into)  # noqa: E731
     folder = built(cache_root(cache) / "tables" if cache is None else cache_root(cache), key, make)
-    return Pipeline(TableSource(folder, key, normalize), collate=default_collate)
+    return Pipeline(TableSource(folder, key, bool(normalize), missing), collate=default_collate)
