@@ -1210,7 +1210,8 @@ def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
         "loss = lambda out, y: (out - y.float()).square().mean()\n"
         "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=loss, batch_size=4,\n"
         "    feed={'executor': sys.argv[1], 'workers': 2})\n"
-        "for epoch in run.epochs(9):\n"
+        "epochs = run.epochs(9)  # whoever keeps it may go on\n"
+        "for epoch in epochs:\n"
         "    for batch in run.batches():\n"
         "        run.step(batch)\n"
         "    if epoch == 1: break\n"
@@ -1222,6 +1223,45 @@ def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
             done = started.done(60)
         assert done.returncode == 0 and done.stderr == "", done.stderr
         assert "kept True" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize("how", ["fit", "break", "evaluate"])
+def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_kept, executor, how):
+    def loaders():
+        threads = [t.ident for t in threading.enumerate() if t.name.startswith("ronde-load")]
+        return threads if executor == "threads" else [p.pid for p in psutil.Process().children() if p.pid not in before]
+
+    before = {p.pid for p in psutil.Process().children()}
+    seen = []
+    gone = []
+    for _ in range(2):
+        data, other = (TensorDataset(torch.zeros(20, 2, dtype=torch.float64)) for _ in range(2))
+        gone += [weakref.ref(data), weakref.ref(other)]
+        model, optimizer = linear()
+        settings = {"executor": executor, "workers": 2}
+        run = ronde.distribute(model, optimizer, data, loss=loss_of, forward=lambda m, b: (m(b[0]),), batch_size=4, feed=settings)
+        if how == "fit":
+            run.fit(2, other)
+        elif how == "evaluate":
+            for _ in range(3):
+                run.evaluate(other)
+                assert not loaders() and not loading()
+        else:
+            for epoch in run.epochs(3):
+                for batch in run.batches():
+                    run.step(batch)
+                    seen.append(set(loaders()))
+                run.evaluate(other)
+                if epoch == 1:
+                    break
+            assert len(seen[-10]) == 2 and seen[-10] < seen[-1], "those of the first epoch, and the evaluation's"
+        assert not loaders() and not loading()
+        run._finish("completed")
+        del run, data, other, model, optimizer
+        batch = None
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

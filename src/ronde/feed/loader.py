@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -187,6 +188,7 @@ class Feed:
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
+        self._reading: weakref.ref[Generator[Any, None, None]] | None = None
 
     # -- what it reads with ----------------------------------------------------------------------------------------
 
@@ -290,7 +292,10 @@ class Feed:
         return self._threads
 
     def close(self) -> None:
-        """End its threads and processes; it can be read again."""
+        """End its threads and processes, and what :meth:`read` gave last; it can be read again."""
+        reading = self._reading() if self._reading is not None else None
+        if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
+            reading.close()
         self._end_line()
         if self._threads is not None:
             self._threads.stop()
@@ -322,7 +327,9 @@ class Feed:
         found = self._read(shares, after) if not isinstance(self.order, Echoed) else self._echoed(self.order, shares)
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
-        return self._counted(found) if self._tolerant else found
+        found = self._counted(found) if self._tolerant else found
+        self._reading = weakref.ref(cast("Generator[Any, None, None]", found))
+        return found
 
     def _echoed(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Each batch is read once, and handed out for all its turns: as copies, since a script may change what it is given."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import inspect
 import json
 import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -125,6 +126,9 @@ class Run:
         self._share: Share | None = None  # the batch handed out and not yet stepped on
         self._backwards = 0
         self._in_epochs = False
+        self._loops = 0  # how many run.epochs() have begun
+        self._looping = False  # a loop is going on, or one of the script's own may be: loading threads and processes stay
+        self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # what run.batches() gave last
         self._evaluations: dict[int, Evaluation] = {}
         self._last_saved_step = -1
         self._last_saved_time = time.monotonic()
@@ -186,20 +190,39 @@ class Run:
         self._watcher.total_steps = n * self.steps_per_epoch
         if self.state.epoch >= n and self.state.step:
             self._watcher.say(f"nothing left to train: {self.state.epoch} of {n} epochs are done")
-        while self.state.epoch < n and not (hooks.observer is not None and hooks.observer.over()):
-            epoch = self.state.epoch
-            self._in_epochs = True
-            try:
-                yield epoch
-            finally:
-                self._in_epochs = False
-            if self.state.epoch == epoch:
-                self._end_epoch()
-            if self._save_every is None and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS:
-                self._save_quietly()
+        self._loops += 1
+        mine = self._loops
+        self._looping = True
+        try:
+            while self.state.epoch < n and not (hooks.observer is not None and hooks.observer.over()):
+                epoch = self.state.epoch
+                self._in_epochs = True
+                try:
+                    yield epoch
+                finally:
+                    self._in_epochs = False
+                if self.state.epoch == epoch:
+                    self._end_epoch()
+                if self._save_every is None and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS:
+                    self._save_quietly()
+        finally:
+            if mine == self._loops:  # one that was left, and is collected now, must not end what another loop waits for
+                self._end_loading()
         if self.state.step != self._last_saved_step:
             self._save_quietly()
         self._finish("completed")
+
+    def _end_loading(self) -> None:
+        """End the threads and processes that load: nobody asks them for more. They start again if somebody does."""
+        reading = self._reading() if self._reading is not None else None
+        if reading is not None:
+            if inspect.getgeneratorstate(reading) == inspect.GEN_RUNNING:
+                return
+            reading.close()
+        self._looping = False
+        self._feed.close()
+        for evaluation in self._evaluations.values():
+            evaluation.feed.close()
 
     def _end_epoch(self) -> None:
         state = self.state
@@ -223,6 +246,12 @@ class Run:
             What the data set's collate function makes of the worker's samples: usually ``(inputs, target)``, first
             dimension = samples. With several micro-batches, a :class:`MicroBatches`; always, if the script gave ``micro_batch``.
         """
+        found = self._batches()
+        self._reading = weakref.ref(found)
+        return found
+
+    def _batches(self) -> Generator[Any, None, None]:
+        self._looping = True
         state, plan, order = self.state, self.plan, self._taken.order
         if self._epoch_is_over() and not self._in_epochs:
             self._end_epoch()  # a script that has a loop of its own over epochs
@@ -514,7 +543,7 @@ class Run:
             evaluation = Evaluation(data, taken, self._settings_for(data, taken), self.plan, self._me, self._feed_says_weakly())
             self._evaluations[id(data)] = evaluation
             if len(self._evaluations) > 4:  # a script may make a new DataLoader for each
-                del self._evaluations[next(iter(self._evaluations))]
+                self._evaluations.pop(next(iter(self._evaluations))).feed.close()
         self._strategy.sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -525,6 +554,8 @@ class Run:
         finally:
             for module, training in modes:
                 module.training = training  # each its own: a frozen part stays as the script set it
+            if not self._looping:
+                evaluation.feed.close()
         if hooks.observer is not None:
             hooks.observer.evaluated(self, result, samples)
         self._tell_skipped(evaluation.skipped, evaluation.taken.order.epoch_samples, "evaluation", "left out")
@@ -671,6 +702,7 @@ class Run:
         if self._ended:
             return
         self._ended = True
+        atexit.unregister(self._at_exit)  # it would hold the model and the data
         if self._deadline is not None:
             self._write_measure()  # the training was shorter than the time asked for
         state = self.state
