@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 import zipfile
 from functools import partial
@@ -1262,6 +1263,37 @@ def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_k
         batch = None
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+class Ends(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.tensor(i if i != 6 else next(iter([])))
+
+
+def looks_up(row):
+    return torch.tensor({}[f"no {int(row['x'])}"] if int(row["x"]) == 7 else 1.0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", ["a step", "a data set that raises StopIteration"])
+def test_the_users_own_line_is_shown_whoever_loads(executor, case):
+    if case == "a step":
+        data, place, names = (
+            Pipeline(ronde.feed.arrays({"x": np.arange(12)})).map(looks_up),
+            "in looks_up",
+            "sample 7, stage augment: KeyError",
+        )
+    else:
+        data, place, names = Ends(), "in __getitem__", "sample 6"
+    with pytest.raises(SampleError if case == "a step" else RuntimeError) as error:
+        read(with_executor(take_over_(data, shuffle=False), executor))
+    shown = "".join(traceback.format_exception(error.value))
+    assert place in shown and names in shown and "test_feed_executor.py" in shown, shown
+    if case == "a step":
+        assert str(error.value).startswith(names) and "\n" not in str(error.value)
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

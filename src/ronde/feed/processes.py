@@ -187,5 +187,5 @@ def end(loader: DataLoader[Any] | None) -> None:
 
 def _checked(batch: Any) -> Any:
     if type(batch) is Raised:
-        raise batch.kind(batch.text)
+        raise batch.error()
     return batch

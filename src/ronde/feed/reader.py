@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,37 @@ class Ask:
 
 @dataclass(frozen=True)
 class Raised:
-    """An error on purpose, on its way out of a loading process, where it would lose its type and its one-line text."""
+    """An error on purpose, on its way out of a loading process, where it would lose its type and its one-line text.
+
+    Attributes:
+        traceback: of the error and of those that caused it, as text.
+        notes: what was added to it.
+    """
 
     kind: type[RondeError]
     text: str
+    traceback: str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: RondeError) -> Raised:
+        """Of an error that was caught in the loading process."""
+        return cls(type(error), str(error), "".join(traceback.format_exception(error)), tuple(getattr(error, "__notes__", ())))
+
+    def error(self) -> RondeError:
+        """The error again, in the training process."""
+        found = self.kind(self.text)
+        for note in self.notes:
+            found.add_note(note)
+        found.__cause__ = _InLoader(self.traceback)
+        return found
+
+
+class _InLoader(Exception):
+    """A traceback that a loading process has sent; shown as the cause of an error."""
+
+    def __str__(self) -> str:
+        return f"in a loading process:\n\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +185,10 @@ class Reader(Dataset[Any]):
         try:
             return self.batch(ask)
         except RondeError as error:
-            return Raised(type(error), str(error))
+            return Raised.of(error)
+        except StopIteration as error:
+            # By itself it would mean to torch that nothing more comes. What samples it came of stands in its notes.
+            raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
 
     def batch(self, ask: Ask) -> Any:
         """The batch, whatever the data set draws from."""
