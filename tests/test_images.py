@@ -12,7 +12,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch.utils.data import DataLoader
 
 from ronde import feed
-from ronde.feed import CenterCrop, ColorJitter, HorizontalFlip, Normalize, RandomResizedCrop, Resize, decode
+from ronde.feed import CenterCrop, ColorJitter, HorizontalFlip, Normalize, RandomResizedCrop, Resize, decode, take_over
 from ronde.feed.images import retuned
 from ronde.feed.stages import sample_key
 from ronde.plan.batch import shares
@@ -202,8 +202,21 @@ def test_crops_and_flips_are_exact():
             found = crop(x)
         part = x[:, top : top + h, left : left + w].contiguous()
         assert torch.equal(found, F.interpolate(part[None], (24, 24), mode="bilinear", antialias=True)[0])
-    with pytest.raises(ArgumentError, match="the image is only 90 × 121 there"):
+    with pytest.raises(ValueError, match="the image is only 90 × 121 there"):
         CenterCrop(100)(x)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_image_that_is_too_small_is_named_and_can_be_skipped(tmp_path, on_device):
+    for i in range(6):
+        Image.new("RGB", (40, 40) if i != 2 else (5, 40), (i, i, i)).save(tmp_path / f"{i}.png")
+    data = feed.images(tmp_path, labels="none", augment=[CenterCrop(16)], normalize=None, on_device=on_device)
+    with pytest.raises(SampleError, match=r"sample 2 \(2\.png\), stage augment: .*the image is only 40 × 5 there"):
+        data.__getitems__(range(6))
+    taken = take_over(data.skip_bad(0.2), seed=0, batch_size=6, shuffle=False, shuffle_dataset=False, drop_last=False)
+    reading = feed.Feed(taken.dataset, taken.order, taken.settings, 0)
+    ((share, batches),) = reading.read(lambda: shares(0, 0, 6, 6, 0, 1))
+    assert [i for i, _ in reading.skipped] == [2] and len(reading.finish(share, batches)[0]) == 6
 
 
 def test_random_crops_have_the_shapes_they_should():

@@ -267,7 +267,8 @@ class CenterCrop(Transform):
     def _box(self, height: int, width: int) -> tuple[int, int, int, int]:
         h, w = self.result
         if h > height or w > width:
-            raise ArgumentError(
+            # No ArgumentError, which would end a training that skips bad samples: it is this image's fault. Whoever reads it names it.
+            raise ValueError(
                 f"CenterCrop({self.size}): the image is only {height} × {width} there (height × width); put a Resize before it."
             )
         return round((height - h) / 2), round((width - w) / 2), h, w
