@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -175,6 +176,44 @@ def test_a_build_that_fails_leaves_nothing(texts, tmp_path):
     assert list(cache.iterdir()) == []
 
 
+def test_what_is_damaged_or_gone_is_made_anew(texts, tmp_path):
+    write(pa.table({"n": [*range(50)], "c": ["a", "b"] * 25, "y": [*range(50)]}), tmp_path / "t.parquet")
+    made = {
+        "text": lambda: feed.text(texts, 4, pack=False, cache=tmp_path / "text").__getitems__([3])[0],
+        "table": lambda: (
+            feed.table(tmp_path / "t.parquet", numeric=["n"], categorical=["c"], target="y", cache=tmp_path / "table")
+            .source.read([3])
+            .collated
+        ),
+    }
+    for name, make in made.items():
+        good = repr(make())
+        (folder,) = (tmp_path / name).iterdir()
+        for file in sorted(folder.iterdir()):
+            whole = file.read_bytes()
+            for damaged in (whole[: len(whole) // 2], bytes(len(whole)), None):
+                file.unlink() if damaged is None else file.write_bytes(damaged)
+                assert repr(make()) == good, (file, damaged)
+                assert file.read_bytes() == whole
+            assert [p.name for p in (tmp_path / name).iterdir()] == [folder.name]
+
+
+def test_a_folder_that_is_gone_before_it_is_read_is_named(texts, tmp_path):
+    write(pa.table({"n": [*range(50)]}), tmp_path / "t.parquet")
+    a, b = tmp_path / "a", tmp_path / "b"
+    for cache, data in ((a, feed.text(texts, 4, cache=a)), (b, feed.table(tmp_path / "t.parquet", numeric=["n"], cache=b))):
+        (folder,) = cache.iterdir()
+        shutil.rmtree(folder)
+        with pytest.raises(ArgumentError, match=rf"{folder}, where .* are kept, is gone or damaged .*Start again"):
+            data[0]
+
+
+def test_a_cache_among_the_texts_is_no_text(texts):
+    for cache, path in ((texts / "cache", texts), (texts, texts), (texts, texts / "**" / "*")):
+        first = feed.text(path, 4, cache=cache)
+        assert feed.text(path, 4, cache=cache).fingerprint == first.fingerprint and first.source.documents == len(DOCUMENTS)
+
+
 def _build(log, texts, cache, total):
     def tokenizer(text):
         with open(log, "a") as file:
@@ -217,6 +256,14 @@ def test_text_says_what_is_wrong(texts, tmp_path):
             ArgumentError,
             "the tokenizer gave float64 .* expected a list of whole numbers",
         ),
+        (
+            lambda: feed.text(texts, 4, lambda t: None, cache=cache),
+            ArgumentError,
+            r"0\.txt, document 1: the tokenizer gave NoneType: expected",
+        ),
+        (lambda: feed.text(texts, 4, lambda t: "abc", cache=cache), ArgumentError, r"0\.txt, document 1: the tokenizer gave str: expected"),
+        (lambda: feed.text(texts, 4, lambda t: [[1], [1, 2]], cache=cache), ArgumentError, "the tokenizer gave list: expected"),
+        (lambda: feed.text(texts, 4, lambda t: {}[t], cache=cache), SampleError, r"0\.txt, document 1: the tokenizer failed with KeyError"),
         (lambda: feed.text(texts, 4, lambda t: [-1], cache=cache), ArgumentError, "the tokenizer gave the token -1"),
         (lambda: feed.text(texts, 4, words, end=True, cache=cache), ArgumentError, "no eos_token_id"),
     ):

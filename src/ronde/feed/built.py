@@ -1,19 +1,28 @@
-"""What is made once of data files and then only read: token arrays, matrices of tables. Made whole or not at all, by one process a node."""
+"""What is made once of data files and then only read: token arrays, matrices of tables. Made whole or not at all, by one process a node.
+
+Beside the files stands a list of them, with sizes and a checksum of both ends of each: what a power loss, a full disk or a cleaner of
+temporary files has left of a folder is made anew. What lies in between is not read: the files may be larger than memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ronde.world import ArgumentError
 
-__all__ = ["built", "cache_root", "files_of", "identity"]
+__all__ = ["built", "cache_root", "files_of", "gone", "identity"]
+
+_LIST = "ronde-built.json"
+_END_BYTES = 64 << 10
 
 
 def cache_root(given: str | os.PathLike[str] | None) -> Path:
@@ -23,8 +32,31 @@ def cache_root(given: str | os.PathLike[str] | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde"
 
 
+def _described(file: Path) -> list[int]:
+    """Size, and a checksum of the beginning and the end."""
+    with open(file, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        found = zlib.crc32(opened.read(_END_BYTES))
+        opened.seek(max(0, size - _END_BYTES))
+        return [size, zlib.crc32(opened.read(_END_BYTES), found)]
+
+
+def _whole(folder: Path) -> bool:
+    """Whether what :func:`built` made is there, as far as its list tells."""
+    try:
+        files = json.loads((folder / _LIST).read_bytes())
+        return all(_described(folder / name) == described for name, described in files.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
+    """What to say if a folder that was whole cannot be read any more."""
+    return ArgumentError(f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it is made anew.")
+
+
 def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder ``root/key``, made by ``make(folder)`` where it is not there yet.
+    """The folder ``root/key``, made by ``make(folder)`` where it is not there yet, or is damaged.
 
     Other processes of this machine that want the same wait for it. If ``make`` fails, nothing is left of it.
 
@@ -32,7 +64,7 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         ArgumentError: nothing can be written below ``root``.
     """
     final = root / key
-    if final.is_dir():
+    if _whole(final):
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -41,25 +73,37 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         raise ArgumentError(f"{root} cannot be written to ({error.strerror}): give another folder with cache=.") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if final.is_dir():  # another process was faster
+        if _whole(final):  # another process was faster
             return final
         temporary = Path(tempfile.mkdtemp(prefix=f".{key}.", suffix=".writing", dir=root))
+        damaged = temporary / "damaged"
         try:
             make(temporary)
+            (temporary / _LIST).write_text(json.dumps({file.name: _described(file) for file in sorted(temporary.iterdir())}))
             temporary.chmod(0o755)
+            if final.exists():  # who reads it goes on with the files that it has open
+                final.rename(damaged)
             temporary.rename(final)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not (isinstance(error, OSError) and final.is_dir()):
+            if not (isinstance(error, OSError) and _whole(final)):
                 raise
         finally:
+            shutil.rmtree(final / damaged.name, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(root / f".{key}.lock")  # noqa: PTH108 - who still waits for it finds the folder, or makes it once more
     return final
 
 
+def _besides_built(files: list[Path]) -> list[Path]:
+    made = {folder for folder in {f.parent for f in files} if (folder / _LIST).is_file()}
+    return [f for f in files if f.parent not in made]
+
+
 def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], what: str, suffixes: tuple[str, ...] = ()) -> list[Path]:
     """The files that a path means: a file, those below a folder (not hidden, sorted), those of a glob, or of a list of such.
+
+    What :func:`built` made is left out, if its folder lies among them.
 
     Args:
         path: as the user gave it.
@@ -85,13 +129,14 @@ def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wh
             and not any(p.startswith(".") for p in f.relative_to(place).parts)
             and (not suffixes or f.suffix.lower() in suffixes)
         )
+        found = _besides_built(found)
         if not found:
             raise ArgumentError(f"{what}: the folder {place} holds no file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}.")
         return found
     text = str(place)
     if set("*?[") & set(text):
         base = Path(place.anchor) if place.is_absolute() else Path()
-        found = sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file())
+        found = _besides_built(sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file()))
         if found:
             return found
         raise ArgumentError(f"{what}: no file matches {text}.")

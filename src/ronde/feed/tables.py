@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.feed.built import built, cache_root, files_of, identity
+from ronde.feed.built import built, cache_root, files_of, gone, identity
 from ronde.feed.pipeline import Pipeline
 from ronde.feed.sources.base import BaseSource, Batch, Tuple, check_ids, digest, need
 from ronde.world import ArgumentError, SampleError
@@ -379,12 +379,12 @@ class TableSource(BaseSource):
     def _open(self) -> tuple[Matrix, Matrix, Matrix]:
         if self._arrays is None:
             names = ("numeric", "categorical", "target")
-            numeric, codes, target = (
-                np.load(self._folder / f"{name}.npy", mmap_mode="r" if (self._folder / f"{name}.npy").stat().st_size > 128 else None).view(
-                    np.ndarray
-                )
-                for name in names
-            )
+            paths = [self._folder / f"{name}.npy" for name in names]
+            try:
+                # An empty one cannot be mapped.
+                numeric, codes, target = (np.load(p, mmap_mode="r" if p.stat().st_size > 128 else None).view(np.ndarray) for p in paths)
+            except (OSError, ValueError) as error:
+                raise gone(self._folder, "the matrices of a table", error) from error
             self._arrays = (numeric, codes, target)
         return self._arrays
 

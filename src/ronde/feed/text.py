@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import default_collate
 
 from ronde.feed import describe
-from ronde.feed.built import built, cache_root, files_of, identity
+from ronde.feed.built import built, cache_root, files_of, gone, identity
 from ronde.feed.pipeline import Pipeline
 from ronde.feed.sources.base import BaseSource, Batch, check_ids, digest
-from ronde.world import ArgumentError, SampleError
+from ronde.world import ArgumentError, RondeError, SampleError
 
 __all__ = ["TextSource", "text"]
 
@@ -71,7 +71,7 @@ class _Given:
         self.name = _described(tokenizer) if name is None else f"named {name}"
         self._settled = name is not None
 
-    def __call__(self, piece: str) -> Tokens:
+    def __call__(self, piece: str) -> Any:
         found = self._tokens(piece)
         if piece and not self._settled:
             # One that keeps what it has done (a cache of words, a counter) would have another name the next time, or on another rank.
@@ -80,13 +80,13 @@ class _Given:
                 raise ArgumentError(f"feed.text: the tokenizer is another one after its first text, as something that counts: {_NAME_IT}.")
         return found
 
-    def _tokens(self, piece: str) -> Tokens:
+    def _tokens(self, piece: str) -> Any:
         try:
             # transformers would add its own tokens at both ends of every document.
             found = self._encode(piece, **({"add_special_tokens": False} if hasattr(self.tokenizer, "encode") else {}))
         except TypeError:
             found = self._encode(piece)
-        return np.asarray(getattr(found, "ids", found))
+        return getattr(found, "ids", found)
 
 
 _NAME_IT = "give it a name with name=, and another name whenever it gives other tokens"
@@ -203,6 +203,24 @@ def _end_of(end: Any, tokenizer: Any) -> int | bool:
     return False if own is None else int(own)
 
 
+def _encoded(encoder: Any, piece: Any, which: str) -> Tokens:
+    """The tokens of a piece; ``which`` says for an error where it stands."""
+    try:
+        given = encoder(piece)
+    except RondeError:
+        raise
+    except Exception as error:
+        raise SampleError(f"{which}: the tokenizer failed with {type(error).__name__}: {error}") from error
+    try:
+        found = np.asarray(given)
+    except (ValueError, TypeError, OverflowError):  # lists of unequal length, say
+        found = np.empty((), dtype=object)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        shown = f"{found.dtype} of shape {found.shape}" if found.ndim else type(given).__name__
+        raise ArgumentError(f"{which}: the tokenizer gave {shown}: expected a list of whole numbers.")
+    return found
+
+
 def _tokenize(files: Sequence[Path], field: str, encoder: Any, end: int | bool, folder: Path) -> None:
     """Write ``tokens.raw``, ``ends.npy`` (where each document ends) and ``about.json``."""
     whole = isinstance(encoder, _Given)
@@ -223,17 +241,15 @@ def _tokenize(files: Sequence[Path], field: str, encoder: Any, end: int | bool, 
         size = None if size is None else max(size, end + 1)
     # A tokenizer that does not know how many tokens it has may give any number.
     kind = np.dtype("<u4" if size is None or size > 1 << 16 else "<u2" if size > 256 else "u1")
-    ends, total, highest = [], 0, -1
+    ends: list[int] = []
+    total, highest = 0, -1
     raw = folder / "tokens.raw"
     with open(raw, "wb") as out:
         for file in files:
+            before = len(ends)
             for piece, ended in _pieces(file, field, whole, isinstance(encoder, _Bytes)):
-                found = encoder(piece)
+                found = _encoded(encoder, piece, f"{file}, document {len(ends) - before + 1:,}")
                 if len(found):
-                    if found.dtype.kind not in "iu" or found.ndim != 1:
-                        raise ArgumentError(
-                            f"the tokenizer gave {found.dtype} of shape {found.shape} for a document of {file}: expected a list of whole numbers."
-                        )
                     low, high = int(found.min()), int(found.max())
                     if low < 0 or high > np.iinfo(kind).max:
                         raise ArgumentError(
@@ -310,7 +326,10 @@ class TextSource(BaseSource):
 
     def _map(self) -> Tokens:
         if self._tokens is None:
-            self._tokens = np.memmap(self._folder / "tokens.raw", dtype=self._dtype, mode="r", shape=(self.total,)).view(np.ndarray)
+            try:
+                self._tokens = np.memmap(self._folder / "tokens.raw", dtype=self._dtype, mode="r", shape=(self.total,)).view(np.ndarray)
+            except (OSError, ValueError) as error:
+                raise gone(self._folder, "tokens", error) from error
         return cast("Tokens", self._tokens)
 
     def read(self, ids: Sequence[int]) -> Batch:
