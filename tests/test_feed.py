@@ -354,7 +354,7 @@ def test_what_cannot_be_taken_over_is_refused():
 def note_worker(worker):
     from torch.utils.data import get_worker_info
 
-    get_worker_info().dataset.dataset.note = 100 + worker
+    get_worker_info().dataset.note = 100 + worker
 
 
 class Noted(Numbers):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 
 from ronde.feed import stages
 from ronde.feed.choose import choose, try_out
@@ -100,6 +100,9 @@ class _WorkerInit:
             limit_process_threads(self.threads)
         if self.probe is not None:
             self.probe.install()
+        if (info := get_worker_info()) is not None:
+            # The script's own: what torch was given is a reader around it. WorkerInfo is frozen, and there is no other way to say it.
+            object.__setattr__(info, "dataset", info.dataset.given)  # type: ignore[attr-defined]
         if self.user is not None:
             self.user(worker)
 

@@ -140,10 +140,13 @@ class Reader(Dataset[Any]):
         order: which sample stands where.
         seed: key of the randomness.
         evaluate: a bad sample is left out; otherwise another stands in for it.
+
+    Attributes:
+        given: the data set; ``dataset`` is what a probe has put around it, if there is one.
     """
 
     def __init__(self, dataset: Dataset[Any], settings: LoaderSettings, order: Order, seed: int, evaluate: bool = False) -> None:
-        self.dataset = dataset
+        self.dataset = self.given = dataset
         self.seed = seed
         self.evaluate = evaluate
         self.skip = settings.on_error == "skip"
@@ -379,7 +382,7 @@ class StreamReader(IterableDataset[Any]):
     """Reads a data set that can only be iterated: every worker reads it all and keeps its own positions."""
 
     def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], seed: int, length: int) -> None:
-        self.dataset = dataset
+        self.dataset = self.given = dataset
         self.collate = collate
         self.seed = seed
         self.length = length
