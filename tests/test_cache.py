@@ -508,6 +508,27 @@ def test_damaged_records_are_found_read_anew_and_replaced(tmp_path):
     kept.close()
 
 
+@pytest.mark.parametrize("left", [0, 2000, 4096, 4096 + 32 * 20, 4096 + 32 * 20 + 12])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_an_index_that_was_cut_short_heals(tmp_path, left, in_use):
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    index = kept._folder / "cache.idx"
+    if not in_use:
+        kept.close()
+    os.truncate(index, left)
+    if not in_use:
+        kept = reopened(tmp_path)
+    assert all_right(kept)
+    if in_use and left < 4096:
+        kept.close()  # its head is gone: nothing more is kept until it is opened again
+        kept = reopened(tmp_path)
+        assert all_right(kept)
+    before = kept.report()
+    assert before.held == 40 and all_right(kept) and kept.report().hits == before.hits + 40
+    kept.close()
+
+
 def test_a_damaged_index_is_a_miss(tmp_path):
     kept = reopened(tmp_path)
     assert all_right(kept)

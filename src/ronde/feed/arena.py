@@ -145,11 +145,14 @@ class Arena:
 
     def _found_or_made(self, limit: int | None, default: Callable[[], int], about: dict[str, Any]) -> int:
         head = self._head()
-        if head is not None and head[0] == self.samples:
+        cut = os.fstat(self._index).st_size < self._index_bytes
+        if head is not None and head[0] == self.samples and not (cut and self._only_user()):
+            if cut:  # and in use: what the lost entries stood for is read anew, and the room that they had is lost
+                os.ftruncate(self._index, self._index_bytes)
             if not self.memory:
                 self._mend_tail(head[1], head[2])
             return limit if limit is not None else head[2]
-        # Without a beginning it is new, or whoever made it was killed: nobody has used it. Otherwise it is damaged.
+        # Without a beginning it is new, or whoever made it was killed: nobody has used it. Otherwise it is damaged, or was cut short.
         if any(os.pread(self._index, _HEAD.size, 0)) and not self._only_user():
             raise RondeError(f"the cache {self.folder} is damaged, and in use: end the runs that use it, or give another folder.")
         chosen = limit if limit is not None else default()
@@ -210,16 +213,19 @@ class Arena:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
+    def _entry(self, i: int) -> bytes:
+        """As it stands in the index; where that was cut short, as if it went on with nothing."""
+        return os.pread(self._index, _ENTRY.size, _HEADER + i * _ENTRY.size).ljust(_ENTRY.size, b"\0")
+
     def get(self, i: int) -> Found:
         """The record of sample ``i``, in memory of its own; a damaged one is counted and is a miss."""
-        place = _HEADER + i * _ENTRY.size
-        entry = os.pread(self._index, _ENTRY.size, place)
-        if entry == _NOTHING or len(entry) < _ENTRY.size:
+        entry = self._entry(i)
+        if entry == _NOTHING:
             return _missing(_NOTHING)
         if _entry_sum(entry, i) != _ENTRY.unpack(entry)[3]:
             with self._alone():  # it was being written just now, or it is damaged
-                entry = os.pread(self._index, _ENTRY.size, place)
-            if len(entry) < _ENTRY.size or _entry_sum(entry, i) != _ENTRY.unpack(entry)[3]:
+                entry = self._entry(i)
+            if _entry_sum(entry, i) != _ENTRY.unpack(entry)[3]:
                 self.count(corrupt=1)
                 return _missing(entry)
         start, length, checksum, _ = _ENTRY.unpack(entry)
@@ -284,7 +290,7 @@ class Arena:
             _, tail, first_limit = head
             first = tail
             for i, parts, expected in records:
-                if os.pread(self._index, _ENTRY.size, _HEADER + i * _ENTRY.size) != expected:
+                if self._entry(i) != expected:
                     continue  # somebody else was faster
                 length = sum(len(p) for p in parts)
                 after = tail + length + -length % _ALIGN
@@ -331,10 +337,9 @@ class Arena:
         admitted = admitted_bytes = 0
         with self._alone():
             for i, entry, expected, length in written:
-                place = _HEADER + i * _ENTRY.size
-                if os.pread(self._index, _ENTRY.size, place) == expected:
+                if self._entry(i) == expected:
                     try:
-                        os.pwrite(self._index, entry, place)
+                        os.pwrite(self._index, entry, _HEADER + i * _ENTRY.size)
                     except OSError:  # a page of the index that did not exist yet, and no space for it
                         counts["no_room"] += 1
                         continue
@@ -388,8 +393,9 @@ class Arena:
         """Samples that are in it; reads the whole index."""
         held = 0
         for start in range(_HEADER, self._index_bytes, 1 << 20):
-            block = np.frombuffer(os.pread(self._index, min(1 << 20, self._index_bytes - start), start), np.uint64)
-            held += int(block.reshape(-1, 4)[:, 1:3].any(axis=1).sum())
+            block = os.pread(self._index, min(1 << 20, self._index_bytes - start), start)
+            rows = np.frombuffer(block, np.uint64, len(block) // _ENTRY.size * (_ENTRY.size // 8)).reshape(-1, _ENTRY.size // 8)
+            held += int(rows[:, 1:3].any(axis=1).sum())
         return held
 
     def close(self, user: object) -> None:
