@@ -157,6 +157,33 @@ def test_killed_and_gone_on(tmp_path, kind):
     assert contents(out) == wanted
 
 
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("labels", ["folder", "none", len])
+def test_a_manifest_that_is_damaged_is_told(tmp_path, kind, labels):
+    files, out = folder(tmp_path / "files", 20), tmp_path / "out"
+    pack(files, out, kind=kind, labels=labels)
+    assert verify_pack(out).problems == ()
+    manifest = out / "ronde-pack.json"
+    good = manifest.read_bytes()
+    values = json.loads(good)
+    for key in ("kind", "samples", "classes", "labels", "fingerprint", "shards", "pixels_changed"):
+        manifest.write_text(json.dumps({k: v for k, v in values.items() if k != key}))
+        for opens in (verify_pack, getattr(feed, kind)):
+            with pytest.raises(ArgumentError, match=rf"ronde-pack\.json is damaged: its {key} is"):
+                opens(out)
+    for key in ("name", "samples", "bytes", "sha256", *(["index_sha256"] if kind == "tar" else [])):
+        manifest.write_text(json.dumps({**values, "shards": [{k: v for k, v in values["shards"][0].items() if k != key}]}))
+        with pytest.raises(ArgumentError, match=rf"ronde-pack\.json is damaged: {key} of shard 0 is missing"):
+            verify_pack(out)
+    changes = [(values["fingerprint"].encode(), b"0123456789abcdef"), *([(b'"bee"', b'"bef"')] if labels == "folder" else [])]
+    for old, new in changes:
+        manifest.write_bytes(good.replace(old, new))
+        (problem,) = verify_pack(out).problems
+        assert problem.startswith("ronde-pack.json: its fingerprint is")
+    done = CliRunner().invoke(app, ["pack", "--verify", str(out)])
+    assert done.exit_code == 1 and "fingerprint" in done.output
+
+
 SHRINKS = """
 import sys
 from pathlib import Path

@@ -28,7 +28,7 @@ import numpy as np
 from ronde.feed.sources.base import Names, need
 from ronde.feed.sources.folder import FolderSource, folder
 from ronde.feed.sources.storage import Store
-from ronde.feed.sources.tar import MANIFEST, PARTIAL, read_manifest
+from ronde.feed.sources.tar import MANIFEST, PARTIAL, read_manifest, tar
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, header_of
 from ronde.world import ArgumentError, RondeError, SampleError
 
@@ -667,10 +667,11 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
         progress: called with ``(samples done, samples in all)``.
 
     Returns:
-        what was found; ``problems`` names each shard that is damaged and, where it can be told, its samples.
+        what was found; ``problems`` names each shard that is damaged and, where it can be told, its samples; or says that the manifest's
+        fingerprint is not that of what is packed.
 
     Raises:
-        ArgumentError: there is no complete pack.
+        ArgumentError: there is no complete pack, or its manifest is damaged.
     """
     place = Path(path)
     manifest = read_manifest(str(place), Store()) if place.is_dir() else None
@@ -687,7 +688,44 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
             progress(done, manifest["samples"])
     if done != manifest["samples"]:
         problems.append(f"{MANIFEST} counts {manifest['samples']:,} samples, its shards {done:,}")
+    if not problems:
+        problems += _other_fingerprint(place, manifest)
     return _packed(place, manifest, problems=tuple(problems))
+
+
+def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
+    """Whether the fingerprint, by which a training goes on, is that of what is packed. Of changed pixels only how they were changed is known."""
+    given, changed = manifest["fingerprint"], manifest["pixels_changed"]
+    if changed is not None:
+        right = given.endswith(f"-{changed.get('short_side')}-{changed.get('quality')}")
+        return [] if right else [f"{MANIFEST}: its fingerprint, {given}, does not say how the pixels were changed"]
+    names, sizes, labels = _packed_files(place, manifest)
+    files = FolderSource(str(place), names, labels, manifest["classes"], Store())
+    files._sizes = sizes
+    if files.fingerprint == given:
+        return []
+    return [f"{MANIFEST}: its fingerprint is {given}, that of the names, sizes, labels and classes in the pack {files.fingerprint}"]
+
+
+def _packed_files(place: Path, manifest: dict[str, Any]) -> tuple[Names, np.ndarray[Any, np.dtype[np.int64]], Any]:
+    """Names, sizes and labels of the files in a pack."""
+    if manifest["kind"] == "tar":
+        opened = tar(place)
+        return opened.keys, opened._size[opened._first[:-1]], opened.labels  # a sample's data come first, its label behind them
+    import pyarrow.compute as compute
+    import pyarrow.parquet as pq
+
+    names: list[str] = []
+    sizes: list[np.ndarray[Any, Any]] = []
+    labels: list[np.ndarray[Any, Any]] = []
+    for shard in manifest["shards"]:
+        with pq.ParquetFile(place / shard["name"]) as opened_file:
+            for batch in opened_file.iter_batches(batch_size=1024):
+                names += batch.column("name").to_pylist()
+                sizes.append(compute.binary_length(batch.column("data")).to_numpy(zero_copy_only=False).astype(np.int64))
+                if manifest["labels"]:
+                    labels.append(batch.column("label").to_numpy(zero_copy_only=False))
+    return Names.of(names), np.concatenate(sizes), np.concatenate(labels) if labels else None
 
 
 def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> list[str]:

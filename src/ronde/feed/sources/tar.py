@@ -42,7 +42,37 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
             raise ValueError(f"{found['format']} {found['version']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(f"{path}/{MANIFEST} is not the manifest of a pack that this version of ronde reads: {error}.") from None
+    wrong = _wrong_in(found)
+    if wrong is not None:
+        raise ArgumentError(f"{path}/{MANIFEST} is damaged: {wrong}. Remove the pack and pack again, or restore the file.")
     return dict(found)
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "samples": (int,),
+    "classes": (list, type(None)),
+    "labels": (bool,),
+    "fingerprint": (str,),
+    "pixels_changed": (dict, type(None)),
+    "shards": (list,),
+}
+_CALLED = {int: "a whole number", list: "a list", bool: "true or false", str: "text", dict: "an object"}
+_FIELDS_OF_SHARD: dict[str, tuple[type, ...]] = {"name": (str,), "samples": (int,), "bytes": (int,), "sha256": (str,)}
+
+
+def _wrong_in(manifest: dict[str, Any]) -> str | None:
+    """What a manifest lacks of what is read of it; None if nothing."""
+    if manifest.get("kind") not in ("tar", "parquet"):
+        return f"its kind is {manifest.get('kind')!r}, expected tar or parquet"
+    fields = _FIELDS_OF_SHARD | ({"index_sha256": (str,)} if manifest["kind"] == "tar" else {})
+    for name, kinds in _FIELDS.items():
+        if not isinstance(manifest.get(name, ...), kinds):
+            return f"its {name} is missing or not {_CALLED[kinds[0]]}"
+    for number, shard in enumerate(manifest["shards"]):
+        for name, kinds in fields.items():
+            if not isinstance(shard, dict) or not isinstance(shard.get(name), kinds):
+                return f"{name} of shard {number} is missing or not {_CALLED[kinds[0]]}"
+    return None
 
 
 def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
