@@ -508,6 +508,18 @@ def test_damaged_records_are_found_read_anew_and_replaced(tmp_path):
     kept.close()
 
 
+def test_a_cached_source_is_a_map_style_data_set_as_any_source(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"{i}")
+    files = folder(tmp_path, labels="none")
+    kept = cached(files, limit="1MiB")
+    assert kept[1] == files[1] and kept.__getitems__([2, 0]) == files.read([2, 0]) and isinstance(kept, torch.utils.data.Dataset)
+    assert kept.report().hits == 0 and kept[1] == files[1] and kept.report().hits == 1
+    with pytest.raises(IndexError):
+        kept[3]
+    kept.close()
+
+
 @pytest.mark.parametrize("left", [0, 2000, 4096, 4096 + 32 * 20, 4096 + 32 * 20 + 12])
 @pytest.mark.parametrize("in_use", [False, True])
 def test_an_index_that_was_cut_short_heals(tmp_path, left, in_use):

@@ -442,6 +442,28 @@ def test_tars_packs_and_images_without_labels(folder, tmp_path):
         assert isinstance(alone, torch.Tensor) and alone.shape == expected.shape
 
 
+def test_endings_that_are_taken_of_a_folder(tmp_path):
+    raw = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(raw, "JPEG")
+    for name in ("a.jpg", "b.JPEG", "c.jpe", "d.jfif", "e.txt"):
+        (tmp_path / name).write_bytes(raw.getvalue())
+    assert list(feed.images(tmp_path, labels="none").source.names) == ["a.jpg", "b.JPEG", "c.jpe", "d.jfif"]
+    assert len(feed.images(tmp_path, labels="none", suffixes=["txt"])) == 1
+
+
+def test_arguments_that_cannot_be_used_are_named(folder):
+    for options, says in (
+        ({"dtype": "f"}, "dtype='f': expected a floating-point type"),
+        ({"size": 2.5}, "=2.5: expected a whole number of pixels"),
+        ({"size": 2.5, "augment": False}, "=2.5: expected a whole number of pixels"),
+        ({"bogus": 1}, "bogus= is not known for these files: feed.folder takes suffixes, pattern"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            feed.images(folder, **options)
+    with pytest.raises(ArgumentError, match=r"suffixes= goes with a path: give it to the source"):
+        feed.images(feed.folder(folder), suffixes=[".jpg"])
+
+
 def test_what_cannot_be_one_batch(folder):
     with pytest.raises(ArgumentError, match=r"images of different sizes cannot be one batch \(\d+ × \d+, .*end with a crop"):
         batch(feed.images(folder, augment=[Resize(20)]))

@@ -611,6 +611,18 @@ def test_images_of_parquet_files_by_their_columns(tmp_path):
         feed.parquet(file, data="id")
 
 
+def test_a_label_that_is_missing_does_not_make_numbers_of_classes(tmp_path):
+    big = 2**60 + 1  # no floating-point number
+    for kind, labels in ((pa.int64(), [3, None, 4, big]), (pa.bool_(), [True, None, False, True])):
+        table = pa.table({"image": [b"a", b"b", b"c", b"d"], "label": pa.array(labels, kind)})
+        pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+        data = feed.parquet(tmp_path / "t.parquet", data="image", label="label")
+        found = [s.label for s in data.read([3, 0, 2])]
+        assert found == [labels[3], labels[0], labels[2]] and {type(v) for v in found} == {type(labels[0])}
+        with pytest.raises(SampleError, match=r"row 1 of the table has no 'label'"):
+            data.read([0, 1])
+
+
 def test_labels_of_images_are_found_beside_what_is_not_read(tmp_path):
     table = files_table(["dog", "cat", "dog", "ant"], names=None)
     coded = table.set_column(1, "label", table.column("label").dictionary_encode())

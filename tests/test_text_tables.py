@@ -256,6 +256,8 @@ def test_text_says_what_is_wrong(texts, tmp_path):
             ArgumentError,
             "the tokenizer gave float64 .* expected a list of whole numbers",
         ),
+        (lambda: feed.text(texts, 4, pad="0", cache=cache), ArgumentError, "pad='0' must be a token: a whole number"),
+        (lambda: feed.text(texts, 4, pad=0.5, cache=cache), ArgumentError, "pad=0.5 must be a token: a whole number"),
         (
             lambda: feed.text(texts, 4, lambda t: None, cache=cache),
             ArgumentError,
@@ -465,6 +467,11 @@ def test_tables_say_what_is_wrong(tmp_path):
         ),
         (lambda: feed.table(path, numeric=["city"], cache=cache), ArgumentError, "the column 'city' is string, no number"),
         (lambda: feed.table(path, numeric=["rooms"], target="rooms", cache=cache), ArgumentError, "'rooms' is named twice among"),
+        (
+            lambda: feed.table(write(pa.table({"l": [[1], [2]]}), tmp_path / "l.parquet"), categorical=["l"], cache=cache),
+            ArgumentError,
+            r"l\.parquet: the column 'l' is list<.*>: its values cannot be told apart as texts",
+        ),
         (lambda: feed.table(path, numeric=["rooms", "rooms"], cache=cache), ArgumentError, "names the column 'rooms' twice"),
         (
             lambda: feed.table(path, numeric=["rooms"], target="price", cache=cache),

@@ -407,7 +407,7 @@ def _with_keys(n: int) -> Any:
     return sample_keys(n, lambda _: secrets.randbits(64))
 
 
-class CachedSource(_Cache):
+class CachedSource(_Cache, Dataset[Any]):
     """A source, and steps after it, whose results are kept; see :func:`cached`. It is a source itself.
 
     Attributes:
@@ -461,6 +461,12 @@ class CachedSource(_Cache):
     def read(self, ids: Sequence[int]) -> list[Any]:
         """The samples of these ids, in this order, after the steps."""
         return self._through(ids)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> list[Any]:
+        return stage("read")(self.read)(ids)
 
     def _make(self, ids: list[int], at: list[int], batch: int) -> list[tuple[Any, str]]:
         keys = current_keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ronde.world import ArgumentError
 
 __all__ = ["Images", "images", "retuned"]
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class _Decoded(NamedTuple):
@@ -55,8 +56,8 @@ class Images:
 
     def __post_init__(self) -> None:
         decoding.check(self.decoder)
-        if not self.dtype.is_floating_point:
-            raise ArgumentError(f"dtype={self.dtype}: expected a floating-point type; normalize=None gives bytes.")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ArgumentError(f"dtype={self.dtype!r}: expected a floating-point type; normalize=None gives bytes.")
         if not self.on_device:
             return
         colour = False
@@ -296,9 +297,19 @@ def _normalize(value: Any) -> Normalize | None:
         raise ArgumentError(f"normalize={value!r}: expected 'imagenet', (mean, std) with three numbers each, or None.") from None
 
 
+def _check_options(options: dict[str, Any], opens: Callable[..., Any], taken: tuple[str, ...]) -> None:
+    """Whether all of them are arguments of what opens the files, besides those that :func:`images` gives itself."""
+    known = [p.name for p in inspect.signature(opens).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name not in taken]
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"feed.images: {name}= is not known for these files: feed.{opens.__name__} takes {', '.join(known)}.")
+
+
 def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
     if not isinstance(path, str | os.PathLike | list | tuple):
         if isinstance(path, Source):
+            if options:
+                raise ArgumentError(f"feed.images: {next(iter(options))}= goes with a path: give it to the source.")
             return path
         raise ArgumentError(f"feed.images needs a folder, tar files, a pack or a source, found {type(path).__name__}.")
     from ronde.feed.sources import folder, is_pack, parquet, parquet_files, tar
@@ -308,16 +319,21 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         raise ArgumentError("feed.images was given an empty list.")
     pack = is_pack(names[0]) if len(names) == 1 else None
     if pack is not None:
-        return parquet(names[0], **options) if pack == "parquet" else tar(names[0], **options)
+        opens: Callable[..., Source] = parquet if pack == "parquet" else tar
+        _check_options(options, opens, ("data", "label"))
+        return opens(names[0], **options)
     if all(".tar" in name.rpartition("/")[2] for name in names):
+        _check_options(options, tar, ("data", "label"))
         label = "cls" if labels == "folder" else None if labels == "none" else labels
         return tar(names if len(names) > 1 else names[0], data=[s[1:] for s in SUFFIXES], label=label, **options)
     if all(name.endswith((".parquet", ".pq")) for name in names):
+        _check_options(options, parquet, ("columns", "label"))
         if not isinstance(labels, str | None):
             raise ArgumentError("feed.images: labels= of Parquet files is the name of a column, 'none', or left out.")
         return parquet_files(names, {"folder": None, "none": "", None: ""}.get(labels, labels), **options)
     if len(names) != 1:
         raise ArgumentError("feed.images takes one folder, or a list of tar or Parquet files.")
+    _check_options(options, folder, ("labels",))
     return folder(names[0], labels=labels, **{"suffixes": SUFFIXES, **options})
 
 
@@ -341,7 +357,8 @@ def images(
     0.02 of 255 of Pillow's on average.
 
     Args:
-        path: a folder (see :func:`ronde.feed.folder`), tar files (:func:`ronde.feed.tar`), Parquet files with one column of images, as
+        path: a folder (see :func:`ronde.feed.folder`; files ending in .jpg, .jpeg, .jpe, .jfif, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm
+            or .pgm, in capitals or not, unless ``suffixes=`` says otherwise), tar files (:func:`ronde.feed.tar`), Parquet files with one column of images, as
             Hugging Face's data sets have them, what ``ronde pack`` made, or any source of ``(bytes, label, name)``.
         size: of the result in pixels: one number or (height, width).
         labels: of the folder, as :func:`ronde.feed.folder` takes them; of tar files, the ending of the label's file (``cls``) or a

@@ -157,6 +157,7 @@ def rng() -> np.random.Generator:
     for :func:`rngs`: otherwise they are made one by one, so that each still has its own.
 
     Example:
+        >>> from ronde.feed.stages import sample_key  # what Ronde puts around the making of each sample
         >>> with sample_key(7):
         ...     first = rng().random()
         >>> with sample_key(7):

@@ -162,13 +162,18 @@ def _known(values: Matrix) -> npt.NDArray[np.bool_]:
         return np.isfinite(values.astype(np.float32))
 
 
-def _texts(column: Any) -> Any:
+def _texts(column: Any, name: str, file: Path) -> Any:
     """A column as an Arrow array of strings."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    return column.cast(pa.string())
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowException:
+        raise ArgumentError(
+            f"{file}: the column {name!r} is {column.type}: its values cannot be told apart as texts. Leave it out."
+        ) from None
 
 
 def _sorted(values: set[str]) -> list[str]:
@@ -242,7 +247,7 @@ def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -
                     raise ArgumentError(f"{file}: the target {found.target!r} holds texts here and numbers elsewhere.")
                 found.target_kind = "float" if "float" in (kind, found.target_kind) and kind != "class" else kind
                 if kind == "class" and like is None:
-                    classes.update(v for v in _texts(batch.column(found.target)).unique().to_pylist() if v is not None)
+                    classes.update(v for v in _texts(batch.column(found.target), found.target, file).unique().to_pylist() if v is not None)
             for k, name in enumerate(found.numeric):
                 values = _numbers(batch.column(name), name, file)
                 good = values[_known(values)]
@@ -252,7 +257,7 @@ def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -
                 column = batch.column(name)
                 found.missing[name] = found.missing.get(name, 0) + column.null_count
                 if like is None:
-                    words[name].update(v for v in _texts(column).unique().to_pylist() if v is not None)
+                    words[name].update(v for v in _texts(column, name, file).unique().to_pylist() if v is not None)
     if like is not None:
         found.mean, found.std, found.vocabularies, found.classes = like.mean, like.std, like.vocabularies, like.classes
         found.target_kind = like.target_kind or found.target_kind
@@ -289,7 +294,7 @@ def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: 
                 values = _numbers(batch.column(name), name, file)
                 numeric[at:end, k] = np.where(_known(values), values, fills[k])
             for k, name in enumerate(found.categorical):
-                texts = _texts(batch.column(name))
+                texts = _texts(batch.column(name), name, file)
                 if _truths(found.vocabularies[name]):
                     texts = compute.utf8_lower(texts)
                 where = compute.index_in(texts, value_set=vocabularies[name], skip_nulls=True)
@@ -315,7 +320,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     if column.null_count:
         refuse(column.is_null().to_numpy(zero_copy_only=False), "is missing")
     if found.target_kind == "class":
-        texts = _texts(column)
+        texts = _texts(column, str(found.target), file)
         values = compute.fill_null(compute.index_in(texts, value_set=pa.array(found.classes, type=pa.string())), -1).to_numpy(
             zero_copy_only=False
         )

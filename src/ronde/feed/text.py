@@ -405,6 +405,8 @@ def text(
     """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ArgumentError(f"feed.text: length={length!r} must be a whole number, 1 or more.")
+    if isinstance(pad, bool) or not isinstance(pad, int) or pad < 0:
+        raise ArgumentError(f"feed.text: pad={pad!r} must be a token: a whole number, 0 or more.")
     if name is not None and not isinstance(name, str):
         raise ArgumentError(f"feed.text: name={name!r}: expected text.")
     encoder = _choose(tokenizer, name)

@@ -134,7 +134,7 @@ class Transform:
 
 def pair(size: int | tuple[int, int], argument: str) -> tuple[int, int]:
     """``size`` as (height, width); ``argument`` is its name in the error."""
-    found = (size, size) if isinstance(size, int) else tuple(size)
+    found = tuple(size) if isinstance(size, list | tuple) else (size, size)
     if len(found) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found):
         raise ArgumentError(f"{argument}={size!r}: expected a whole number of pixels, or (height, width).")
     return found[0], found[1]

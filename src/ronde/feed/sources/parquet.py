@@ -52,12 +52,13 @@ class _Ranges(io.RawIOBase):
         return self._store.read([Place(self._path, start, length)])[0]
 
 
-def to_columns(table: Any, floats: frozenset[str], where: str) -> Columns:
+def to_columns(table: Any, floats: frozenset[str], where: str, as_it_is: str | None = None) -> Columns:
     """An Arrow table as columns: numbers as numpy arrays, lists of constant length as 2-D ones, all else as Arrow arrays.
 
     Args:
         floats: columns of whole numbers that hold nulls somewhere: they are floating-point everywhere, with NaN.
         where: for errors.
+        as_it_is: a column that stays an Arrow array if it is among ``floats``.
     """
     import pyarrow as pa
 
@@ -71,6 +72,9 @@ def to_columns(table: Any, floats: frozenset[str], where: str) -> Columns:
         kind = column.type
         if pa.types.is_decimal(kind):
             column, kind = column.cast(pa.float64()), pa.float64()
+        if name == as_it_is and name in floats:
+            found[name] = column
+            continue
         whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
         if whole and name in floats:
             column, kind = (
@@ -313,7 +317,9 @@ class ParquetSource(BaseSource):
                 table = table.select([i for i, name in enumerate(table.column_names) if name in self.columns])
             except (pa.ArrowException, OSError) as error:
                 raise SampleError(f"{path}, row group {g}, cannot be read: {str(error).splitlines()[0]}") from error
-            found.append(to_columns(table, self._nulls, f"{path}, row group {g}"))
+            # Labels of samples stay whole numbers beside a null, which is an error of its row: as floating-point ones they were no classes.
+            label = self._sample[1] if self._sample is not None else None
+            found.append(to_columns(table, self._nulls, f"{path}, row group {g}", label))
         return found
 
     def _fetched(self, wanted: list[int]) -> dict[int, list[tuple[int, bytes]]]:
@@ -387,7 +393,6 @@ class ParquetSource(BaseSource):
                 names = [(d or {}).get("path") or n for d, n in zip(values, names, strict=True)]
             values = [d and d["bytes"] for d in values]
         for i, d, one in zip(ids, values, labels, strict=True):
-            # A null among whole numbers is read as NaN.
             if d is None or (label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))):
                 path = self.paths[self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]]
                 raise SampleError(
