@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import dataclasses
 import gc
+import http.client
+import http.server
 import itertools
 import json
 import mmap
@@ -1263,6 +1265,52 @@ def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_k
         batch = None
     gc.collect()
     assert [ref() for ref in gone] == [None] * 4
+
+
+class Fetches(Dataset):
+    """Holds a connection, whose last response has been read to its end."""
+
+    def __init__(self, port):
+        self.connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        self.connection.request("GET", f"/{i}")
+        return int(self.connection.getresponse().read())
+
+
+class _Echo(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(self.path[1:].encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_finished_response_is_no_open_file():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            data = Fetches(server.server_port)
+            assert data[3] == 3
+            data.last = data.connection._HTTPConnection__response
+            with pytest.raises(AttributeError):
+                data.last.fileno()
+            assert held_open(data) is None
+            data.connection.close()
+            taken = with_executor(take_over_(data, shuffle=False), "processes", workers=1)
+            assert torch.cat(read(taken)).tolist() == list(range(6))
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 class Ends(Dataset):

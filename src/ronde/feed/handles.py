@@ -27,7 +27,7 @@ def _is_open(value: Any) -> bool:
         return False
     try:
         return value.readable() and value.fileno() > 2
-    except (OSError, ValueError):  # closed, or not a file
+    except Exception:  # closed, or not a file: other libraries' objects say so in their own ways, an HTTPResponse by an AttributeError
         return False
 
 
