@@ -119,7 +119,7 @@ def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
 
 SPLIT = "shard=gradients"
 CARRIED = [
-    ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2"], {}),
+    ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
     ("heads", ["replicate", SPLIT, "pipeline=2"], {}),
     ("checked", ["pipeline=2"], {}),
     ("called", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "itself, and under plan='pipeline=2"}),

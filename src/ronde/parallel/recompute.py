@@ -169,6 +169,15 @@ def _kept_ops() -> list[Any]:
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if not overload.endswith("out")]
 
 
+def _copied(value: Any) -> Any:
+    """The same with lists and dictionaries of its own; what is in them stays."""
+    if type(value) is list:
+        return [_copied(v) for v in value]
+    if type(value) is dict:
+        return {k: _copied(v) for k, v in value.items()}
+    return tuple(_copied(v) for v in value) if type(value) is tuple else value
+
+
 def _wrap(name: str, block: nn.Module, selective: bool) -> None:
     buffers = _Buffers(name)
     ops = _kept_ops() if selective else []
@@ -195,8 +204,15 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
 
+        # Lists and dictionaries as they are given now: what the first pass changes in them is the caller's, and no second time.
+        as_given = _copied((args, kwargs))
+        first = True
+
         def run(values: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            return once(*values[0], **values[1])
+            nonlocal first
+            now = values if first else _copied(as_given)
+            first = False
+            return once(*now[0], **now[1])
 
         # One argument that holds them all: torch looks there for the devices whose randomness it keeps.
         return checkpoint(run, (args, kwargs), use_reentrant=False, context_fn=partial(contexts, self))

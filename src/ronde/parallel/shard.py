@@ -678,7 +678,8 @@ class Shard(Replicate):
                     raise
                 raise PlanError(
                     f"shard={self._level!r}: a gathered parameter was read after it had been let go. The forward pass or the loss differentiates by itself "
-                    "(torch.autograd.grad, a gradient penalty), and FSDP2 takes that for the backward pass. Use shard='optimizer', or 'none'."
+                    "(torch.autograd.grad, a gradient penalty), which FSDP2 takes for the backward pass; or a block hands on what it makes in a list or a "
+                    "dictionary only, and returns nothing. Use shard='optimizer', or 'none'."
                 ) from error
 
     def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
