@@ -52,6 +52,7 @@ class Chain:
         saved: activations kept from forward to backward.
         transient: most needed for a moment beside that in the forward pass.
         transient_backward: in the backward pass, with what recomputation brings back.
+        put_off: held between the two parts of a backward pass, where they run apart.
         late: gradients that its backward pass leaves behind for parameters of earlier units.
         crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
         reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
@@ -71,6 +72,7 @@ class Chain:
     saved: Array
     transient: Array
     transient_backward: Array
+    put_off: Array
     late: Array
     crossing: Array
     crossing_grad: Array
@@ -111,6 +113,7 @@ _LINES = (
     "tensor_reduce_bytes",
     "selective_saved_bytes",
     "selective_seconds",
+    "put_off_bytes",
 )
 _FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor")
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
@@ -202,6 +205,7 @@ def chain(
         saved=saved,
         transient=transient,
         transient_backward=transient_backward,
+        put_off=line("put_off_bytes") * rest,
         late=tables.flat["tied_grad_bytes"] * rest,
         crossing=crossing,
         crossing_grad=line("crossing_grad_bytes"),

@@ -59,6 +59,8 @@ class Unit:
         selective_saved_bytes: what it keeps under ``recompute="selective"``; 0 where not measured (then an assumption is used).
         selective_seconds: what that adds to its backward pass.
         tensors: how many parameters it has that take gradients; 0 where not known.
+        put_off_bytes: gradients from which its weights' part of the backward pass begins, where a zero-bubble schedule puts that part off: of what
+            its layers with trained weights return.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Unit:
     selective_saved_bytes: Line = Line()
     selective_seconds: Line = Line()
     tensors: int = 0
+    put_off_bytes: Line = Line()
 
 
 @dataclass(frozen=True)

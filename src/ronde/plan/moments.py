@@ -305,9 +305,10 @@ class Moments:
         sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
         if self.fsdp:
             gradients += float(stages.trainable[mine].max())
+        put_off = float(stages.put_off[mine].max()) if self.plan.schedule in ("zero-bubble", "zbv") else 0.0
         return {
             "gradients": gradients,
-            "activations": float((flight * stages.saved)[mine].sum()),
+            "activations": float((flight * stages.saved)[mine].sum()) + put_off,
             "transient": float(stages.transient[mine].max()),
             "communication": float((sent + flight * arrives + returns)[mine].sum()),
         }
@@ -391,19 +392,27 @@ class Moments:
                 sent[key] = min(message, float(stages.saved[stage]))
                 communication += message - sent[key]
                 pending.append((message, key))
-            elif kind in ("B", "I"):
+            if kind == ("W" if split else "B"):
                 gradients_most, kept_most, transient, exchanged = (later if stage in done else first)[stage]
                 others = gradients_held - (float(held[stage]) if stage in done else 0.0)
+                kept_most = (
+                    float(stages.saved[stage]) if split and stage else kept_most
+                )  # the first stage's whole pass is in its later part
                 look(others + gradients_most, activations - float(stages.saved[stage]) + kept_most, transient, communication + exchanged)
                 if stage not in done:
                     gradients_held += float(held[stage])
                     done.add(stage)
+            elif kind == "I" and stage:
+                # No weight has a gradient of this pass yet, and nothing that it has saved is let go of.
+                activations += float(stages.put_off[stage])
+                look(gradients_held, activations, forward[stage][1], communication)
+            if kind in ("B", "I"):
                 communication += float(stages.back_bytes[stage] - returns[stage])
             elif kind == "SEND_B":
                 communication -= float(arrives[stage])
                 pending.append((float(stages.back_bytes[stage]), None))
             if kind == ("W" if split else "B"):
-                activations -= float(stages.saved[stage])
+                activations -= float(stages.saved[stage]) + (float(stages.put_off[stage]) if split and stage else 0.0)
                 communication += sent.get(key, 0.0)  # what was sent stays
                 passed.add(key)
             if len(pending) > _PENDING:

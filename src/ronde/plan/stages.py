@@ -30,6 +30,7 @@ class Stages:
     optimizer: Array
     buffers: Array
     saved: Array
+    put_off: Array
     transient: Array
     send_bytes: Array
     back_bytes: Array
@@ -94,6 +95,7 @@ def arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
         optimizer=optimizer,
         buffers=sums(made.buffers),
         saved=sums(made.saved),
+        put_off=sums(made.put_off),
         transient=np.asarray(np.maximum.reduceat(made.transient_backward, starts), dtype=float),
         send_bytes=send,
         back_bytes=back,

@@ -87,6 +87,7 @@ class UnitBytes:
     late_gradient: int = 0
     crossing: int = 0
     crossing_grad: int = 0
+    put_off: int = 0
     flops: float = 0.0
 
 
@@ -393,11 +394,20 @@ def _one_size(
                 saved[entry.unit] += entry.size
                 holding.append(entry)
 
+    put_off = [0] * len(chain)
+
+    def returned(_: nn.Module, __: Any, output: Any) -> None:
+        put_off[ledger.unit] += sum(_bytes(t) for t in tensors_of(output) if t.requires_grad)
+
     probe = Probe(model, chain, tell)
+    weighted = [m for m in model.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
+    hooks = [m.register_forward_hook(returned) for m in weighted]
     try:
         with ledger:
             probe.step(compute, model, batch, last, between, autocast)
     finally:
+        for hook in hooks:
+            hook.remove()
         probe.close()
     gradients, late = [0] * len(chain), [0] * len(chain)
     owned, users = _owners(model, chain, ledger, order)
@@ -426,6 +436,7 @@ def _one_size(
                 late_gradient=late[i],
                 crossing=sum(e.read_bytes for e in crossing),
                 crossing_grad=sum(e.read_bytes for e in crossing if e.floating),
+                put_off=put_off[i],
             )
         )
     total = max(ledger.peaks.values(), default=0)
@@ -661,7 +672,9 @@ def weigh(
         notes.append(str(error))
     modules = dict(model.named_modules(remove_duplicate=False))
     smallest = sizes[0]
-    fits = {kind: found.lines(kind) for kind in ("saved", "forward_transient", "backward_transient", "crossing", "crossing_grad")}
+    fits = {
+        kind: found.lines(kind) for kind in ("saved", "forward_transient", "backward_transient", "crossing", "crossing_grad", "put_off")
+    }
     units = []
     for i, link in enumerate(found.chain):
         own = [parameters[name] for name in found.parameters[i]]
@@ -680,6 +693,7 @@ def weigh(
                 backward_transient_bytes=fits["backward_transient"][i],
                 crossing_bytes=fits["crossing"][i],
                 crossing_grad_bytes=fits["crossing_grad"][i],
+                put_off_bytes=fits["put_off"][i],
                 cut_after=not link.why_not and link.name != LOSS,
                 why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
                 alike=link.alike,
