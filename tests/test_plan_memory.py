@@ -30,7 +30,7 @@ def mlp(bench):
 
 
 @LINUX
-@pytest.mark.parametrize("family", ["shard parameters", "1f1b"])
+@pytest.mark.parametrize("family", ["shard parameters", "1f1b", "zero-bubble"])
 def test_two_workers_take_what_was_predicted(bench, mlp, family):
     row = bench.row_of(mlp, "mlp", family, steps=2)
     assert row["measured_bytes"] > 150 * MIB
@@ -76,6 +76,17 @@ def test_what_a_pipeline_sends_counts_once_while_it_is_saved_too():
     assert need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1, schedule="gpipe")[0] == 8 * 10 + 6
     # Two in flight at the end: six messages that were sent, two activations (what they sent is in them), one gradient.
     assert need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1)[0] == 6 * 6 + 2 * 10 + 6
+
+
+def test_a_pass_that_is_taken_apart_holds_what_its_later_part_begins_with():
+    one, two = (Unit(name, saved_bytes=Line(0, 10), put_off_bytes=Line(0, 4)) for name in "ab")
+    costs = Costs((one, two), 8)
+    held = {
+        kind: need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1, schedule=kind)[1]["activations"]
+        for kind in ("1f1b", "zero-bubble")
+    }
+    # The last worker has done the first parts of two passes before the later part of one.
+    assert held == {"1f1b": 20, "zero-bubble": 2 * 10 + 2 * 4}
 
 
 def test_a_divided_block_keeps_its_input_and_its_output_whole():
