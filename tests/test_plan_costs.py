@@ -690,7 +690,7 @@ def test_no_pipeline_is_planned_where_none_could_be_cut():
             packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
             return self.head(self.rnn(packed)[1][-1])
 
-    def places(model, data):
+    def places(model, data, **asked):
         batch = data, torch.zeros(len(data), 1)
         work = Work(
             model,
@@ -699,13 +699,17 @@ def test_no_pipeline_is_planned_where_none_could_be_cut():
             lambda n: tuple(t[:n] for t in batch),
         )
         calls = LossCall(nn.functional.mse_loss, None)
-        costs = gauge(work, Plan(batch_size=8), calls, 1, True, lambda _: None)
+        costs = gauge(work, Plan(batch_size=8, **asked), calls, 1, True, lambda _: None)
         return sum(u.cut_after for u in costs.units[:-1]), costs.notes
 
     count, notes = places(Packed(), torch.randn(8, 5, 3))
     assert count == 0 and any(n.startswith("no pipeline: there is no place to cut the model") for n in notes)
     count, notes = places(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), torch.randn(8, 3))
     assert count == 3 and not any("no pipeline" in n for n in notes)
+    normed = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)))
+    assert places(normed, torch.randn(8, 3))[0] > 0
+    count, notes = places(normed, torch.randn(8, 3), sync_batchnorm=True)
+    assert count == 0 and any(n.startswith("no pipeline: sync_batchnorm=True") for n in notes)
 
 
 LOOPS = {

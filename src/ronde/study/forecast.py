@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ronde.parallel import Work
+from ronde.parallel import Work, batchnorms
 from ronde.parallel.cutting import usable
 from ronde.parallel.recognise import recognise
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
@@ -95,13 +95,15 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
-    return _divisible(_under_load(_cut_as_followed(_counted(costs, work), work), work, plan, calls), work)
+    return _divisible(_under_load(_cut_as_followed(_counted(costs, work), work, plan), work, plan, calls), work)
 
 
-def _cut_as_followed(costs: Costs, work: Work) -> Costs:
+def _cut_as_followed(costs: Costs, work: Work, plan: Plan) -> Costs:
     """The costs without places to cut where no pipeline can be carried out: the script's loop or the model does not let it."""
     if not any(unit.cut_after for unit in costs.units[:-1]):
         return costs
+    if plan.sync_batchnorm and batchnorms(work.model):
+        return _uncut(costs, "sync_batchnorm=True normalises over the global batch, a pipeline's micro-batches come one by one")
     if (line := own_loop()) is not None:
         return _uncut(costs, f"the script owns its loop (run.backward, {line}), a pipeline needs run.step(batch)")
     try:
