@@ -122,6 +122,7 @@ CARRIED = [
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
     ("heads", ["replicate", SPLIT, "pipeline=2"], {}),
     ("checked", ["pipeline=2"], {}),
+    ("mapped", ["replicate", SPLIT], {}),
     ("called", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "itself, and under plan='pipeline=2"}),
     ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
     ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),

@@ -88,6 +88,21 @@ class Pairs(nn.Module):
         return self.one(x) @ self.other(x).T
 
 
+class Mapped(nn.Module):
+    """Calls layers within torch.func.vmap, with weights that other layers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.inner, self.last = nn.Linear(8, 64), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+
+    def forward(self, x):
+        def one(row):
+            weight = self.inner.weight + 0.1 * self.made(row).view(8, 8)
+            return torch.func.functional_call(self.inner, {"weight": weight}, (row,))
+
+        return self.last(torch.func.vmap(one)(x))
+
+
 def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 3))
 
@@ -109,7 +124,7 @@ def smooth(model, batch):
     return out, slope, batch[1]
 
 
-model = {"lists": Lists, "heads": Heads, "pairs": Pairs}.get(NAME, layers)()
+model = {"lists": Lists, "heads": Heads, "pairs": Pairs, "mapped": Mapped}.get(NAME, layers)()
 if NAME == "heads":
     data = TensorDataset(x, torch.where(torch.arange(44) < 4, 0, torch.arange(44) % 4), y)
     forward = with_task

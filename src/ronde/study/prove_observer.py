@@ -464,8 +464,10 @@ class Watch(hooks.Observer):
                 p.mul_(1.0 + steps * 2.0**-52)
 
     def _looks(self) -> bool:
-        """Whether a forward pass of a step is under way: not an evaluation, one that is only followed, nor activations that are computed again."""
-        return self.phase == "step" and torch._C._current_graph_task_id() == -1 and not following()
+        """Whether a forward pass of a step is under way: not an evaluation, one that is only followed, nor activations that are computed again.
+        Within torch.func.vmap, grad and the like tensors have no values that could be noted."""
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        return self.phase == "step" and torch._C._current_graph_task_id() == -1 and not following() and not transformed
 
     def computes_twice(self) -> bool:
         """Whether the forward pass of this step is to be computed once before."""
