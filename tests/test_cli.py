@@ -482,3 +482,20 @@ def test_show_names_a_long_curve_whole(place, whole, tmp_path):
             )
     done = ronde_run(["show", "one", "--curve", "evaluate/accuracy"], tmp_path)
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "evaluate/accuracy", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("pipeline=3", "workers in multiples of 3"),
+        ("tensor=2,pipeline=2", "workers in multiples of 4"),
+        ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
+        ("pipeline=2,pipeline=1", "pipeline is said twice"),
+        ("pipelines=2", "Did you mean 'pipeline'?"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path, plan, told):
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
+    done = ronde_run(["run", "-n", "2", "--plan", plan, "train.py"], tmp_path, timeout=60)
+    assert done.returncode == 2 and told in " ".join(done.stderr.split()) and "started" not in done.stdout + done.stderr
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())

@@ -362,7 +362,7 @@ def text_of(lines):
 # -- the script itself ---------------------------------------------------------------------------------------------------
 
 JOB = """
-import fcntl, sys, time, torch, ronde
+import sys, time, torch, ronde, fcntl
 from torch.utils.data import DataLoader, Dataset
 
 fault, loaders = sys.argv[1], int(sys.argv[2])

@@ -83,6 +83,7 @@ def register(app: typer.Typer) -> None:
         temporary = tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
+        planned = None if plan is None else _plan(plan, count)
         directory = claim(Path(temporary.name) if temporary else runs, name, script_stem(module or command[0]), resume)
         console = _console()
         terminal = console.is_terminal and not quiet
@@ -95,8 +96,8 @@ def register(app: typer.Typer) -> None:
         }
         if tensorboard:
             environment["RONDE_TENSORBOARD"] = "1"
-        if plan is not None:
-            environment["RONDE_PLAN"] = _plan(plan)
+        if planned is not None:
+            environment["RONDE_PLAN"] = planned
         if not quiet:
             shown = " ".join(command)
             from rich.text import Text
@@ -127,7 +128,7 @@ def register(app: typer.Typer) -> None:
             print_summary(directory, console, outcome.seconds, one, count)
 
 
-def _plan(text: str) -> str:
+def _plan(text: str, workers: int) -> str:
     """``--plan``, checked before anything is started."""
     from ronde.plan import Plan
 
@@ -136,9 +137,10 @@ def _plan(text: str) -> str:
     if text.endswith((".yaml", ".yml")):
         if not Path(text).is_file():
             raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
-        Plan.load(text)
+        Plan.load(text).check_workers(workers)
         return str(Path(text).absolute())
-    return Plan.parse(text).spec
+    Plan.parse(text).check_workers(workers)
+    return text
 
 
 def _console() -> Any:

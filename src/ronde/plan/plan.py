@@ -230,6 +230,8 @@ class Plan:
                     f"shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, virtual=N, schedule={'|'.join(get_args(Schedule))}, "
                     "tensor=N, recompute=selective|full, offload=optimizer|parameters, micro_batch=N."
                 )
+            if name in values:
+                raise ArgumentError(f"plan={text!r}: {name} is said twice.")
             if name == "split_at":
                 values[name] = tuple(v for v in value.split("+") if v)
             elif "int" in kinds[name]:
@@ -252,8 +254,19 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
-        if self.shard_within is not None and self.shard_within < 1:
-            raise ArgumentError(f"plan: shard_within={self.shard_within!r} must be a whole number, 1 or more.")
+        for name in ("shard_within", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+
+    def check_workers(self, workers: int) -> None:
+        """Raise ArgumentError where so many workers cannot be arranged so."""
+        together = self.pipeline * self.tensor
+        if workers % together:
+            raise ArgumentError(
+                f"plan={self.spec!r} needs workers in multiples of {together} (pipeline {self.pipeline} × tensor {self.tensor}), here "
+                f"{'is' if workers == 1 else 'are'} {workers}: start it with ronde run --workers {-(-workers // together) * together}."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values."""

@@ -117,12 +117,7 @@ def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, A
         asked = dataclasses.replace(asked, virtual=2)
     asked = dataclasses.replace(asked, workers=me.size)
     asked.check()
-    together = asked.pipeline * asked.tensor
-    if me.size % together:
-        raise ArgumentError(
-            f"plan={asked.spec!r} needs workers in multiples of {together} (pipeline {asked.pipeline} × tensor {asked.tensor}), here "
-            f"{'is' if me.size == 1 else 'are'} {me.size}: start it with ronde run --workers {-(-me.size // together) * together}."
-        )
+    asked.check_workers(me.size)
     return asked
 
 
