@@ -54,7 +54,9 @@ warnings.filterwarnings(
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 
 _LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
-_LOOKED_AT_FIRST = 64  # forward passes in which the workers compare what they call, block by block
+# The first forward passes in which the workers compare what they call, block by block. On a GPU that waits for it at every block, and the
+# steps by which a prediction is corrected come soon.
+_LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 64, 3
 _LOOK_EVERY = 50  # steps
 _WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
@@ -635,15 +637,16 @@ class Shard(Replicate):
     def _compare(self, index: int, _module: nn.Module, *_: Any) -> None:
         """Do all workers call the same blocks in the same order? If not, FSDP2 waits for ever, or mixes layers of one size up.
 
-        Looked at in the first forward passes, then in 64, 128, 256 …, and in all once a pass has left a block out. Whatever mixes layers up
-        in another is found by :meth:`finish`, on the CPU before the update, on GPUs in one step of fifty.
+        Looked at in the first forward passes, then in each whose number is a power of two, and in all once a pass has left a block out.
+        Whatever mixes layers up in another is found by :meth:`finish`, on the CPU before the update, on GPUs in one step of fifty.
         """
         self._way = (self._way * 31 + index + 2) % _WAYS
         passes = self._root.passes
         self._called.add(index)
         if index == -1 and len(self._called) <= len(self.sharded.blocks):
             self._left_out = True
-        if passes > _LOOKED_AT_FIRST and passes & (passes - 1) and not self._always:
+        first = _LOOKED_AT_FIRST if self.me.device.type == "cpu" else _LOOKED_AT_FIRST_GPU
+        if passes > first and passes & (passes - 1) and not self._always:
             return
         mine = torch.tensor([index], device=self.me.device)
         everyone = [torch.empty_like(mine) for _ in range(self.me.size)]

@@ -471,6 +471,7 @@ class _Study:
         self.asked = [(workers * max(1, loaders), rate)]
         more = 2 * max(1, loaders)
         if not loaders and any(gather_json(self.run._me, self.bench.refuses(FeedSettings(workers=more)))):
+            self.asked_all = rate >= wanted
             return
         while rate < wanted and workers * more <= _MOST_LOADERS:
             self.tell(f"loading alone, {more} loaders each: what {to} devices want")
