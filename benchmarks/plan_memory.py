@@ -8,7 +8,7 @@ back what is freed.
     python benchmarks/plan_memory.py                     # all, prints a table and writes benchmarks/results/plan_memory.json
     python benchmarks/plan_memory.py --only gpt,lstm
 
-Several workers, three models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
+Several workers, four models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
 
     python benchmarks/plan_memory.py --plans                           # all
     python benchmarks/plan_memory.py --plans --only gpt --family shard  # plans with that in their name
@@ -260,6 +260,10 @@ def sized(name: str, samples: int, small: bool) -> Size:
         side = 8 if small else 32
         model = CNN(8 if small else 64, 6)
         return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(10, (samples,)))
+    if name == "unet":
+        side = 16 if small else 64
+        model = UNet(8 if small else 32)
+        return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(2, (samples, side, side)))
     raise SystemExit(f"no model {name!r}")
 
 
@@ -268,6 +272,7 @@ SIZED: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
     "mlp": (512, F.cross_entropy, torch.optim.AdamW),
     "gpt": (16, _tokens_loss, torch.optim.AdamW),
     "cnn": (32, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
+    "unet": (16, F.cross_entropy, torch.optim.AdamW),
 }
 PLANS = {
     # family: workers, plan; a micro-batch is written as a share of the global batch
@@ -282,11 +287,13 @@ PLANS = {
     "zero-bubble": (2, "pipeline=2,virtual=2,schedule=zero-bubble,micro_batch=1/8"),
     "zbv": (2, "pipeline=2,virtual=2,schedule=zbv,micro_batch=1/8"),
     "recompute": (2, "recompute=full"),
+    "selective": (2, "recompute=selective"),
+    "recompute pipeline": (2, "pipeline=2,recompute=full,micro_batch=1/8"),
     "recompute shard": (2, "shard=parameters,recompute=full"),
     "tensor": (2, "tensor=2"),
     "pipeline shard": (4, "pipeline=2,shard=parameters,micro_batch=1/8"),
 }
-NO_TENSOR = ("cnn",)  # it has no block that tensor parallelism divides
+NO_TENSOR = ("cnn", "unet")  # they have no block that tensor parallelism divides
 STEPS = 3
 
 

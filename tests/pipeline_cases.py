@@ -279,7 +279,23 @@ class Handed(nn.Module):
         return self.last(x)
 
 
-MODELS = {m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables, Mixture, Dropping, Handed)}
+class Joined(nn.Module):
+    """What a stage makes of the batch alone goes on to the next, and also into what it makes of the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.key, self.own, self.query = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(6, 8), nn.Linear(8, 8)
+        self.later, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        key = self.key(torch.tanh(self.first(x)))
+        own = self.own(x)
+        return self.last(torch.tanh(self.later(torch.sigmoid(self.query(own) * key)) + own))
+
+
+MODELS = {
+    m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables, Mixture, Dropping, Handed, Joined)
+}
 
 
 def data(kind: str, n: int) -> Dataset[Any]:

@@ -491,6 +491,7 @@ def test_show_names_a_long_curve_whole(place, whole, tmp_path):
         ("tensor=2,pipeline=2", "workers in multiples of 4"),
         ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
         ("pipeline=2,pipeline=1", "pipeline is said twice"),
+        ("schedule=zbv", "schedule is said of a pipeline, and there is none"),
         ("pipelines=2", "Did you mean 'pipeline'?"),
     ],
 )

@@ -89,6 +89,43 @@ def test_a_pass_that_is_taken_apart_holds_what_its_later_part_begins_with():
     assert held == {"1f1b": 20, "zero-bubble": 2 * 10 + 2 * 4}
 
 
+def test_what_two_stages_of_one_worker_share_is_held_once():
+    tied = {"tied": ("a.weight",), "tied_bytes": 100}
+    first = Unit("a", parameter_bytes=100, trainable_bytes=100, optimizer_bytes=200, **tied)
+    rest = [Unit(name, parameter_bytes=10, trainable_bytes=10, optimizer_bytes=20) for name in "bcd"]
+    costs = Costs((first, *rest, Unit("e", **tied)), 8)
+    split = {"workers": 2, "batch_size": 8, "pipeline": 2, "virtual": 2, "micro_batch": 1, "split_at": ("b", "c", "e")}
+    down_and_up = need(costs, **split, schedule="zbv")[1]  # the first and the last stage are one worker's
+    assert (down_and_up["parameters"], down_and_up["gradients"], down_and_up["optimizer"]) == (100, 100, 200)
+    around = need(costs, **split, schedule="interleaved")[1]  # the last one is the other worker's
+    assert (around["parameters"], around["gradients"], around["optimizer"]) == (120, 120, 240)
+
+
+def test_blocks_that_are_computed_again_are_counted_as_they_are(bench):
+    costs = bench.weighed("unet")
+    by_name = {u.name: u for u in costs.units}
+    assert costs.again == ("selective", "full") and by_name["down.0.1"].block == "down.0" and by_name["middle.2"].block == "middle"
+    assert not by_name["up.0"].recomputed  # one layer keeps nothing but its input
+    # The skips are inputs of several blocks, and are held once.
+    held = {level: need(costs, workers=1, batch_size=16, recompute=level)[1]["activations"] for level in ("none", "full")}
+    skips = sum(by_name[f"down.{i}.3"].saved_bytes.at(16) for i in range(3))
+    assert skips < held["full"] < held["none"]
+    # No stage begins within a block that is computed again.
+    assert "down.0.1" in {u.name for u in costs.units if u.cut_after}
+    for stages in (2, 4):
+        plan = Plan(workers=stages, batch_size=16, pipeline=stages, micro_batch=2, recompute="full")
+        begin = predict(plan, costs, Cluster(devices_per_node=stages)).split_at
+        assert not [
+            name for name in begin if by_name[name].block and name != next(u.name for u in costs.units if u.block == by_name[name].block)
+        ]
+
+
+@LINUX
+def test_recomputation_takes_what_was_predicted(bench):
+    row = bench.row_of(bench.weighed("unet"), "unet", "recompute", steps=3)
+    assert abs(row["error"]) < 0.08, row
+
+
 def test_a_divided_block_keeps_its_input_and_its_output_whole():
     unit = Unit("layers.0", saved_bytes=Line(0, 100), tensor=1.0, tensor_reduce_bytes=Line(0, 10))
     costs = Costs((unit,), 4)

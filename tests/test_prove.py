@@ -270,6 +270,11 @@ def test_plans() -> None:
     assert chosen_plans(["zero3", "fsdp"], 2) == ["shard=parameters"]
     assert chosen_plans("replicate,shard=parameters", 2) == ["replicate", "shard=parameters"]
     assert chosen_plans("pipeline=2,shard=optimizer", 4) == ["pipeline=2,shard=optimizer"]  # one hybrid
+    assert chosen_plans("pipeline=2,schedule=zbv", 2) == ["pipeline=2,schedule=zbv"]  # one plan
+    assert chosen_plans("replicate,micro_batch=2,pipeline=2,virtual=2,schedule=looped", 2) == [
+        "replicate,micro_batch=2",
+        "pipeline=2,virtual=2,schedule=looped",
+    ]
     assert chosen_plans("shard=optimizer,shard=gradients,replicate", 2) == ["shard=optimizer", "shard=gradients", "replicate"]
     with pytest.raises(ArgumentError, match="no plan"):
         prove(["train.py"], plans=[])

@@ -596,8 +596,9 @@ class Pipeline(Strategy):
         _, flight.groups = stage_backward_input(_Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         # What does not meet the path to an input is in none of its groups.
         found = {edge for group in flight.groups for edge in group["params"]}
-        if any(len(group["intermediates"]) > 1 for group in flight.groups):
-            # A weight that is used in several places: torch 2.13 may count it twice. From here on, this stage's pass is not split.
+        if any(len(group["intermediates"]) > 1 for group in flight.groups) or _bypassed(roots, flight.groups):
+            # A weight that is used in several places: torch 2.13 may count it twice, or not at all where one of them does not lie on the
+            # path to an input. From here on, this stage's pass is not split.
             flight.groups, found = None, set()
             self._unsplit.add((flight.program, stage))
         alone = [w for w in weights if self._key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found]
@@ -781,6 +782,25 @@ def _in_common(one: list[str], other: list[str]) -> int:
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     """Of what was received; zeros where the backward pass did not get there."""
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def _bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether a gradient reaches a group's weights on a way that leads through none of what its later part begins with."""
+    ends = {node for group in groups for node in group["intermediates"]}
+    weights = {node for group in groups for node in group["params"]}
+    waiting: list[Any] = [r.grad_fn for r in roots]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node in weights:
+            return True
+        if node in ends:
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
 
 
 def _refuse(plan: Plan, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ronde.world import ArgumentError, RondeError
 
-__all__ = ["apply", "repeated_blocks"]
+__all__ = ["applied", "apply", "large_children", "repeated_blocks"]
 
 _Kept = dict[tuple[str, str], tuple[nn.Module, torch.Tensor]]
 """(module, buffer) -> that module, and the buffer as it was before a block's first pass."""
@@ -230,6 +230,28 @@ def _changes_in_place(block: nn.Module) -> bool:
     return any(getattr(m, "inplace", False) is True for m in block.modules())
 
 
+def _chosen(model: nn.Module) -> dict[str, nn.Module]:
+    """What is computed again where nobody says: the repeated blocks, or the largest children where there are none."""
+    found = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
+    return found or {n: b for n, b in large_children(model).items() if _gains(b)}
+
+
+@contextmanager
+def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
+    """As :func:`apply`, until the block is left. Yields names of the blocks, none where there is nothing to compute again."""
+    chosen = _chosen(model)
+    for name, block in chosen.items():
+        _wrap(name, block, level == "selective" and not _changes_in_place(block))
+    try:
+        yield list(chosen)
+    finally:
+        for block in chosen.values():
+            own = block.__dict__
+            del own["forward"]
+            if "_forward_once" in own:
+                own["forward"] = own.pop("_forward_once")
+
+
 def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None = None) -> list[str]:
     """Let the blocks of a model be computed again in the backward pass.
 
@@ -254,9 +276,7 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
         return []
     if level not in ("full", "selective"):
         raise ArgumentError(f"recompute={level!r} is not known: choose one of 'none', 'selective', 'full'.")
-    chosen = dict(blocks) if blocks is not None else {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
-    if not chosen and blocks is None:
-        chosen = {n: b for n, b in large_children(model).items() if _gains(b)}
+    chosen = dict(blocks) if blocks is not None else _chosen(model)
     if not chosen:
         warnings.warn(
             f"recompute={level!r} changes nothing: {type(model).__name__} has no block of several layers to compute again. Put its layers "

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ronde.plan.cost import Costs, Line, Unit
 from ronde.world import ArgumentError
 
-__all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Tie", "chain"]
+__all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Tie", "chain", "holders"]
 
 Array = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
@@ -38,6 +38,17 @@ class Tie:
     parameter_bytes: float
     trainable_bytes: float
     optimizer_bytes: float
+
+
+def holders(tie: Tie, bounds: tuple[int, ...], worker: Array) -> tuple[list[int], list[int]]:
+    """Of each worker that has a part in a tie, the first of its stages that does, and the last, which makes the gradient."""
+    stages = sorted({int(np.searchsorted(bounds, u, side="right")) - 1 for u in tie.units})
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    for s in stages:
+        firsts.setdefault(int(worker[s]), s)
+        lasts[int(worker[s])] = s
+    return list(firsts.values()), list(lasts.values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +110,7 @@ class _Tables:
     blocks: npt.NDArray[np.intp]
     cuts: tuple[int, ...]
     ties: tuple[Tie, ...]
+    recomputed: npt.NDArray[np.bool_]
 
 
 _LINES = (
@@ -114,6 +126,11 @@ _LINES = (
     "selective_saved_bytes",
     "selective_seconds",
     "put_off_bytes",
+    "selective_forward_bytes",
+    "selective_backward_bytes",
+    "full_saved_bytes",
+    "full_forward_bytes",
+    "full_backward_bytes",
 )
 _FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor")
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
@@ -149,7 +166,7 @@ def chain(
         return fixed + per_sample * samples
 
     share = tables.flat["tensor"]
-    rest = 1.0 - share + share / tensor if tensor > 1 else 1.0
+    rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
     forward = line("forward_seconds") * rest / speed
     backward = line("backward_seconds") * rest / speed
     saved = line("saved_bytes")
@@ -168,23 +185,39 @@ def chain(
     again = np.zeros(len(forward))
     transient_backward = backward_transient
     ways = 2.0  # all-reduces of activations: forward, backward, and once more if the forward pass runs again
-    if recompute == "full":
+    inside = tables.recomputed
+    if recompute in costs.again:
+        whole, kept = line("saved_bytes"), line(f"{recompute}_saved_bytes")
+        before = whole - kept  # what every worker would compute again if nothing were divided
+        whole, kept = saved, kept - (np.maximum(0.0, share * kept - 2.0 * line("tensor_reduce_bytes")) * (1.0 - 1.0 / tensor))
+        transient = line(f"{recompute}_forward_bytes") * rest
+        transient_backward = line(f"{recompute}_backward_bytes")
+        if tensor > 1:
+            for units in _runs(tables.blocks):
+                back = float(before[units].sum())
+                transient_backward[units] = np.maximum(0.0, transient_backward[units] - back) * rest[units] + float(
+                    (whole - kept)[units].sum()
+                )
+        saved = kept
+        again = np.where(inside, forward if recompute == "full" else SELECTIVE_SECONDS * forward, 0.0)
+        ways = 3.0 if recompute == "full" else 2.0
+    elif recompute == "full":
         before = np.concatenate([[0.0], crossing[:-1]])
-        inside = tables.blocks >= 0
         again = np.where(inside, forward, 0.0)
         kept = np.where(inside, 0.0, saved)
         transient_backward = backward_transient.copy()
         for units in _runs(tables.blocks):
-            whole = float(saved[units].sum())
+            if not inside[units.start]:
+                continue
+            all_of_it = float(saved[units].sum())
             first = (
                 min(float(saved[units.start]), float(before[units.start])) if units.stop - units.start == 1 else float(before[units.start])
             )
-            kept[units.start] = min(whole, first)
-            transient_backward[units] += whole - kept[units.start]  # all of the block's activations are back at once
+            kept[units.start] = min(all_of_it, first)
+            transient_backward[units] += all_of_it - kept[units.start]  # all of the block's activations are back at once
         saved = kept
         ways = 3.0
     elif recompute == "selective":
-        inside = tables.blocks >= 0
         measured = line("selective_saved_bytes")
         kept = np.where(inside, np.where(measured > 0, measured * rest, SELECTIVE_SAVED * saved), saved)
         extra = np.where(measured > 0, line("selective_seconds") * rest / speed, SELECTIVE_SECONDS * forward)
@@ -193,6 +226,10 @@ def chain(
         for units in _runs(tables.blocks):
             transient_backward[units] += float((saved[units] - kept[units]).sum())
         saved = kept
+    if (timed := costs.again_seconds.get(recompute)) is not None and inside.any():
+        # Measured of the whole model: shared out as its parts take time.
+        parts = np.where(inside, line("forward_seconds"), 0.0)
+        again = parts * (max(0.0, timed.at(samples)) / max(1e-12, float(parts.sum()))) * rest / speed
     return Chain(
         forward=forward + reduce,
         backward=backward + again + (ways - 1.0) * reduce,
@@ -211,7 +248,10 @@ def chain(
         crossing_grad=line("crossing_grad_bytes"),
         reduce_bytes=ways * reduce_bytes,
         blocks=tables.blocks,
-        cuts=tables.cuts,
+        # A block that is computed again is one piece.
+        cuts=tables.cuts
+        if recompute == "none"
+        else tuple(c for c in tables.cuts if tables.blocks[c] != tables.blocks[c - 1] or not inside[c]),
         ties=tables.ties,
     )
 
@@ -229,7 +269,9 @@ def _tables(costs: Costs) -> _Tables:
         lines[name] = (np.array([v.fixed for v in values], dtype=float), np.array([v.per_sample for v in values], dtype=float))
     flat = {name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT}
     cuts = tuple(i + 1 for i, unit in enumerate(costs.units[:-1]) if unit.cut_after)
-    tables = _Tables(lines, flat, _blocks(costs.units), cuts, _ties(costs.units))
+    blocks = _named(costs.units) if costs.blocks else _blocks(costs.units)
+    recomputed = np.array([u.recomputed for u in costs.units]) if costs.blocks else blocks >= 0
+    tables = _Tables(lines, flat, blocks, cuts, _ties(costs.units), recomputed)
     for key in [k for k, (ref, _) in _made.items() if ref() is None]:
         del _made[key]
     _made[id(costs)] = (weakref.ref(costs), tables)
@@ -257,6 +299,17 @@ def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
         if i and key != keys[i - 1]:
             run += 1
         found.append(-1 if key is None else numbers.setdefault((key, run), len(numbers)))
+    return np.array(found, dtype=np.intp)
+
+
+def _named(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
+    """The block of each unit, as the unit says."""
+    found: list[int] = []
+    last = -1
+    for i, unit in enumerate(units):
+        if unit.block and (not i or unit.block != units[i - 1].block):
+            last += 1
+        found.append(last if unit.block else -1)
     return np.array(found, dtype=np.intp)
 
 

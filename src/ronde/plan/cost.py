@@ -56,11 +56,16 @@ class Unit:
             leaves behind are not in it.
         tied_grad_bytes: gradients it leaves behind for parameters that an earlier unit owns.
         tied_bytes: bytes of the parameters in ``tied``, 0 where not known (then the first owner's parameters are taken).
-        selective_saved_bytes: what it keeps under ``recompute="selective"``; 0 where not measured (then an assumption is used).
-        selective_seconds: what that adds to its backward pass.
+        selective_saved_bytes, selective_forward_bytes, selective_backward_bytes: ``saved_bytes``, ``forward_transient_bytes`` and
+            ``backward_transient_bytes`` under ``recompute="selective"``; used where ``Costs.again`` names it, else an assumption is.
+        full_saved_bytes, full_forward_bytes, full_backward_bytes: the same under ``recompute="full"``.
+        selective_seconds: what that adds to its backward pass, for costs that were not measured as a whole (``Costs.again_seconds``).
         tensors: how many parameters it has that take gradients; 0 where not known.
         put_off_bytes: gradients from which its weights' part of the backward pass begins, where a zero-bubble schedule puts that part off: of what
             its layers with trained weights return.
+        block: the module that is gathered, or computed again, as a whole and that this is in; ``""`` where ``Costs.blocks`` is not set or
+            it is in none.
+        recomputed: whether recomputation runs it again.
     """
 
     name: str
@@ -90,6 +95,13 @@ class Unit:
     selective_seconds: Line = Line()
     tensors: int = 0
     put_off_bytes: Line = Line()
+    selective_forward_bytes: Line = Line()
+    selective_backward_bytes: Line = Line()
+    full_saved_bytes: Line = Line()
+    full_forward_bytes: Line = Line()
+    full_backward_bytes: Line = Line()
+    block: str = ""
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,7 @@ class Costs:
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
+        script_bytes: of the host's memory, what the script holds beside the model: its libraries, its data. Counts where the device is a CPU.
         sequence: length of the sequence that a sample has, 0 where there is none.
         measured_samples: micro-batch sizes at which the units were measured.
         optimizer_transient_bytes: most that an optimizer step needs for a moment.
@@ -120,6 +133,9 @@ class Costs:
         lockstep: how much longer the layers take where workers wait for each other at every one of them.
         contention: how much longer the layers take while all workers compute than while one does; the units' seconds have it in them.
         accumulate_seconds: what adding the gradients of a further micro-batch to those that are there takes, of the whole model.
+        blocks: whether ``Unit.block`` and ``Unit.recomputed`` say what is gathered and computed again together; else names are asked.
+        again: levels of ``recompute`` whose bytes were counted with it.
+        again_seconds: level of ``recompute`` -> what it adds to a pass of the whole model, as measured.
     """
 
     units: tuple[Unit, ...]
@@ -144,6 +160,10 @@ class Costs:
     lockstep: float = 1.0
     contention: float = 1.0
     accumulate_seconds: float = 0.0
+    blocks: bool = False
+    again: tuple[str, ...] = ()
+    again_seconds: dict[str, Line] = field(default_factory=dict)
+    script_bytes: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -159,4 +179,5 @@ class Costs:
             }
             units.append(Unit(**made))
         rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
+        rest["again_seconds"] = {level: Line(**line) for level, line in (values.get("again_seconds") or {}).items()}
         return cls(units=tuple(units), **rest)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ronde.plan.chain import Array
+from ronde.plan.chain import Array, holders
 from ronde.plan.links import Group, collective
 from ronde.plan.partition import Held
 from ronde.plan.plan import Plan
@@ -105,9 +105,11 @@ class Moments:
                 forward_gradients = 2.0 * trainable
             gradients, new = np.zeros(len(made)) + before, made.trainable + late
             full = trainable
-            # Two exchanges run at once, in the last micro-batch, when there are gradients.
-            at_once = 2.0 * self._ring_buffer(min(trainable, _BUCKET), replicas)
-            communication = np.where(so_far > made.trainable, at_once * (self.micro_batches <= 2), 0.0)
+            # Two exchanges run at once, in the last micro-batch, as soon as buckets are full.
+            behind = so_far - made.trainable
+            first = (behind >= min(_FIRST_BUCKET, trainable)) * np.array([self._ring_buffer(min(g, _BUCKET), replicas) for g in behind])
+            second = (behind >= _FIRST_BUCKET + _BUCKET) * self._ring_buffer(_BUCKET, replicas)
+            communication = (first + second) * (self.micro_batches <= 2)
         elif several:
             gradients, new = np.full(len(made), trainable), made.trainable + late  # made, and then added
             forward_gradients = full = trainable
@@ -233,8 +235,9 @@ class Moments:
         # What stages share is not divided over the replicas by FSDP2.
         undivided = np.zeros((3, len(stages.worker)))
         for tie in self.peak.ties if self.fsdp else ():
-            for s in {int(np.searchsorted(bounds, u, side="right")) - 1 for u in tie.units}:
-                undivided[:, s] += tie.parameter_bytes, tie.trainable_bytes, tie.optimizer_bytes
+            for s, last in zip(*holders(tie, bounds, stages.worker), strict=True):
+                undivided[[0, 2], s] += tie.parameter_bytes, tie.optimizer_bytes
+                undivided[1, last] += tie.trainable_bytes
 
         def divided(values: Array, share: float, whole: Array) -> Array:
             return (values - whole) * share + whole
@@ -332,7 +335,7 @@ class Moments:
         for_a_moment = made.transient_backward.copy()
         for tie in made.ties:
             tied[list(tie.units)] += tie.trainable_bytes
-            if len({int(np.searchsorted(bounds, u, side="right")) for u in tie.units}) > 1:
+            if len(holders(tie, bounds, stages.worker)[0]) > 1:
                 # The others' gradient of it is made on another worker.
                 for_a_moment[tie.units[0]] = max(0.0, for_a_moment[tie.units[0]] - tie.trainable_bytes)
             owned[tie.units[0]] -= tie.trainable_bytes

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from ronde.plan.chain import Array, Chain, Recompute, chain
+from ronde.plan.chain import Array, Chain, Recompute, chain, holders
 from ronde.plan.cost import Costs
 from ronde.plan.plan import Schedule
 from ronde.plan.schedules import in_flight, worker_of
@@ -409,13 +409,15 @@ def _stages(
 ) -> tuple[StageCost, ...]:
     stages = []
     last = len(bounds) - 2
+    on = np.array([worker_of(s, workers, schedule) for s in range(last + 1)], dtype=float)
+    holding = [holders(t, bounds, on)[0] for t in made.ties]  # one stage of each worker
     for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
         units = slice(start, stop)
         worker = worker_of(s, workers, schedule)
         forth = float(made.crossing[stop - 1]) if s < last and worker_of(s + 1, workers, schedule) != worker else 0.0
         back = float(made.crossing_grad[start - 1]) if s and worker_of(s - 1, workers, schedule) != worker else 0.0
-        shared = [t for t in made.ties if 0 < sum(start <= u < stop for u in t.units) < len(t.units)]
-        copies = [t for t in shared if not start <= t.units[0] < stop]
+        shared = [t for t, held in zip(made.ties, holding, strict=True) if s in held and len(held) > 1]
+        copies = [t for t in shared if not start <= t.units[0] < stop]  # the first stage of all counts it with its units
         stages.append(
             StageCost(
                 start=start,

@@ -243,6 +243,9 @@ class Plan:
                 values[name] = value
         plan = cls(**values)
         plan.check()
+        alone = [name for name in ("schedule", "virtual", "split_at") if name in values]
+        if plan.pipeline == 1 and alone:
+            raise ArgumentError(f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add pipeline=N.")
         return plan
 
     def check(self) -> None:

@@ -91,7 +91,7 @@ class Predictor:
         self._bounds: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._one_device: dict[int, float] = {}
         self._trainable = float(chain(costs, 1).trainable.sum())
-        self._base = max(costs.base_bytes, cluster.base_bytes)
+        self._base = max(costs.base_bytes, cluster.base_bytes) + (costs.script_bytes if cluster.device == "cpu" else 0.0)
         # Measured while the others sleep; slower, as the layers are, while they work.
         self.added = {
             name: cluster.added.get(name, Added()).times(costs.contention) for name in ("gather", "reduce", "bucket", "update", "pipeline")
@@ -241,7 +241,7 @@ class Predictor:
             notes.append("link speeds are from a data sheet, not measured")
         if plan.tensor > 1:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
-        if plan.recompute == "selective" and not any(u.selective_saved_bytes.at(1) for u in self.costs.units):
+        if plan.recompute == "selective" and "selective" not in self.costs.again:
             notes.append("selective recomputation was not measured: half of the activations for 15 % of a forward pass is assumed")
         if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
             notes.append("the two parts of a backward pass are taken as equal")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ronde.plan.chain import Array, Chain
+from ronde.plan.chain import Array, Chain, holders
 from ronde.plan.plan import Plan
 from ronde.plan.schedules import worker_of, zbv_gaps
 from ronde.plan.simulate import Timeline
@@ -68,15 +68,16 @@ def arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
     parameters, trainable, optimizer = sums(made.parameters), sums(made.trainable), sums(made.optimizer)
     tied = np.zeros(count)
     for tie in made.ties:
-        owners = sorted({int(np.searchsorted(starts, u, side="right")) - 1 for u in tie.units})
-        if len(owners) > 1:
-            first = int(np.searchsorted(starts, tie.units[0], side="right")) - 1
-            for s in owners:
+        held, made_at = holders(tie, bounds, worker)
+        first = int(np.searchsorted(starts, tie.units[0], side="right")) - 1
+        trainable[first] -= tie.trainable_bytes
+        for s, last in zip(held, made_at, strict=True):
+            trainable[last] += tie.trainable_bytes
+            if len(held) > 1:
                 tied[s] += tie.trainable_bytes
-                if s != first:
-                    parameters[s] += tie.parameter_bytes
-                    trainable[s] += tie.trainable_bytes
-                    optimizer[s] += tie.optimizer_bytes
+            if s != first:
+                parameters[s] += tie.parameter_bytes
+                optimizer[s] += tie.optimizer_bytes
     ends = np.array(bounds[1:]) - 1
     apart = worker[1:] != worker[:-1]
     send = np.zeros(count)

@@ -33,8 +33,8 @@ from ronde.plan.search import search
 from ronde.plan.trace import follow
 from ronde.run import hooks
 from ronde.run.compare import Forecast
-from ronde.study.chain import Link, untouched
-from ronde.study.links import calibrate
+from ronde.study.chain import Link, tensors_of, untouched
+from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
 from ronde.study.memory import line
@@ -46,12 +46,16 @@ from ronde.world.agree import broadcast_json
 __all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
 
 
+_before: int | None = None  # bytes of this process when its script began
+
 _LOADED_ROUNDS, _LOADED_SECONDS = 7, 8.0  # hosts have fast and slow seconds: what is usual shows after some
 _LEAST_FACTOR = 0.5  # what was timed alone was disturbed then
 
 
 def install() -> None:
     """Look on in this process, where ``RONDE_STUDY=plan`` asks for it."""
+    global _before
+    _before = resident()
     hooks.observer = Gauge(json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")), Path(os.environ["RONDE_STUDY_FILE"]))
 
 
@@ -83,6 +87,7 @@ class Gauge(hooks.Observer):
 
 def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise: bool, tell: Callable[[str], None]) -> Costs:
     """The costs of a script's model on the device at hand."""
+    beside = max(0.0, float(resident() - _before) - _held(work)) if _before is not None else 0.0
     costs = measure(
         work.model,
         work.optimizer,
@@ -95,7 +100,16 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
+    costs = dataclasses.replace(costs, script_bytes=beside)
     return _divisible(_under_load(_cut_as_followed(_counted(costs, work), work, plan), work, plan, calls), work)
+
+
+def _held(work: Work) -> float:
+    """Bytes of the host's memory that the model and its optimizer take."""
+    tensors = [*work.model.parameters(), *work.model.buffers(), *(p.grad for p in work.model.parameters() if p.grad is not None)]
+    tensors += list(tensors_of(list(work.optimizer.state.values())))
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided}
+    return float(sum(s.nbytes() for s in storages.values()))
 
 
 def _cut_as_followed(costs: Costs, work: Work, plan: Plan) -> Costs:
@@ -203,6 +217,7 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         lockstep=max(1.0, lockstep),
         contention=factor,
         accumulate_seconds=max(0.0, usual(found.further) - passes[0]),
+        again_seconds={level: _through(taken, sizes, factors) for level, taken in costs.again_seconds.items()},
         optimizer_fixed_seconds=min(max(costs.optimizer_seconds, update), costs.optimizer_fixed_seconds * factor),
         action_seconds=costs.action_seconds * factor,
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
@@ -247,6 +262,8 @@ def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecas
     try:
         costs = gauge(work, plan, calls, None, True, _tell)
         cluster = calibrate(me, quick=True, accept_noise=True) if me.size > 1 else Cluster(devices_per_node=1)
+        if me.device.type == "cpu":  # measured with the script's libraries and data there, and its model
+            cluster = dataclasses.replace(cluster, base_bytes=max(0.0, cluster.base_bytes - _held(work)))
     finally:
         torch.set_rng_state(random)
     told: dict[str, Any] = {}

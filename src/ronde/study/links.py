@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import signal
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from ronde.plan import Added, Cluster, Fit
 from ronde.study.memory import line
 from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
-from ronde.study.runtime import added_by
+from ronde.study.runtime import added_by, warm
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
@@ -40,7 +42,7 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
 )
 
-__all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "main"]
+__all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "main", "resident"]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
@@ -218,6 +220,25 @@ def _memory(me: World, local: int) -> float:
     return total / max(1, local)
 
 
+def resident() -> int:
+    """Bytes of this process's memory, with the libraries that any training loads, and without what was freed."""
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+    return int(psutil.Process().memory_info().rss)
+
+
+def _base(me: World) -> float:
+    """What a worker that has trained a little holds of its device's memory, beside tensors."""
+    if me.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(me.device)
+        return float(max(0, total - free - torch.cuda.memory_reserved(me.device)))
+    if me.size > 1:
+        warm(me)
+    return float(resident())
+
+
 def _groups(me: World, hosts: list[str]) -> dict[str, tuple[list[int], Any]]:
     """This rank's group inside its node, and over all: scope -> ranks and process group."""
     everyone = list(range(me.size))
@@ -254,10 +275,9 @@ def calibrate(
     sizes = tuple(sizes or (_QUICK_SIZES if quick else _SIZES))
     rounds = rounds or (_QUICK_ROUNDS if quick else _ROUNDS)
     say = tell if tell is not None and me.is_main else (lambda _: None)
-    resident = psutil.Process().memory_info().rss
-    everyone = gather_json(me, [me.host, resident])
-    hosts = [str(each[0]) for each in everyone]
+    hosts = [str(host) for host in gather_json(me, me.host)]
     per_node = max(hosts.count(h) for h in hosts)
+    base = max(gather_json(me, _base(me)))
     links: dict[str, dict[str, Fit]] = {kind: {} for kind in COLLECTIVES}
     added: dict[str, Added] = {}
     level, told, hidden, slower = 0.0, [], 0.0, 1.0
@@ -303,7 +323,7 @@ def calibrate(
         overlap=0.0 if me.device.type == "cpu" else hidden,  # gloo's exchanges of sharded parameters block
         bucket_overlap=hidden if me.size > 1 else 1.0,
         interference=slower,
-        base_bytes=float(max(each[1] for each in everyone)),
+        base_bytes=base,
         source=source,
         noise=level,
         added=added,
@@ -327,8 +347,6 @@ def _state_folder() -> Path:
 
 def _die_with_parent() -> None:
     if sys.platform == "linux":
-        import ctypes
-
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.parallel.recompute import applied
 from ronde.plan import Costs, Line, Unit
 from ronde.study.chain import Link, Probe, refers_to, standing_in, take, tensors_of, untouched
 from ronde.study.memory import copied_optimizer, line, weigh
@@ -204,6 +205,11 @@ def measure(
         gate = Gate(reference or Reference(where, calm=subject.calm), watch_others=reference is None and where.type == "cpu" and alone)
         rounds = subject.time(micro, seconds, gate, say)
         further = subject.accumulating(micro[sizes[0]])
+        again = {}
+        if any(u.recomputed for u in costs.units):
+            say("timing recomputation")
+            quick = [b for b in sizes if b == sizes[0] or _least(rounds.whole[b], False) < seconds / 16]
+            again = subject.again(costs.again, {b: micro[b] for b in (quick[0], quick[-1])}, seconds / 4)
         kept, repeats, too_few = _keep(rounds, gate.good(), subject.calm)
         level = gate.level(repeats)
         notes = [*costs.notes, *subject.notes]
@@ -219,6 +225,7 @@ def measure(
             units=units,
             optimizer_seconds=_least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
             accumulate_seconds=further,
+            again_seconds=again,
             device=device_name(where),
             threads=torch.get_num_threads(),
             noise=level,
@@ -392,6 +399,27 @@ class _Subject:
             added.append(sum(self.whole(batch, further=True)[: 1 if self.calm else 2]) - first)
         self._clear()
         return max(0.0, statistics.median(added))
+
+    def again(self, levels: Sequence[str], micro: dict[int, Any], seconds: float) -> dict[str, Line]:
+        """What each level of recomputation adds to a whole step, at each micro-batch size, with and without it in turn."""
+        points: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
+        for b, batch in micro.items():
+            plain: list[tuple[float, float]] = []
+            taken: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
+            start = time.perf_counter()
+            while len(plain) < 3 or (len(plain) < 3 * _LEAST_ROUNDS and time.perf_counter() - start < seconds / len(micro)):
+                plain.append(self.whole(batch))
+                for level in levels:
+                    with applied(self.model, level):
+                        taken[level].append(self.whole(batch))
+            for level in levels:
+                # Work and waiting apart: what preempts this thread counts as waiting, now here and now there.
+                added = sum(
+                    max(0.0, statistics.median(t[k] - p[k] for t, p in zip(taken[level][1:], plain[1:], strict=True))) for k in (0, 1)
+                )
+                points[level].append((b, added))
+        self._clear()
+        return {level: line(each) for level, each in points.items()}
 
     def hooked(self, batch: Any) -> list[_Times]:
         self._clear()

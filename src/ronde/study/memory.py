@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.plan import Costs, Line, Unit
 from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, tensors_of, untouched
 from ronde.world import RondeError
@@ -105,6 +106,9 @@ class Account:
         faked: whether fake tensors did.
         reason: why not, where not.
         total: micro-batch size -> most bytes alive at once beside parameters, buffers and batch, gradients included.
+        again: level of recomputation -> as ``sizes``, with blocks that are computed again; a level that failed is not in it.
+        recomputed: names of those blocks.
+        blocks: names of what is gathered, or computed again, as a whole.
     """
 
     chain: list[Link]
@@ -116,10 +120,19 @@ class Account:
     faked: bool = True
     reason: str = ""
     total: dict[int, int] = field(default_factory=dict)
+    again: dict[str, dict[int, list[UnitBytes]]] = field(default_factory=dict)
+    recomputed: list[str] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
 
-    def lines(self, kind: str) -> list[Line]:
-        """One line a unit of ``saved``, ``forward_transient``, …"""
-        return [line([(b, float(getattr(units[i], kind))) for b, units in self.sizes.items()]) for i in range(len(self.chain))]
+    def lines(self, kind: str, level: str = "none") -> list[Line]:
+        """One line a unit of ``saved``, ``forward_transient``, … under a level of recomputation."""
+        sizes = self.again[level] if level != "none" else self.sizes
+        return [line([(b, float(getattr(units[i], kind))) for b, units in sizes.items()]) for i in range(len(self.chain))]
+
+    def block(self, unit: str) -> str:
+        """The block that a unit is in, or is made of; ``""`` for none."""
+        around = [b for b in self.blocks if unit == b or unit.startswith(f"{b}.")]
+        return around[0] if around else unit if any(b.startswith(f"{unit}.") for b in self.blocks) else ""
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -501,6 +514,14 @@ def _account(
             units, ledger, total = _one_size(stand_in, found.chain, compute, micro[b], autocast)
             found.sizes[b], found.total[b] = units, total
             found.batch[b] = sum(_bytes(t) for t in tensors_of(micro[b]))
+        found.blocks = list(repeated_blocks(stand_in) or large_children(stand_in))
+        for level in ("selective", "full"):
+            # What cannot be run so is told where it is asked for; here it is assumed.
+            with contextlib.suppress(Exception), applied(stand_in, level) as found.recomputed:
+                found.again[level] = {
+                    b: _one_size(stand_in, found.chain, compute, micro[b], autocast)[0] if found.recomputed else found.sizes[b]
+                    for b in sizes
+                }
         order = dict(stand_in.named_parameters())
         found.parameters, found.shared = _owners(stand_in, found.chain, ledger, order)
         found.buffers = _buffers(stand_in, found.chain)
@@ -675,6 +696,11 @@ def weigh(
     fits = {
         kind: found.lines(kind) for kind in ("saved", "forward_transient", "backward_transient", "crossing", "crossing_grad", "put_off")
     }
+    again: dict[str, list[Any]] = {
+        f"{level}_{name}_bytes": found.lines(kind, level)
+        for level in found.again
+        for name, kind in (("saved", "saved"), ("forward", "forward_transient"), ("backward", "backward_transient"))
+    }
     units = []
     for i, link in enumerate(found.chain):
         own = [parameters[name] for name in found.parameters[i]]
@@ -702,6 +728,11 @@ def weigh(
                 tied_bytes=sum(_bytes(parameters[name]) for name in found.shared[i]),
                 tied_grad_bytes=at.late_gradient,
                 batchnorm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms),
+                block=found.block(link.name),
+                recomputed=any(
+                    link.name == b or link.name.startswith(f"{b}.") or b.startswith(f"{link.name}.") for b in found.recomputed if link.name
+                ),
+                **{name: lines[i] for name, lines in again.items()},
             )
         )
     rest = state.get("", 0)
@@ -716,6 +747,8 @@ def weigh(
         measured_samples=tuple(sizes),
         optimizer_transient_bytes=float(transient),
         notes=tuple(notes),
+        blocks=True,
+        again=tuple(found.again),
     )
 
 

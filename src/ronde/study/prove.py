@@ -116,13 +116,34 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
         ['shard=parameters']
         >>> chosen_plans("replicate,shard=optimizer,shard=parameters,pipeline=2", 2)
         ['replicate', 'shard=optimizer', 'pipeline=2,shard=parameters']
+        >>> chosen_plans("replicate,pipeline=2,schedule=zbv,shard=parameters", 2)
+        ['replicate', 'pipeline=2,schedule=zbv,shard=parameters']
     """
     if plans == "all":
         return [*ALL_PLANS, *(_HYBRIDS if workers >= 4 else ())]
     texts = [plans] if isinstance(plans, str) else list(plans)
     if not texts:
         raise ArgumentError("no plan was given: --plans all, or plans such as replicate or shard=parameters.")
-    return list(dict.fromkeys(Plan.parse(one).spec for text in texts for one in _apart(text)))
+    return list(dict.fromkeys(_spec(Plan.parse(one)) for text in texts for one in _apart(text)))
+
+
+def _spec(plan: Plan) -> str:
+    return plan.spec if plan.micro_batch is None or "micro_batch=" in plan.spec else f"{plan.spec},micro_batch={plan.micro_batch}"
+
+
+_SETTINGS = (
+    "schedule",
+    "virtual",
+    "micro_batch",
+    "split_at",
+    "optimize",
+    "shard_within",
+)  # of the plan before them, and no plan of their own
+
+
+def _kind(word: str) -> str:
+    key = word.partition("=")[0].strip().replace("-", "_")
+    return key if key in _SETTINGS else Plan.parse(word).spec.partition("=")[0]
 
 
 def _apart(text: str) -> list[str]:
@@ -130,8 +151,8 @@ def _apart(text: str) -> list[str]:
     found: list[list[str]] = [[]]
     for raw in text.split(","):
         word = raw.strip()
-        kind = Plan.parse(word).spec.partition("=")[0]
-        if found[-1] and (kind == "replicate" or any(Plan.parse(w).spec.partition("=")[0] in (kind, "replicate") for w in found[-1])):
+        kind = _kind(word)
+        if found[-1] and (kind == "replicate" or any(_kind(w) in (kind, "replicate") and kind not in _SETTINGS for w in found[-1])):
             found.append([])
         found[-1].append(word)
     return [",".join(words) for words in found]

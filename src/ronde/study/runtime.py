@@ -29,7 +29,7 @@ from ronde.plan.trace import bounds_of, follow
 from ronde.study.chain import untouched
 from ronde.world import World
 
-__all__ = ["action_seconds", "added_by", "fit_added"]
+__all__ = ["action_seconds", "added_by", "fit_added", "warm"]
 
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
 """Bytes and tensors of what is exchanged at once."""
@@ -156,6 +156,15 @@ def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
         [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, gathers, strict=True)],
         [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, reduces, strict=True)],
     )
+
+
+def warm(me: World) -> None:
+    """Train a little on the CPU, divided over the workers: what that loads stays. All ranks call it."""
+    random = torch.get_rng_state()
+    try:
+        _sharded(me, 1)
+    finally:
+        torch.set_rng_state(random)
 
 
 def _buckets(tries: int) -> list[Row]:
