@@ -182,7 +182,17 @@ def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> 
     environment = {"RONDE_PLAN": "replicate", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     options = json.dumps({"threads": threads, "accept_noise": accept_noise})
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
-        return load(examine("plan", command, 1, Path(folder), options, say, failed, environment))
+        return load(examine("plan", command, _at_once(target), Path(folder), options, say, failed, environment))
+
+
+def _at_once(target: Any) -> int:
+    """Workers that measure together, as they will train, where it is this machine's CPUs that are planned for."""
+    import socket
+
+    from ronde.world import usable_cores
+
+    here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
+    return max(1, min(target.devices_per_node, usable_cores())) if here else 1
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:

@@ -79,6 +79,8 @@ class Gauge(hooks.Observer):
     def planned(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         costs = gauge(work, plan, calls, self.options.get("threads"), bool(self.options.get("accept_noise")), _tell)
+        if not me.is_main:
+            raise SystemExit(0)
         temporary = self.file.with_suffix(".writing")
         temporary.write_text(json.dumps({"costs": costs.to_dict(), "plan": plan.to_dict()}))
         temporary.rename(self.file)
