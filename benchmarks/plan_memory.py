@@ -310,7 +310,7 @@ def weighed(name: str) -> Any:
     from ronde.parallel import Work
     from ronde.plan import Line
     from ronde.run.losses import LossCall
-    from ronde.study.forecast import _divisible
+    from ronde.study.divided import divisible
     from ronde.study.memory import weigh
 
     batch, loss, optimizer_class = SIZED[name]
@@ -324,7 +324,7 @@ def weighed(name: str) -> Any:
         for u in costs.units
     )
     work = Work(model, optimizer, lambda b: compute(model, b), lambda n: data[:n])
-    return _divisible(dataclasses.replace(costs, units=units), work)
+    return divisible(dataclasses.replace(costs, units=units), work, compute)
 
 
 def begins(model: nn.Module, name: str) -> str:

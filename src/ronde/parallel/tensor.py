@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.agree import broadcast_json, gather_json
 
-__all__ = ["Divided", "Tensor", "TensorShard", "divide", "tensor"]
+__all__ = ["Divided", "Tensor", "TensorShard", "divide", "one_part", "tensor"]
 
 _LOSS, _WEIGHT, _UNUSED = 0, 1, 2
 
@@ -50,14 +50,15 @@ class _Enter(torch.autograd.Function):
     """The same forward; backward the sum over the workers."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
+        if ctx.group is not None:
+            dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
@@ -65,9 +66,10 @@ class _Leave(torch.autograd.Function):
     """The sum over the workers; backward the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        if group is not None:
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
@@ -80,6 +82,8 @@ class _Workers(Arms):
 
     Between columns and row each worker draws its own dropout; outside of them all draw the same.
     """
+
+    group: dist.ProcessGroup | None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
@@ -127,6 +131,42 @@ class _Workers(Arms):
         torch.default_generator.manual_seed(seed)
         if self._cuda:
             torch.cuda.manual_seed(seed)
+
+
+class _Alone(_Workers):
+    """The first worker's part without the others: the same work on the same shapes, and sums that lack theirs."""
+
+    def __init__(self, tensor: int) -> None:
+        self.group, self.place, self.tensor = None, 0, tensor
+        self._cuda, self._kept = False, None
+        self.divided: set[tuple[int, str]] = set()
+
+    def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
+        value = getattr(module, name)
+        if value is None or (id(module), name) in self.divided:
+            return cast("torch.Tensor | None", value)
+        return piece(value, dim, pieces, self.place, self.tensor)
+
+
+@contextmanager
+def one_part(model: nn.Module, blocks: Sequence[Block], tensor: int) -> Iterator[None]:
+    """One worker's part of a model whose blocks ``tensor`` workers hold, in one process: to be timed and weighed, not to be trained."""
+    arms = _Alone(tensor)
+    done: set[tuple[str, str]] = set()
+    with ExitStack() as stack:
+        for block in blocks:
+            for name, dim in split_dims(model, block)[0].items():
+                path, _, attribute = name.rpartition(".")
+                owner = model.get_submodule(path)
+                if (id(owner), attribute) in arms.divided:
+                    continue
+                whole = model.get_parameter(name)
+                part = whole.detach().chunk(tensor, dim)[0].clone(memory_format=torch.contiguous_format)
+                _put(model, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+                arms.divided.add((id(owner), attribute))
+                stack.callback(_put, model, name, whole)
+            install(stack, model, block, arms, done)
+        yield
 
 
 # -- dividing a model ----------------------------------------------------------------------------------------------------------

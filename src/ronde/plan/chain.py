@@ -131,8 +131,11 @@ _LINES = (
     "full_saved_bytes",
     "full_forward_bytes",
     "full_backward_bytes",
+    "tensor_saved_bytes",
+    "tensor_forward_bytes",
+    "tensor_backward_bytes",
 )
-_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor")
+_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor", "tensor_time")
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
 
 
@@ -167,16 +170,26 @@ def chain(
 
     share = tables.flat["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
-    forward = line("forward_seconds") * rest / speed
-    backward = line("backward_seconds") * rest / speed
+    in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if costs.tensor_measured else rest
+    forward = line("forward_seconds") * in_time / speed
+    backward = line("backward_seconds") * in_time / speed
     saved = line("saved_bytes")
-    if tensor > 1:
+    whole_saved = saved
+    if tensor > 1 and not costs.tensor_measured:
         # What a divided block is given and what it ends with, each as large as what it all-reduces, every worker has whole.
         saved = saved - np.maximum(0.0, share * saved - 2.0 * line("tensor_reduce_bytes")) * (1.0 - 1.0 / tensor)
     # Of each pass, where that is known.
     transients = [line(name) * rest for name in ("transient_bytes", "forward_transient_bytes", "backward_transient_bytes")]
     known = transients[1] + transients[2] > 0
     transient, backward_transient = (np.where(known, of_pass, transients[0]) for of_pass in transients[1:])
+    if tensor > 1 and costs.tensor_measured:
+        # Weighed whole and in two parts: what is divided goes with 1 / tensor.
+        parts = 2.0 * (1.0 - 1.0 / tensor)
+        saved = np.maximum(0.0, saved + (line("tensor_saved_bytes") - saved) * parts)
+        transient, backward_transient = (
+            np.maximum(0.0, line(f"{name}_transient_bytes") + (line(f"tensor_{name}_bytes") - line(f"{name}_transient_bytes")) * parts)
+            for name in ("forward", "backward")
+        )
     crossing = line("crossing_bytes")
     reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
     reduce = np.zeros(len(forward))
@@ -187,7 +200,7 @@ def chain(
     ways = 2.0  # all-reduces of activations: forward, backward, and once more if the forward pass runs again
     inside = tables.recomputed
     if recompute in costs.again:
-        whole, kept = line("saved_bytes"), line(f"{recompute}_saved_bytes")
+        whole, kept = whole_saved, line(f"{recompute}_saved_bytes")
         before = whole - kept  # what every worker would compute again if nothing were divided
         whole, kept = saved, kept - (np.maximum(0.0, share * kept - 2.0 * line("tensor_reduce_bytes")) * (1.0 - 1.0 / tensor))
         transient = line(f"{recompute}_forward_bytes") * rest
@@ -228,8 +241,8 @@ def chain(
         saved = kept
     if (timed := costs.again_seconds.get(recompute)) is not None and inside.any():
         # Measured of the whole model: shared out as its parts take time.
-        parts = np.where(inside, line("forward_seconds"), 0.0)
-        again = parts * (max(0.0, timed.at(samples)) / max(1e-12, float(parts.sum()))) * rest / speed
+        seconds = np.where(inside, line("forward_seconds"), 0.0)
+        again = seconds * (max(0.0, timed.at(samples)) / max(1e-12, float(seconds.sum()))) * in_time / speed
     return Chain(
         forward=forward + reduce,
         backward=backward + again + (ways - 1.0) * reduce,

@@ -63,6 +63,8 @@ class Unit:
         tensors: how many parameters it has that take gradients; 0 where not known.
         put_off_bytes: gradients from which its weights' part of the backward pass begins, where a zero-bubble schedule puts that part off: of what
             its layers with trained weights return.
+        tensor_time: share of its time that tensor parallelism divides, as measured; used where ``Costs.tensor_measured``, else ``tensor`` is.
+        tensor_saved_bytes, tensor_forward_bytes, tensor_backward_bytes: ``saved_bytes`` and the transients of each pass, divided by two.
         block: the module that is gathered, or computed again, as a whole and that this is in; ``""`` where ``Costs.blocks`` is not set or
             it is in none.
         recomputed: whether recomputation runs it again.
@@ -100,6 +102,10 @@ class Unit:
     full_saved_bytes: Line = Line()
     full_forward_bytes: Line = Line()
     full_backward_bytes: Line = Line()
+    tensor_time: float = 0.0
+    tensor_saved_bytes: Line = Line()
+    tensor_forward_bytes: Line = Line()
+    tensor_backward_bytes: Line = Line()
     block: str = ""
     recomputed: bool = False
 
@@ -119,6 +125,7 @@ class Costs:
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
+        tensor_measured: whether one worker's part of the units that tensor parallelism divides was timed and weighed.
         script_bytes: of the host's memory, what the script holds beside the model: its libraries, its data. Counts where the device is a CPU.
         sequence: length of the sequence that a sample has, 0 where there is none.
         measured_samples: micro-batch sizes at which the units were measured.
@@ -164,6 +171,7 @@ class Costs:
     again: tuple[str, ...] = ()
     again_seconds: dict[str, Line] = field(default_factory=dict)
     script_bytes: float = 0.0
+    tensor_measured: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

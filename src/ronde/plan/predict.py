@@ -239,7 +239,7 @@ class Predictor:
             notes.append("no link was measured: exchange is taken as free")
         elif plan.workers > 1 and any(f.assumed for by in self.cluster.links.values() for f in by.values()):
             notes.append("link speeds are from a data sheet, not measured")
-        if plan.tensor > 1:
+        if plan.tensor > 1 and not self.costs.tensor_measured:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
         if plan.recompute == "selective" and "selective" not in self.costs.again:
             notes.append("selective recomputation was not measured: half of the activations for 15 % of a forward pass is assumed")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 import time
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.cutting import usable
-from ronde.parallel.recognise import recognise
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
 from ronde.plan.corrections import corrected, record
 from ronde.plan.explain import Explanation, explain
@@ -34,6 +32,7 @@ from ronde.plan.trace import follow
 from ronde.run import hooks
 from ronde.run.compare import Forecast
 from ronde.study.chain import Link, tensors_of, untouched
+from ronde.study.divided import divisible
 from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
@@ -103,7 +102,7 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         tell=tell,
     )
     costs = dataclasses.replace(costs, script_bytes=beside)
-    return _divisible(_under_load(_cut_as_followed(_counted(costs, work), work, plan), work, plan, calls), work)
+    return divisible(_under_load(_cut_as_followed(_counted(costs, work), work, plan), work, plan, calls), work, calls, plan.precision)
 
 
 def _held(work: Work) -> float:
@@ -297,40 +296,6 @@ def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecas
 def carried_out(best: Prediction) -> Plan:
     """The plan with the cut that was predicted."""
     return dataclasses.replace(best.plan, split_at=best.split_at) if best.plan.pipeline > 1 else best.plan
-
-
-def _divisible(costs: Costs, work: Work) -> Costs:
-    """The costs with what tensor parallelism could divide of each unit, as far as it is recognised."""
-    try:
-        batch = work.sample(2)
-        found = recognise(work.model, lambda: work.compute(batch)[0], 2)
-    except Exception:
-        return costs  # a model that cannot be looked at so is not split so
-    if not found.blocks:
-        return costs
-    sizes = {name: p.numel() for name, p in work.model.named_parameters()}
-    last = {}  # of the units within a block: what is summed is summed at its end
-    for i, unit in enumerate(costs.units):
-        for b in found.blocks:
-            if unit.name.startswith(f"{b.path}."):
-                last[b.path] = i
-    units = []
-    for i, unit in enumerate(costs.units):
-        inside = [b for b in found.blocks if b.path == unit.name or b.path.startswith(f"{unit.name}.")]
-        around = [b for b in found.blocks if unit.name.startswith(f"{b.path}.")]
-        whole = sum(n for name, n in sizes.items() if name.startswith(f"{unit.name}."))
-        if inside and whole:
-            share = min(1.0, sum(b.parameters for b in inside) / whole)
-            reduced = Line(0.0, sum(b.reduced_bytes for b in inside) / 2)
-            unit = dataclasses.replace(unit, tensor=share, tensor_reduce_bytes=reduced)
-        elif around:
-            held = sum(n for name, n in sizes.items() if any(name.startswith(f"{b.path}.") for b in around))
-            share = min(1.0, sum(b.parameters for b in around) / max(held, 1))
-            reduced = Line(0.0, sum(b.reduced_bytes for b in around if last[b.path] == i) / 2)
-            unit = dataclasses.replace(unit, tensor=share, tensor_reduce_bytes=reduced)
-        units.append(unit)
-    heads = [n for b in found.blocks for n in (b.heads, b.kv_heads) if n]
-    return dataclasses.replace(costs, units=tuple(units), tensor_divides=math.gcd(*heads) if heads else costs.tensor_divides)
 
 
 def threads_on(cluster: Cluster) -> int | None:

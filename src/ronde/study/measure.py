@@ -31,7 +31,7 @@ from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["NoisyMachine", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
+__all__ = ["NoisyMachine", "Subject", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
@@ -196,7 +196,7 @@ def measure(
         say("weighing")
         costs = weigh(model, optimizer, compute, made, batch_size, autocast=autocast, chain=chain)
         links = [Link(u.name, u.alike) for u in costs.units]
-        subject = _Subject(stack, model, optimizer, compute, links, where, autocast)
+        subject = Subject(stack, model, optimizer, compute, links, where, autocast)
         sizes = subject.affordable(_sizes(batch_size, samples, norms), made, seconds, chosen=samples is not None)
         micro = {b: made(b) for b in sizes}
         say("timing")
@@ -283,7 +283,7 @@ def loaded(
     units: list[list[float]] = []
     with untouched(model), contextlib.ExitStack() as stack:
         model.train()
-        subject = _Subject(stack, model, optimizer, compute, chain, device, autocast)
+        subject = Subject(stack, model, optimizer, compute, chain, device, autocast)
         for r in itertools.count():
             taken = []
             for batch in batches:
@@ -335,7 +335,7 @@ def _cut(batch: Any, size: int, samples: int) -> Any:
     return take(batch, samples, size)
 
 
-class _Subject:
+class Subject:
     """The copy that is timed."""
 
     def __init__(
@@ -422,6 +422,7 @@ class _Subject:
         return {level: line(each) for level, each in points.items()}
 
     def hooked(self, batch: Any) -> list[_Times]:
+        """A step with clocks in it."""
         self._clear()
         last = len(self._chain) - 1
         return _step(

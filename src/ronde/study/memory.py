@@ -467,6 +467,7 @@ def account(
     autocast: Callable[[], Any] = contextlib.nullcontext,
     chain: list[Link] | None = None,
     fake: bool = True,
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Account:
     """Bytes of every unit at every micro-batch size, without running the model where fake tensors allow it.
 
@@ -477,16 +478,17 @@ def account(
         autocast: context of the forward pass.
         chain: the units; None finds them.
         fake: whether to try fake tensors first.
+        within: what the stand-in's passes run in, such as changes to it; recomputation is not tried then.
     """
     torchs = logging.getLogger("torch._subclasses.fake_tensor")
     level = torchs.level
     torchs.setLevel(logging.CRITICAL + 1)  # that a kernel has no fake is told in ``reason``
     try:
-        return _account(model, compute, batches, sizes, autocast, chain, fake)
+        return _account(model, compute, batches, sizes, autocast, chain, fake, within)
     except Exception as error:
         if not fake:
             raise
-        found = _account(model, compute, batches, sizes, autocast, chain, False)
+        found = _account(model, compute, batches, sizes, autocast, chain, False, within)
         found.reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return found
     finally:
@@ -501,8 +503,13 @@ def _account(
     autocast: Callable[[], Any],
     chain: list[Link] | None,
     fake: bool,
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None,
 ) -> Account:
-    with untouched(model), standing_in(model, _maker(fake), refers_to(compute, model)) as (stand_in, _):
+    with (
+        untouched(model),
+        standing_in(model, _maker(fake), refers_to(compute, model)) as (stand_in, _),
+        within(stand_in) if within is not None else contextlib.nullcontext(),
+    ):
         micro = {b: batches(b) for b in sizes}
 
         def once() -> None:
@@ -515,7 +522,7 @@ def _account(
             found.sizes[b], found.total[b] = units, total
             found.batch[b] = sum(_bytes(t) for t in tensors_of(micro[b]))
         found.blocks = list(repeated_blocks(stand_in) or large_children(stand_in))
-        for level in ("selective", "full"):
+        for level in ("selective", "full") if within is None else ():
             # What cannot be run so is told where it is asked for; here it is assumed.
             with contextlib.suppress(Exception), applied(stand_in, level) as found.recomputed:
                 found.again[level] = {
