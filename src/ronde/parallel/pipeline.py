@@ -593,7 +593,7 @@ class Pipeline(Strategy):
             return
         roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
         weights = self._weights_of(flight.program, stage)
-        _, flight.groups = stage_backward_input(_Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
+        _, flight.groups = stage_backward_input(Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         # What does not meet the path to an input is in none of its groups.
         found = {edge for group in flight.groups for edge in group["params"]}
         if any(len(group["intermediates"]) > 1 for group in flight.groups) or _bypassed(roots, flight.groups):
@@ -764,7 +764,7 @@ def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> li
     return [sent[v] for v in made.sends[stage]]
 
 
-class _Once(list[torch.Tensor]):
+class Once(list[torch.Tensor]):
     """Can be gone through once. ``stage_backward_input`` goes through its outputs twice, the second time to detach them in place,
     which a view refuses."""
 

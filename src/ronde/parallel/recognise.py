@@ -880,7 +880,7 @@ def _select(
         first_reason.setdefault(signature, why)
         tried[signature] += 1
         ill = [c for c in active if c.signature == signature]
-        if tried[signature] < len(ill[0].ways):
+        if tried[signature] < min(len(c.ways) for c in ill):
             return
         shared = {n for c in ill for n in c.block.per_head}
         for c in [*ill, *(c for c in active if shared & set(c.block.per_head))]:
@@ -888,6 +888,9 @@ def _select(
                 c.block = dataclasses.replace(c.block, why_not=f"no way of narrowing its forward code agrees: {first_reason[signature]}")
         active = [c for c in active if not c.block.why_not]
 
+    for c in [c for c in active if not c.ways]:
+        if not c.block.why_not:
+            fail(c.signature, "no module around it says where its heads are counted")
     while active:
         chosen = [(c, c.ways[tried[c.signature]]) for c in active]
         failed = False

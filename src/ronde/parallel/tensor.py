@@ -283,10 +283,21 @@ def _run(work: Work) -> Any:
     return run
 
 
+def _reasons(refused: Sequence[Block], model: nn.Module) -> str:
+    """Why blocks stay whole, those of one kind and reason together."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for b in refused:
+        alike.setdefault((b.kind, b.why_not), []).append(b.path or type(model).__name__)
+    told = []
+    for (kind, why), names in alike.items():
+        shown = ", ".join(map(repr, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        told.append(f"{shown} ({kind}): {why}")
+    return "; ".join(told[:4]) + (f"; and {len(told) - 4} more kinds" if len(told) > 4 else "")
+
+
 def _why_nothing(plan: Plan, found: Recognised, model: nn.Module) -> ArgumentError:
-    looked = [f"{b.path or type(model).__name__!r} ({b.kind}): {b.why_not}" for b in found.refused]
-    shown = "; ".join(looked[:6]) + (f"; and {len(looked) - 6} more" if len(looked) > 6 else "")
-    if not looked:
+    shown = _reasons(found.refused, model)
+    if not shown:
         shown = (
             f"no attention and no MLP was found in {type(model).__name__}: two nn.Linear with only element-wise operations in between, "
             "or query, key and value before a softmax"
@@ -309,7 +320,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     run = _run(work)
     try:
         found = recognise(model, run, plan.tensor, gradients=True)
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
         raise ArgumentError(
             f"tensor={plan.tensor}: what can be split is found by a forward pass and a loss over two samples, which failed "
             f"({type(error).__name__}: {error}). Give ronde.distribute the loss (and forward) that training uses, or a tensor_plan."
@@ -340,9 +351,9 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     refused = [*found.refused, *put_back]
     said = ""
     if refused:
-        shown = "; ".join(f"{b.path or type(model).__name__!r} ({b.kind}): {b.why_not}" for b in refused[:4])
-        said = f"tensor={plan.tensor}: {len(blocks)} blocks are split, {len(refused)} are not and stay whole on every worker: {shown}" + (
-            f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
+        said = (
+            f"tensor={plan.tensor}: {len(blocks)} blocks are split, {len(refused)} are not and stay whole on every worker: "
+            f"{_reasons(refused, model)}"
         )
     return Divided(mesh, blocks, partials, said)
 

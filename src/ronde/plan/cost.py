@@ -125,6 +125,7 @@ class Costs:
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
+        split_seconds: what running the whole model's backward pass of a micro-batch in two parts adds, as zero-bubble schedules do.
         tensor_measured: whether one worker's part of the units that tensor parallelism divides was timed and weighed.
         script_bytes: of the host's memory, what the script holds beside the model: its libraries, its data. Counts where the device is a CPU.
         sequence: length of the sequence that a sample has, 0 where there is none.
@@ -172,6 +173,7 @@ class Costs:
     again_seconds: dict[str, Line] = field(default_factory=dict)
     script_bytes: float = 0.0
     tensor_measured: bool = False
+    split_seconds: Line = Line()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -188,4 +190,6 @@ class Costs:
             units.append(Unit(**made))
         rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
         rest["again_seconds"] = {level: Line(**line) for level, line in (values.get("again_seconds") or {}).items()}
+        if "split_seconds" in rest:
+            rest["split_seconds"] = Line(**rest["split_seconds"])
         return cls(units=tuple(units), **rest)

@@ -21,7 +21,7 @@ def meaning(text: str, plan: Plan) -> str | None:
     """
     parts = plan.shard in ("gradients", "parameters") or plan.tensor > 1
     if parts and "mixed torch.Tensor and DTensor" in text:
-        return f"the script computes with the model's parameters itself, which this plan keeps in parts (DTensor). {_AVERAGE}"
+        return f"the script computes with the model's parameters itself, which this plan keeps in parts (DTensor), or its layers run again in a backward pass of their own (reversible ones). {_AVERAGE}"
     if parts and "does not support deepcopy" in text:
         return f"the script copies the model, of which this plan keeps parts (DTensor). {_AVERAGE}"
     if plan.pipeline > 1 and "more than one element of the written-to tensor refers to a single memory location" in text:

@@ -182,11 +182,16 @@ class Step(Moments):
             if stages.back_bytes[s]:
                 crosses = boundary_crosses(plan.layout, cluster, int(stages.worker[s]), int(stages.worker[s - 1]))
                 back[s] = (far if crosses else near)(float(stages.back_bytes[s]))
+        passes = stages.backward
+        if plan.schedule in ("zero-bubble", "zbv"):
+            # In two parts it takes longer, but for the first stage's.
+            apart = self.costs.split_seconds.at(self.share / self.micro_batches) / (cluster.speed * plan.tensor)
+            passes = passes + np.concatenate([[0.0], passes[1:]]) * (apart / max(1e-12, float(passes.sum())))
         # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of it in the weights' part.
-        inputs = (0.0, *(INPUT_SHARE * stages.backward[1:]).tolist())
+        inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
         # All but the first add to gradients that are there: spread over all of them.
         further = (self.micro_batches - 1) / self.micro_batches
-        backward = [float(b) + further * self._accumulated(float(t)) for b, t in zip(stages.backward, stages.trainable, strict=True)]
+        backward = [float(b) + further * self._accumulated(float(t)) for b, t in zip(passes, stages.trainable, strict=True)]
         times = Times(tuple(stages.forward.tolist()), tuple(backward), tuple(send.tolist()), tuple(back.tolist()), inputs)
         if quick:
             timeline = closed_form(plan, stages, self.micro_batches, self.owner.action_seconds, float(send.sum() + back.sum()))

@@ -267,10 +267,10 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
         shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
         run._warn(f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {shown}")
     norms = batchnorms(model)
-    if norms and ((plan.workers > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
-        size = -(-plan.batch_size // plan.workers)
-        size = min(size, plan.micro_batch or size) * (plan.workers if plan.sync_batchnorm else 1)
-        cure = "; sync_batchnorm=True uses all workers'" if plan.workers > 1 and not plan.sync_batchnorm else ""
+    if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
+        size = -(-plan.batch_size // plan.replicas)
+        size = min(size, plan.micro_batch or size) * (plan.replicas if plan.sync_batchnorm else 1)
+        cure = "; sync_batchnorm=True uses all workers'" if plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm else ""
         run._warn(
             f"batch normalisation ({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} samples at a time, not the "
             f"global batch of {plan.batch_size}: this is not the same training as on one device{cure}"

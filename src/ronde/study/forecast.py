@@ -37,7 +37,7 @@ from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
 from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
 from ronde.study.memory import line
-from ronde.study.runtime import action_seconds
+from ronde.study.runtime import action_seconds, split_seconds
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
@@ -152,7 +152,13 @@ def _counted(costs: Costs, work: Work) -> Costs:
             count[holders.get(path, 0)] += 1
     units = tuple(dataclasses.replace(u, tensors=n) for u, n in zip(costs.units, count, strict=True))
     fixed = min(optimizer_fixed_seconds(work.model, work.optimizer), costs.optimizer_seconds)
-    return dataclasses.replace(costs, units=units, optimizer_fixed_seconds=fixed, action_seconds=action_seconds(work))
+    return dataclasses.replace(
+        costs,
+        units=units,
+        optimizer_fixed_seconds=fixed,
+        action_seconds=action_seconds(work),
+        split_seconds=split_seconds(work, costs.batch_size),
+    )
 
 
 def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
@@ -221,6 +227,7 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         again_seconds={level: _through(taken, sizes, factors) for level, taken in costs.again_seconds.items()},
         optimizer_fixed_seconds=min(max(costs.optimizer_seconds, update), costs.optimizer_fixed_seconds * factor),
         action_seconds=costs.action_seconds * factor,
+        split_seconds=Line(costs.split_seconds.fixed * factor, costs.split_seconds.per_sample * factor),
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
     )
 

@@ -407,16 +407,13 @@ class Subject:
             plain: list[tuple[float, float]] = []
             taken: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
             start = time.perf_counter()
-            while len(plain) < 3 or (len(plain) < 3 * _LEAST_ROUNDS and time.perf_counter() - start < seconds / len(micro)):
+            while len(plain) <= _LEAST_ROUNDS or (len(plain) < 3 * _LEAST_ROUNDS and time.perf_counter() - start < seconds / len(micro)):
                 plain.append(self.whole(batch))
                 for level in levels:
                     with applied(self.model, level):
                         taken[level].append(self.whole(batch))
             for level in levels:
-                # Work and waiting apart: what preempts this thread counts as waiting, now here and now there.
-                added = sum(
-                    max(0.0, statistics.median(t[k] - p[k] for t, p in zip(taken[level][1:], plain[1:], strict=True))) for k in (0, 1)
-                )
+                added = max(0.0, _least(taken[level][1:], self.calm) - _least(plain[1:], self.calm))
                 points[level].append((b, added))
         self._clear()
         return {level: line(each) for level, each in points.items()}

@@ -17,19 +17,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.parallel import DistributedDataParallel
 
 from ronde.parallel import Part, Work
+from ronde.parallel.pipeline import Once
 from ronde.parallel.shard import fully_shard_model
 from ronde.parallel.staged import StageRun, program
 from ronde.parallel.zero1 import OptimizerParts
-from ronde.plan import Added, Fit, Plan, Times, run_step
+from ronde.plan import Added, Fit, Line, Plan, Times, run_step
 from ronde.plan.intercept import watching
 from ronde.plan.trace import bounds_of, follow
 from ronde.study.chain import untouched
+from ronde.study.memory import line
 from ronde.world import World
 
-__all__ = ["action_seconds", "added_by", "fit_added", "warm"]
+__all__ = ["action_seconds", "added_by", "fit_added", "split_seconds", "warm"]
 
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
 """Bytes and tensors of what is exchanged at once."""
@@ -383,3 +386,50 @@ def _action_seconds(work: Work, rounds: int) -> float:
     clear()
     whole, cut = (statistics.median(values[1:]) for values in spent.values())
     return max(0.0, cut - whole) / 4.0
+
+
+def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> Line:
+    """What it takes longer to run a whole model's backward pass in two parts, as zero-bubble schedules do: that of inputs, then that of weights.
+
+    Measured on the second half of the model, at one sample and at an eighth of the batch. 0 where it cannot be told.
+    """
+    try:
+        with untouched(work.model), watching():
+            return line([(n, 2.0 * _split_seconds(work, n, rounds)) for n in sorted({1, max(1, batch_size // 8)})])
+    except Exception:
+        return Line()
+
+
+def _split_seconds(work: Work, samples: int, rounds: int) -> float:
+    batch = work.sample(samples)
+
+    def call() -> Any:
+        return work.compute(batch)
+
+    trace = follow(work.model, call)
+    points = trace.points()
+    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
+    weights = [p for p in made.parameters(1) if p.requires_grad]
+    calm = weights[0].device.type == "cpu" and torch.get_num_threads() == 1
+    now = time.thread_time if calm else time.perf_counter
+    spent: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for apart in (False, True):
+            first = StageRun(made, 0, {})
+            first.run(call)
+            received = {v: first.sent[v].detach().requires_grad_(v in made.gradients[0]) for v in made.sends[0]}
+            loss = StageRun(made, 1, dict(received)).run(call)[0]
+            for p in weights:
+                p.grad = None
+            start = now()
+            if apart:
+                inputs = [received[v] for v in made.gradients[0]]
+                _, groups = stage_backward_input(Once([loss]), [torch.ones_like(loss)], inputs, iter(weights))  # type: ignore[arg-type]
+                stage_backward_weight(iter(weights), groups)
+            else:
+                loss.backward()
+            spent[apart].append(now() - start)
+    for p in weights:
+        p.grad = None
+    whole, parts = (statistics.median(each[1:]) for each in spent)
+    return max(0.0, parts - whole)
