@@ -29,7 +29,7 @@ from ronde.study.forecast import gauge
 from ronde.study.measure import NoisyMachine, measure, optimizer_fixed_seconds
 from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
-from ronde.study.runtime import action_seconds, fit_added
+from ronde.study.runtime import action_seconds, fit_added, split_seconds
 from ronde.world import ArgumentError
 
 MSE = LossCall(F.mse_loss, None)
@@ -357,6 +357,41 @@ def test_sleeping_layers_are_told_apart():
     assert costs.device.startswith("cpu") and costs.whole_factor > 0
 
 
+def test_what_is_computed_again_is_timed_with_its_blocks_computed_again():
+    # A block whose forward pass sleeps does so again in its backward pass, as its last layer keeps what the sleeping one returns.
+    model = nn.Sequential(*(nn.Sequential(Sleep(0.01, 0.001), nn.Linear(8, 8)) for _ in range(3)), nn.Linear(8, 8))
+    own = [vars(m).get("forward") for m in model.modules()]
+    costs = measure(model, sgd(model), MSE, numbers(8), 8, samples=[2, 8], seconds=0.3, on_noise="note", reference=lambda: 0.004)
+    assert {u.block for u in costs.units if u.recomputed} == {"0", "1", "2"} and costs.again == ("selective", "full")
+    assert costs.again_seconds["full"].at(8) >= 0.025
+    assert [vars(m).get("forward") for m in model.modules()] == own
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+def test_what_tensor_parallelism_divides_is_timed_and_weighed():
+    torch.manual_seed(0)
+    # A block's columns and its row lie in different modules.
+    model = nn.Sequential(nn.Linear(16, 256), nn.Sequential(nn.GELU(), nn.Linear(256, 16)), nn.LayerNorm(16))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = sgd(model)
+    work = Work(model, optimizer, lambda b: MSE(model, b), numbers(16, out=16))
+    costs = gauge(work, Plan(workers=1, batch_size=64), MSE, None, True, lambda _: None)
+    by_name = {u.name: u for u in costs.units}
+    assert (
+        costs.tensor_measured
+        and by_name["0"].tensor == 1
+        and by_name["1.1"].tensor == 256 * 16 / (256 * 16 + 16)
+        and by_name["2"].tensor == 0
+    )
+    assert by_name["1.0"].tensor == 1 and by_name["2"].tensor_reduce_bytes.at(1) == 0 and by_name["1.1"].tensor_reduce_bytes.at(1) == 16 * 4
+    # GELU keeps the hidden features, of which a worker has half.
+    assert by_name["0"].saved_bytes.at(64) + by_name["1.0"].saved_bytes.at(64) == pytest.approx(2 * 64 * 256 * 4, rel=0.1)
+    halves = by_name["0"].tensor_saved_bytes.at(64) + by_name["1.0"].tensor_saved_bytes.at(64)
+    assert halves == pytest.approx(64 * 256 * 4, rel=0.1)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert [type(p) for p in model.parameters()] == [nn.Parameter] * 6 and not any("forward" in vars(m) for m in model.modules())
+
+
 class Awkward(nn.Module):
     """Several inputs, a recurrent layer, batch normalisation, dropout, state of its own, an odd output."""
 
@@ -571,10 +606,11 @@ def test_what_does_not_come_from_the_size_of_parameters():
     assert 0 < optimizer_fixed_seconds(model, optimizer) < 0.1 and not optimizer.state
     data = torch.zeros(4, 300)
     work = Work(model, optimizer, lambda batch: (model(batch).square().mean(), None), lambda n: data[:n])
-    assert 0 <= action_seconds(work) < 0.1
+    assert 0 <= action_seconds(work) < 0.1 and 0 <= split_seconds(work, 4).at(4) < 0.1
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
     single = nn.Linear(3, 3)  # cannot be cut
+    assert split_seconds(Work(single, optimizer, lambda batch: (single(batch).mean(), None), lambda n: data[:n, :3]), 4).at(4) == 0.0
     assert action_seconds(Work(single, optimizer, lambda batch: (single(batch).mean(), None), lambda n: data[:n, :3])) == 0.0
 
 
@@ -744,6 +780,7 @@ def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
         "from torch import nn\n"
         "model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))\n"
         "data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))\n"
+        "more = torch.ones(32 << 20)\n"
         "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.mse_loss, batch_size=8)\n"
         "for epoch in run.epochs(1):\n"
         "    for x, y in run.batches():\n"
@@ -753,5 +790,9 @@ def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
     done = ronde_run(["plan", "-n", "2", "--accept-noise", "--json", "plan.json", "train.py"], tmp_path, 90)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert "no pipeline: the script owns its loop (run.backward, train.py:8)" in json.dumps(found)
+    assert "no pipeline: the script owns its loop (run.backward, train.py:9)" in json.dumps(found)
     assert not any("pipeline" in family for family in found["families"]), found["families"]
+    # What the script holds beside its model counts, and so do the libraries of a worker.
+    assert 128 << 20 <= found["costs"]["script_bytes"] < 200 << 20
+    assert found["plans"][0]["memory"]["base"] == pytest.approx(found["costs"]["script_bytes"] + found["cluster"]["base_bytes"])
+    assert found["cluster"]["base_bytes"] > 250 << 20
