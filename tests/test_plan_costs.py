@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -24,9 +25,9 @@ from ronde.parallel import Work
 from ronde.plan import Added, Cluster, Costs, Plan
 from ronde.run.losses import LossCall
 from ronde.study import links
-from ronde.study.chain import find_chain, take
+from ronde.study.chain import Link, find_chain, take
 from ronde.study.forecast import gauge
-from ronde.study.measure import NoisyMachine, measure, optimizer_fixed_seconds
+from ronde.study.measure import NoisyMachine, Subject, measure, optimizer_fixed_seconds
 from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
 from ronde.study.runtime import action_seconds, fit_added, split_seconds
@@ -366,6 +367,29 @@ def test_what_is_computed_again_is_timed_with_its_blocks_computed_again():
     assert costs.again_seconds["full"].at(8) >= 0.025
     assert [vars(m).get("forward") for m in model.modules()] == own
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+class Shorter(nn.Module):
+    """Runs less when it is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.inner(x).sin().cos() if torch._C._current_graph_task_id() == -1 else x
+
+
+def test_a_block_that_cannot_be_computed_again_is_measured_without():
+    model = nn.Sequential(Shorter(), Shorter(), nn.Linear(8, 8))
+    costs = measure(model, sgd(model), MSE, numbers(8), 8, samples=[2, 8], seconds=0.3, on_noise="note", reference=lambda: 0.004)
+    assert costs.again == () and costs.again_seconds == {} and costs.units[0].forward_seconds.at(8) > 0
+    with contextlib.ExitStack() as stack:
+        chain = [Link(u.name, u.alike) for u in costs.units]
+        subject = Subject(stack, model, sgd(model), MSE, chain, torch.device("cpu"), contextlib.nullcontext)
+        assert subject.again(("full",), {4: numbers(8)(4)}, 0.1) == {}
+    assert len(subject.notes) == 1 and "recompute=full could not be timed (CheckpointError" in subject.notes[0]
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 def test_what_tensor_parallelism_divides_is_timed_and_weighed():

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,13 +16,12 @@ from ronde.parallel.recognise import Block, recognise, split_dims
 from ronde.parallel.tensor import one_part
 from ronde.plan import Costs, Line
 from ronde.study.chain import Link, untouched
-from ronde.study.measure import Subject
+from ronde.study.measure import Subject, autocast_of
 from ronde.study.memory import account
 
 __all__ = ["divisible"]
 
 _ROUNDS = 6
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def divisible(costs: Costs, work: Work, calls: Any = None, precision: Literal["fp32", "bf16", "fp16"] = "fp32") -> Costs:
@@ -84,7 +82,7 @@ def _tried(costs: Costs, work: Work, calls: Any, precision: str, blocks: Sequenc
     """The costs with the time and the memory of half of what is divided."""
     model = work.model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    autocast: Any = partial(torch.autocast, device.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
+    autocast = autocast_of(device, precision)
     chain = [Link(u.name, u.alike) for u in costs.units]
     sizes = sorted({costs.measured_samples[0], costs.measured_samples[-1]})
     part = account(model, calls, work.sample, sizes, autocast=autocast, chain=chain, within=lambda m: one_part(m, blocks, 2))

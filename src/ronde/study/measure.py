@@ -31,7 +31,7 @@ from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["NoisyMachine", "Subject", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
+__all__ = ["NoisyMachine", "Subject", "autocast_of", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
@@ -50,6 +50,11 @@ def device_name(device: torch.device) -> str:
                 break
     cores = usable_cores()
     return f"{device.type}: {name or os.uname().machine} ({cores} core{'s' if cores != 1 else ''})"
+
+
+def autocast_of(device: torch.device, precision: str) -> Callable[[], Any]:
+    """The context of a forward pass at ``precision``, as in ``ronde.distribute``."""
+    return partial(torch.autocast, device.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
 
 
 class _Clock:
@@ -183,9 +188,7 @@ def measure(
     if any(p.is_meta for p in model.parameters()):
         raise ArgumentError("the model's parameters are on the meta device: they have no values, so nothing can be timed.")
     made = batches if callable(batches) else partial(_cut, batches, batch_size)
-    autocast: Callable[[], Any] = (
-        partial(torch.autocast, where.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
-    )
+    autocast = autocast_of(where, precision)
     say = tell or (lambda _: None)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     with untouched(model), contextlib.ExitStack() as stack:
@@ -206,7 +209,7 @@ def measure(
         rounds = subject.time(micro, seconds, gate, say)
         further = subject.accumulating(micro[sizes[0]])
         again = {}
-        if any(u.recomputed for u in costs.units):
+        if costs.again and any(u.recomputed for u in costs.units):
             say("timing recomputation")
             quick = [b for b in sizes if b == sizes[0] or _least(rounds.whole[b], False) < seconds / 16]
             again = subject.again(costs.again, {b: micro[b] for b in (quick[0], quick[-1])}, seconds / 4)
@@ -274,9 +277,7 @@ def loaded(
         chain: the units.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    autocast: Callable[[], Any] = (
-        partial(torch.autocast, device.type, _DTYPES[precision]) if precision in _DTYPES else contextlib.nullcontext
-    )
+    autocast = autocast_of(device, precision)
     passes: list[list[float]] = []
     further: list[float] = []
     updates = _Rounds({}, {}, [])
@@ -401,20 +402,28 @@ class Subject:
         return max(0.0, statistics.median(added))
 
     def again(self, levels: Sequence[str], micro: dict[int, Any], seconds: float) -> dict[str, Line]:
-        """What each level of recomputation adds to a whole step, at each micro-batch size, with and without it in turn."""
+        """What each level of recomputation adds to a whole step, at each micro-batch size, with and without it in turn.
+
+        A level whose second pass is not as its first (layers dropped at random) cannot be run: it is not in the answer, and a note says so.
+        """
         points: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
         for b, batch in micro.items():
             plain: list[tuple[float, float]] = []
-            taken: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
+            taken: dict[str, list[tuple[float, float]]] = {level: [] for level in points}
             start = time.perf_counter()
             while len(plain) <= _LEAST_ROUNDS or (len(plain) < 3 * _LEAST_ROUNDS and time.perf_counter() - start < seconds / len(micro)):
                 plain.append(self.whole(batch))
-                for level in levels:
-                    with applied(self.model, level):
-                        taken[level].append(self.whole(batch))
-            for level in levels:
-                added = max(0.0, _least(taken[level][1:], self.calm) - _least(plain[1:], self.calm))
-                points[level].append((b, added))
+                for level in list(points):
+                    try:
+                        with applied(self.model, level):
+                            taken[level].append(self.whole(batch))
+                    except Exception as error:
+                        del points[level]
+                        self.notes.append(
+                            f"recompute={level} could not be timed ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+                        )
+            for level, found in points.items():
+                found.append((b, max(0.0, _least(taken[level][1:], self.calm) - _least(plain[1:], self.calm))))
         self._clear()
         return {level: line(each) for level, each in points.items()}
 

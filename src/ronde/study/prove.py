@@ -131,14 +131,8 @@ def _spec(plan: Plan) -> str:
     return plan.spec if plan.micro_batch is None or "micro_batch=" in plan.spec else f"{plan.spec},micro_batch={plan.micro_batch}"
 
 
-_SETTINGS = (
-    "schedule",
-    "virtual",
-    "micro_batch",
-    "split_at",
-    "optimize",
-    "shard_within",
-)  # of the plan before them, and no plan of their own
+# They belong to the plan before them, and are no plan of their own.
+_SETTINGS = ("schedule", "virtual", "micro_batch", "split_at", "optimize", "shard_within")
 
 
 def _kind(word: str) -> str:
