@@ -111,6 +111,13 @@ def test_loaders_are_not_prescribed_where_they_would_share_an_open_file():
         assert ("threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 8, held=held))}) == expected
 
 
+def test_what_waits_for_a_core_is_not_taken_for_idle():
+    stages = [StageSeen("python", wall_seconds=8e-3, cpu_seconds=3e-3)]
+    found = judge(seen(rounds(synthetic=1000, real=400, replayed=990), stages)).values
+    assert "threads" not in {r.id for r in remedies(found, Facts(1, 2, "processes", 2))}  # it waits for something, threads would too
+    assert "threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 2, queued=1.5))}
+
+
 def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     wild = [{"synthetic": s, "real": r} for s, r in ((1000, 900), (1000, 600), (1000, 880), (1000, 620))]
     found = judge(seen(wild, STAGES)).values
@@ -543,11 +550,18 @@ def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_t
     )
     text = text.replace("shuffle=True", "sampler=Hard()").replace("import sys, time,", "import sys, threading, time,")
     (job / "train.py").write_text(text)
-    values, done = examine(job, "none", "1", seconds="16")
+    for _ in range(3):  # beside other tests, a window may be disturbed too much for a cause
+        (job / "drawn").unlink(missing_ok=True)
+        values, done = examine(job, "none", "1", seconds="16")
+        if values["cause"] and values["cause"]["stage"] != "unexplained":
+            break
     assert values["order"]["seconds"] >= 2 and values["order"]["share"] > 0.2
     assert len((job / "drawn").read_text()) <= 3 and "the sampler takes 2" in done.stdout
     assert values["cause"]["stage"] in ("python", "neighbour") and "threads" not in {p["id"] for p in values["prescriptions"]}
-    assert any("not for this data set (AssertionError: made in another thread)" in note for note in values["notes"]), values["notes"]
+    assert any("not for this data set (AssertionError: made in another thread)" in note for note in values["notes"]), (
+        values["cause"],
+        done.stdout,
+    )
 
 
 def test_the_stages_of_a_stream_are_told_apart_and_more_workers_feed_it_no_faster(job):

@@ -123,6 +123,7 @@ class ArmResult:
         in_step: stage -> what it took within the step, on the slowest rank.
         cpu_seconds: of one sample, in the training processes.
         other_threads: share of the loading processes' CPU time that was spent outside their main threads.
+        queued: seconds that the threads which read were ready and had no core, for each second that they had one.
         drift: the rate of the window's second half over that of its first half.
         notes: what the readers could not do.
     """
@@ -139,6 +140,7 @@ class ArmResult:
     in_step: Mapping[str, Timed] = field(default_factory=dict)
     cpu_seconds: float = 0.0
     other_threads: float = 0.0
+    queued: float = 0.0
     drift: float = 1.0
     notes: tuple[str, ...] = ()
 
@@ -281,14 +283,15 @@ class _InStep:
 
 
 class _Threads:
-    """How much of the loading processes' CPU time is spent outside their main threads."""
+    """What the loading processes' threads do, or this process's where there are none."""
 
     def __init__(self) -> None:
         self._start = self._look()
 
-    def _look(self) -> tuple[float, float]:
-        main = others = 0.0
-        for process in psutil.Process().children(recursive=True):
+    def _look(self) -> tuple[float, float, float, float]:
+        main = others = ran = queued = 0.0
+        loaders = psutil.Process().children(recursive=True)
+        for process in loaders:
             with contextlib.suppress(psutil.Error):
                 for thread in process.threads():
                     spent = thread.user_time + thread.system_time
@@ -296,12 +299,18 @@ class _Threads:
                         main += spent
                     else:
                         others += spent
-        return main, others
+        threads = [Path(f"/proc/{p.pid}/task/{p.pid}") for p in loaders] or list(Path("/proc/self/task").glob("*"))
+        for thread_ in threads:
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or this kernel does not tell
+                on_core, in_queue, _ = (thread_ / "schedstat").read_text().split()
+                ran, queued = ran + int(on_core) * 1e-9, queued + int(in_queue) * 1e-9
+        return main, others, ran, queued
 
-    def share(self) -> float:
-        """Of the time since."""
-        main, others = (now - then for now, then in zip(self._look(), self._start, strict=True))
-        return others / (main + others) if main + others > 0.05 else 0.0
+    def share(self) -> tuple[float, float]:
+        """Of the CPU time since, what was spent outside the loaders' main threads; and the time that the reading threads were ready and had
+        no core, for each second that they had one."""
+        main, others, ran, queued = (now - then for now, then in zip(self._look(), self._start, strict=True))
+        return others / (main + others) if main + others > 0.05 else 0.0, max(0.0, queued) / ran if ran > 0.05 else 0.0
 
 
 class Bench:
@@ -657,8 +666,8 @@ class Bench:
                 from ronde.feed.probe import read_files
 
                 self.files = [file.path for file in read_files(board)]
-            others = threads.share() if threads is not None else 0.0
-        return self._result(arm, ends, waits, cpu, first, timed, others, notes)
+            shares = threads.share() if threads is not None else (0.0, 0.0)
+        return self._result(arm, ends, waits, cpu, first, timed, shares, notes)
 
     def _begin(self, arm: Arm, stack: contextlib.ExitStack) -> tuple[Feed, Path | None, Iterator[Any], Share, float]:
         """A feed that has given its first batch, which is left out: it and all its loaders end with the stack.
@@ -715,7 +724,7 @@ class Bench:
         cpu: float,
         first: float = 0.0,
         timed: Mapping[str, Timed] | None = None,
-        others: float = 0.0,
+        shares: tuple[float, float] = (0.0, 0.0),
         notes: Sequence[str] = (),
     ) -> ArmResult:
         run = self.run
@@ -737,7 +746,8 @@ class Bench:
             "drift": ((ends[half] - ends[0]) / half) / ((ends[-1] - ends[half]) / (steps - half)) if half else 1.0,
             "stages": {name: dataclasses.astuple(t) for name, t in (timed or {}).items()},
             "in_step": in_step,
-            "others": others,
+            "others": shares[0],
+            "queued": shares[1],
             "notes": list(notes),
         }
         everyone = gather_json(run._me, mine)
@@ -762,6 +772,7 @@ class Bench:
             in_step=slowest_step,
             cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
             other_threads=max(e["others"] for e in everyone),
+            queued=statistics.fmean(e["queued"] for e in everyone),
             drift=everyone[0]["drift"],
             notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )

@@ -386,6 +386,7 @@ class _Study:
             memory_bytes=float(psutil.virtual_memory().available),
             pipeline=isinstance(taken.dataset, Pipeline),
             step_cpu_seconds=statistics.median(r.cpu_seconds for r in synthetic),
+            queued=self.timed.queued if self.timed is not None else 0.0,
             loading_sweep=tuple(self.asked),
             stream=self.bench.is_stream,
             held="" if self.bench.is_stream else held_open(taken.dataset) or "",
@@ -460,6 +461,7 @@ class _Study:
         """
         loading = [s for s in self.stages() if s.where == "loading"]
         wall, cpu = sum(s.wall_seconds for s in loading), sum(min(s.cpu_seconds, s.wall_seconds) for s in loading)
+        cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)  # for want of a core, it waits for no storage
         if self.bench.is_stream or wall - cpu < _WAITS * wall:
             return
         workers, loaders = self.run.world_size, self.bench.loaders
@@ -494,11 +496,15 @@ class _Study:
                     usable = False
             if not all(gather_json(self.run._me, usable)):
                 continue
-            if remedy.can_try and remedy.settings is not None and self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0):
+            if remedy.can_try and remedy.settings is not None:
                 self.tell(f"trying: {remedy.text}")
+                # Two batches, even where no time is left for more: nothing is promised that cannot be had.
                 refused = [error for error in gather_json(self.run._me, self.bench.refuses(remedy.settings)) if error]
                 if refused:
                     values["notes"].append(f"{remedy.text}: not for this data set ({refused[0]}).")
+                    continue
+                if self.clock.left() + self.grace <= 2 * self.costs.get("real", 0.0):
+                    tried.append(remedy)
                     continue
                 try:
                     rates = [

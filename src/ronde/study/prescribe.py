@@ -56,6 +56,7 @@ class Facts:
         batched: the data set could be asked for many rows at once.
         pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
         step_cpu_seconds: of one sample, in the training process.
+        queued: seconds that the threads which read were ready and had no core, for each second that they had one.
         stream: the data set can only be iterated: at most one loader can read it.
         held: what the data set holds open, whose place in it loaders would share; "" for nothing.
         opens: what it opens when it reads its first sample, which threads would share and processes do not; "" for nothing.
@@ -85,6 +86,7 @@ class Facts:
     stream: bool = False
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
+    queued: float = 0.0
     opens: str = ""
     held: str = ""
     loading_sweep: tuple[tuple[int, float], ...] = ()
@@ -151,7 +153,7 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     each = max(1, facts.cores // facts.workers)
     # Loaders that wait (for storage, say) can be more than there are cores; those that compute cannot.
     wall = sum(float(r["wall_ms_per_sample"] or 0.0) for r in rows.values() if r.get("where") == "loading") / 1e3
-    idle = max(0.0, 1.0 - cpu / wall) if wall else 0.0
+    idle = max(0.0, 1.0 - cpu * (1.0 + facts.queued) / wall) if wall else 0.0  # waiting for a core is no idleness
     wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
     if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
         if facts.executor == "none" and facts.stream:
