@@ -737,6 +737,44 @@ def test_arrays_of_many_kinds(tmp_path):
     assert isinstance(pair.read(ids), Batch) and len(pair.read(ids)[1:3]) == 2
 
 
+def _stream(path, table, most=7):
+    with pa.ipc.new_stream(path, table.schema) as out:
+        for batch in table.to_batches(max_chunksize=most):
+            out.write_batch(batch)
+
+
+def test_arrow_streams_and_folders_of_them_as_data_sets_are_saved_to_disk(tmp_path):
+    """Hugging Face's ``save_to_disk`` writes streams, one after the other as its ``state.json`` says."""
+    table = pa.table({"id": list(range(50)), "text": [f"t{i}" for i in range(50)], "gap": [None if i == 40 else i for i in range(50)]})
+    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
+    _stream(tmp_path / names[0], table.slice(0, 20))
+    _stream(tmp_path / names[1], table.slice(20))
+    ids = [49, 0, 20, 19, 40, 0]
+    alone = feed.arrays(tmp_path / names[0], columns=["id", "text"])
+    assert len(alone) == 20 and alone.take([13, 2])["id"].tolist() == [13, 2] and alone.take([13])["text"] == ["t13"]
+    by_name = feed.arrays(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    source = feed.arrays(tmp_path)
+    for one in (source, copied(source)):
+        found = one.take(ids)
+        assert len(one) == 50 and found["id"].tolist() == ids and found["text"] == [f"t{i}" for i in ids]
+        assert np.isnan(found["gap"][4]) and found["gap"].dtype == np.float64 and found["gap"][0] == 49
+    assert by_name.take([0])["id"].tolist() == [20] and by_name.fingerprint != source.fingerprint
+    assert len(pickle.dumps(source)) < 3000 and "and 1 more" in repr(source)
+    assert {Path(p).name for p in source.origins()[1:]} == set(names)
+    _stream(tmp_path / names[1], table.select(["id"]))
+    with pytest.raises(ArgumentError, match=r"data-00000-of-00002\.arrow has other columns than .*data-00001"):
+        feed.arrays(tmp_path)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(ArgumentError, match=r"data-00000-of-00002\.arrow"):
+        feed.arrays(tmp_path)
+    whole = (tmp_path / names[0]).read_bytes()
+    for wrong in (b"", b"text", whole[:300], whole[: len(whole) // 2]):
+        (tmp_path / "cut.arrow").write_bytes(wrong)
+        with pytest.raises(ArgumentError, match=r"cut\.arrow cannot be read as an Arrow IPC file or stream"):
+            feed.arrays(tmp_path / "cut.arrow")
+
+
 def test_arrays_errors(tmp_path):
     np.save(tmp_path / "long.npy", np.zeros(5))
     np.save(tmp_path / "short.npy", np.zeros(4))

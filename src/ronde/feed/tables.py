@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from ronde.feed.built import built, cache_root, files_of, gone, identity
 from ronde.feed.pipeline import Pipeline
+from ronde.feed.sources.arrays import arrow_batches, open_arrow
 from ronde.feed.sources.base import BaseSource, Batch, Tuple, check_ids, digest, need
 from ronde.world import ArgumentError, SampleError
 
@@ -102,26 +103,14 @@ def _batches(file: Path, columns: Sequence[str], text: frozenset[str], numbers: 
             yield from pc.open_csv(file, read_options=pc.ReadOptions(block_size=8 << 20), convert_options=convert)
         else:
             with pa.memory_map(str(file)) as source:
-                reader = _arrow(source)
+                reader = open_arrow(source)
                 _check(file, reader.schema.names, columns)
-                count = getattr(reader, "num_record_batches", None)
-                parts = (reader.get_batch(i) for i in range(count)) if count is not None else iter(reader)
-                for part in parts:
+                for part in arrow_batches(reader):
                     yield part.select(list(dict.fromkeys(columns)))
     except pa.ArrowInvalid as error:
         raise SampleError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
     except OSError as error:
         raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
-
-
-def _arrow(source: Any) -> Any:
-    import pyarrow as pa
-
-    try:
-        return pa.ipc.open_file(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        return pa.ipc.open_stream(source)
 
 
 def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:

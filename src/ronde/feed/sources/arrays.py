@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ronde.feed.sources.base import BaseSource, Batch, check_ids, digest, need, 
 from ronde.feed.sources.storage import Place, Store, is_remote, local
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["ArraySource", "arrays", "npy_header"]
+__all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
 
 
 def npy_header(store: Store, path: str, size: int, start: int = 0) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
@@ -107,13 +108,30 @@ class _Held:
         return np.asarray(self.values[ids])
 
 
-class _Arrow:
-    """All columns of an Arrow IPC file, mapped."""
+def open_arrow(source: Any) -> Any:
+    """A reader of an Arrow IPC file, or stream (what Hugging Face's ``datasets`` writes)."""
+    import pyarrow as pa
 
-    def __init__(self, path: str, columns: Sequence[str] | None) -> None:
-        need("pyarrow", "tables", path)
-        self.path = path
-        self.size = Path(path).stat().st_size
+    try:
+        return pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_stream(source)
+
+
+def arrow_batches(reader: Any) -> Iterator[Any]:
+    """Its record batches, in order."""
+    count = getattr(reader, "num_record_batches", None)
+    yield from (reader.get_batch(i) for i in range(count)) if count is not None else reader
+
+
+class _Arrow:
+    """All columns of Arrow IPC files, one after the other, mapped."""
+
+    def __init__(self, paths: Sequence[str], columns: Sequence[str] | None) -> None:
+        need("pyarrow", "tables", paths[0])
+        self.paths = list(paths)
+        self.sizes = [Path(path).stat().st_size for path in self.paths]
         self._wanted = list(columns) if columns is not None else None
         self._groups: Any = None
         self._starts: Any = None
@@ -124,20 +142,26 @@ class _Arrow:
 
         from ronde.feed.sources.parquet import to_columns
 
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(self.path))
-            tables = [pa.Table.from_batches([reader.get_batch(i)]) for i in range(reader.num_record_batches)]
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ArgumentError(f"{self.path} cannot be read as an Arrow IPC file: {str(error).splitlines()[0]}") from error
-        names = list(reader.schema.names)
+        tables: list[tuple[str, Any]] = []
+        schema: Any = None
+        for path in self.paths:
+            try:
+                reader = open_arrow(pa.memory_map(path))
+                tables += [(path, pa.Table.from_batches([batch])) for batch in arrow_batches(reader) if batch.num_rows]
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ArgumentError(f"{path} cannot be read as an Arrow IPC file or stream: {str(error).splitlines()[0]}") from error
+            if schema is not None and not schema.equals(reader.schema):
+                raise ArgumentError(f"feed.arrays: {path} has other columns than {self.paths[0]}, or of other types.")
+            schema = reader.schema
+        names = list(schema.names)
         for name in self._wanted or ():
             if name not in names:
-                raise ArgumentError(f"feed.arrays: {self.path} has no column {name!r}: choose among {', '.join(names)}.")
+                raise ArgumentError(f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among {', '.join(names)}.")
         self.columns = self._wanted if self._wanted is not None else names
-        tables = [table.select(self.columns) for table in tables if table.num_rows]
-        floats = frozenset(name for name in self.columns if any(table.column(name).null_count for table in tables))
-        self._groups = {i: to_columns(table, floats, self.path) for i, table in enumerate(tables)}
-        self._starts = np.cumsum([0, *(table.num_rows for table in tables)], dtype=np.int64)
+        tables = [(path, table.select(self.columns)) for path, table in tables]
+        floats = frozenset(name for name in self.columns if any(table.column(name).null_count for _, table in tables))
+        self._groups = {i: to_columns(table, floats, path) for i, (path, table) in enumerate(tables)}
+        self._starts = np.cumsum([0, *(table.num_rows for _, table in tables)], dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": None}
@@ -146,10 +170,13 @@ class _Arrow:
         return int(self._starts[-1])
 
     def describe(self) -> tuple[Any, ...]:
-        return os.path.basename(self.path), self.size, self.columns  # noqa: PTH119
+        name = os.path.basename(self.paths[0])  # noqa: PTH119
+        if len(self.paths) == 1:
+            return name, self.sizes[0], self.columns
+        return f"{name} and {len(self.paths) - 1} more", self.sizes, self.columns
 
     def origin(self) -> list[Any]:
-        return [self.path]
+        return list(self.paths)
 
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
         from ronde.feed.sources.parquet import gather
@@ -157,6 +184,15 @@ class _Arrow:
         if self._groups is None:
             self._load()
         return gather(ids, self._starts, self._groups)
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """The Arrow files of a folder: as its ``state.json`` says (Hugging Face's ``save_to_disk`` writes one), else by name."""
+    try:
+        named = [folder / str(each["filename"]) for each in json.loads((folder / "state.json").read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = []
+    return named or sorted(p for p in folder.iterdir() if p.suffix == ".arrow")
 
 
 class ArraySource(BaseSource):
@@ -268,7 +304,9 @@ def arrays(
 
     Args:
         given: a ``.npy`` file: its rows. A dict of names and ``.npy`` files (or arrays), or an ``.npz``, ``.arrow`` or ``.feather`` file:
-            dicts of a row of each; a tuple or list of them: tuples. A folder: a dict of its ``.npy`` files. ``.npy`` may be URLs.
+            dicts of a row of each; a tuple or list of them: tuples. A folder: a dict of its ``.npy`` files, or the rows of its ``.arrow``
+            files, one after the other, as Hugging Face's ``save_to_disk`` writes them. Arrow's file and stream formats are both read.
+            ``.npy`` may be URLs.
         columns: which arrays of an ``.npz`` or Arrow file; None for all.
         options: for fsspec.
 
@@ -289,14 +327,18 @@ def arrays(
             raise ArgumentError(f"feed.arrays: {path}: only .npy files are read remotely.")
         if Path(path).is_dir():
             files = sorted(p for p in Path(path).iterdir() if p.suffix == ".npy")
+            if not files and (pieces := _in_order(Path(path))):
+                for piece in pieces:
+                    store.size(str(piece))
+                return ArraySource(_Arrow([str(piece) for piece in pieces], columns), False)
             if not files:
-                raise ArgumentError(f"feed.arrays: the folder {path} holds no .npy file.")
+                raise ArgumentError(f"feed.arrays: the folder {path} holds no .npy and no .arrow file.")
             return ArraySource({p.stem: _one(str(p), p.stem, store) for p in files}, False)
         store.size(path)
         if path.endswith((".arrow", ".feather", ".ipc")):
-            return ArraySource(_Arrow(path, columns), False)
+            return ArraySource(_Arrow([path], columns), False)
         if not path.endswith(".npz"):
-            raise ArgumentError(f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder of .npy files.")
+            raise ArgumentError(f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder of .npy or .arrow files.")
         held = _from_npz(path, store)
         for name in columns or ():
             if name not in held:
