@@ -27,7 +27,7 @@ from ronde.run.losses import LossCall
 from ronde.study import links
 from ronde.study.chain import Link, find_chain, take
 from ronde.study.forecast import gauge
-from ronde.study.measure import NoisyMachine, Subject, measure, optimizer_fixed_seconds
+from ronde.study.measure import NoisyMachine, Subject, clip_fixed_seconds, measure, optimizer_fixed_seconds
 from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
 from ronde.study.runtime import action_seconds, fit_added, split_seconds
@@ -628,6 +628,7 @@ def test_what_does_not_come_from_the_size_of_parameters():
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters())
     assert 0 < optimizer_fixed_seconds(model, optimizer) < 0.1 and not optimizer.state
+    assert 0 < clip_fixed_seconds(model) < 0.1
     data = torch.zeros(4, 300)
     work = Work(model, optimizer, lambda batch: (model(batch).square().mean(), None), lambda n: data[:n])
     assert 0 <= action_seconds(work) < 0.1 and 0 <= split_seconds(work, 4).at(4) < 0.1
@@ -722,6 +723,9 @@ forecast.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_
 before = {k: v.clone() for k, v in model.state_dict().items()}
 calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
 costs = forecast.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
+assert costs.clip_seconds == costs.clip_fixed_seconds == 0
+clipped = forecast.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
+assert clipped.clip_seconds >= clipped.clip_fixed_seconds > 0
 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
 assert costs.contention >= 1 and costs.lockstep >= 1 and costs.accumulate_seconds >= 0
 assert costs.optimizer_seconds > 0  # of an optimizer that keeps nothing
@@ -796,6 +800,13 @@ def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop, plac
     done = python(["train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert bool(re.fullmatch(rf"{place}:\d+", done.stdout.strip())) == owns, done.stdout
+
+
+def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp_path):
+    (tmp_path / "train.py").write_text("import ronde\nopen('missing.csv')\n")
+    done = ronde_run(["plan", "train.py"], tmp_path, 60, {"RONDE_STATE": str(tmp_path / "state")})
+    assert done.returncode not in (0, None) and "failed before its model was measured" in done.stderr and "missing.csv" in done.stderr
+    assert "links" not in done.stderr and not (tmp_path / "state").exists()
 
 
 def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):

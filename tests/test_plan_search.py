@@ -574,6 +574,15 @@ def test_what_the_runtime_adds_by_hand():
     )
     assert buckets / 0.5 == pytest.approx(round(buckets / 0.5)) and buckets > 0  # so much a bucket
     assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, cluster).terms["overhead"] == pytest.approx(16 * 0.03)
+    # Clipping: of what a worker holds, but ZeRO-1 clips before it divides.
+    clips = dataclasses.replace(costs, clip_seconds=0.5, clip_fixed_seconds=0.1)
+    for spec, more in (({}, 0.5), ({"shard": "optimizer"}, 0.5), ({"shard": "parameters"}, 0.3), ({"pipeline": 2, "micro_batch": 4}, 0.25)):
+        plan = Plan(2, 8, **spec)
+        assert predict(plan, clips, cluster).terms["optimizer"] - predict(plan, costs, cluster).terms["optimizer"] == pytest.approx(more)
+    # Tensor-parallel workers wait for each other too.
+    blocks = dataclasses.replace(costs, units=tuple(dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=Line(1e3)) for u in costs.units))
+    waits, even_paced = (predict(Plan(2, 8, tensor=2), c, cluster).terms for c in (blocks, dataclasses.replace(blocks, lockstep=1.0)))
+    assert waits["tensor"] - even_paced["tensor"] == pytest.approx(0.25 * waits["compute"])
     # It was measured while others slept: where layers take longer as all work, so does this.
     crowded = dataclasses.replace(costs, contention=1.5)
     assert predict(Plan(2, 8, shard="parameters"), crowded, cluster).terms["gather"] == pytest.approx(8 + 2 * 4 * 0.22 * 1.5)

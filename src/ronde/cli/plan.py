@@ -116,8 +116,9 @@ def register(app: typer.Typer) -> None:
             if device is not None:
                 costs, target, like = _elsewhere(command, device, devices, accept_noise, say)
             else:
-                target = _target(cluster, devices, say)
-                costs, like = _measured(command, target, accept_noise, say)
+                planned = _target(cluster, devices)
+                costs, like = _measured(command, planned, accept_noise, say)
+                target = planned if cluster is not None else _links_of(planned, say)  # last: a script that fails does so at once
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
@@ -148,8 +149,8 @@ def _elsewhere(command: list[str], device: str, devices: int | None, accept_nois
     return costs, cluster_of(device, count // per_node, per_node, costs), like
 
 
-def _target(file: Path | None, devices: int | None, say: Any) -> Any:
-    """The cluster that is planned for."""
+def _target(file: Path | None, devices: int | None) -> Any:
+    """The cluster that is planned for; without a file it is this machine, whose links are not known yet."""
     from ronde.plan import Cluster
 
     if file is not None:
@@ -159,13 +160,20 @@ def _target(file: Path | None, devices: int | None, say: Any) -> Any:
             if devices % per_node:
                 raise ArgumentError(f"--devices {devices} does not divide into nodes of {found.devices_per_node}, as {file} has them.")
             found = dataclasses.replace(found, nodes=devices // per_node, devices_per_node=per_node)
-    else:
-        from ronde.launch import resolve_workers
-        from ronde.study.links import default_cluster
+        return found
+    import socket
 
-        count = devices or max(2, resolve_workers("auto"))
-        found = default_cluster(count, tell=say)
-    return found
+    from ronde.launch import resolve_workers
+    from ronde.study.links import has_cuda
+
+    device = "cuda" if has_cuda() else "cpu"
+    return Cluster(name=socket.gethostname(), devices_per_node=devices or max(2, resolve_workers("auto")), device=device)
+
+
+def _links_of(machine: Any, say: Any) -> Any:
+    from ronde.study.links import default_cluster
+
+    return default_cluster(machine.devices, tell=say)
 
 
 def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> Any:

@@ -136,6 +136,8 @@ class Costs:
         notes: what to know about how this was measured, a sentence each.
         tensor_divides: what the number of tensor-parallel workers must divide (attention heads), 0 where not known.
         optimizer_fixed_seconds: the part of ``optimizer_seconds`` that does not depend on how large the parameters are.
+        clip_seconds: clipping the gradients of all parameters once, where the script has ``clip_norm``; ``clip_fixed_seconds`` is the part that
+            does not depend on how large they are.
         action_seconds: what a pipeline's runtime adds to each forward or backward pass of a micro-batch; 0 where not measured (then it is
             the cluster's).
         lockstep: how much longer the layers take where workers wait for each other at every one of them.
@@ -174,6 +176,8 @@ class Costs:
     script_bytes: float = 0.0
     tensor_measured: bool = False
     split_seconds: Line = Line()
+    clip_seconds: float = 0.0
+    clip_fixed_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -35,6 +35,8 @@ class Step(Moments):
         terms["compute"] = times * (forward + backward - recompute - reduce) + (times - 1) * self._accumulated(float(made.trainable.sum()))
         terms["recompute"] = times * recompute
         terms["tensor"] = times * reduce
+        if self.plan.tensor > 1:  # its workers wait for each other in every block
+            terms["tensor"] += (self.costs.lockstep - 1.0) * times * (forward + backward - reduce)
         hidden = 0.0
         trainable = float(made.trainable.sum())
         parameters = float(made.parameters.sum())
@@ -146,10 +148,15 @@ class Step(Moments):
         return self.costs.accumulate_seconds / self.cluster.speed * part / (self.parts if self.fsdp else 1)
 
     def _optimizer(self, trainable: float) -> float:
+        """Seconds of clipping and of the optimizer's step."""
         part = trainable / self.owner._trainable if self.owner._trainable else 0.0
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
         fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
-        return (fixed + (self.costs.optimizer_seconds - fixed) / self.parts) / self.cluster.speed * part
+        step = fixed + (self.costs.optimizer_seconds - fixed) / self.parts
+        # ZeRO-1 clips before it divides.
+        fixed, clip = self.costs.clip_fixed_seconds, self.costs.clip_seconds
+        clip = fixed + (clip - fixed) / self.parts if self.fsdp else clip
+        return (step + clip) / self.cluster.speed * part
 
     def _host(self, parameters: float, trainable: float) -> float:
         if self.plan.offload == "none":

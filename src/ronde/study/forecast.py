@@ -35,7 +35,7 @@ from ronde.study.chain import Link, tensors_of, untouched
 from ronde.study.divided import divisible
 from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
-from ronde.study.measure import loaded, measure, optimizer_fixed_seconds
+from ronde.study.measure import clip_fixed_seconds, loaded, measure, optimizer_fixed_seconds
 from ronde.study.memory import line
 from ronde.study.runtime import action_seconds, split_seconds
 from ronde.watch import MARK
@@ -98,11 +98,13 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
         device=next((p.device for p in work.model.parameters()), torch.device("cpu")),
         precision=plan.precision,
         threads=threads,
+        clips=plan.clip_norm is not None,
         on_noise="note" if accept_noise else "error",
         tell=tell,
     )
     costs = dataclasses.replace(costs, script_bytes=beside)
-    return divisible(_under_load(_cut_as_followed(_counted(costs, work), work, plan), work, plan, calls), work, calls, plan.precision)
+    counted = _cut_as_followed(_counted(costs, work, plan), work, plan)
+    return divisible(_under_load(counted, work, plan, calls), work, calls, plan.precision)
 
 
 def _held(work: Work) -> float:
@@ -140,7 +142,7 @@ def _uncut(costs: Costs, why: str) -> Costs:
     return dataclasses.replace(costs, units=units, notes=(*costs.notes, f"no pipeline: {why}"))
 
 
-def _counted(costs: Costs, work: Work) -> Costs:
+def _counted(costs: Costs, work: Work, plan: Plan) -> Costs:
     """How many parameters each unit trains, and what of an optimizer's step and of a pipeline's does not come from their size."""
     holders = {unit.name: i for i, unit in enumerate(costs.units)}
     count = [0] * len(costs.units)
@@ -152,10 +154,12 @@ def _counted(costs: Costs, work: Work) -> Costs:
             count[holders.get(path, 0)] += 1
     units = tuple(dataclasses.replace(u, tensors=n) for u, n in zip(costs.units, count, strict=True))
     fixed = min(optimizer_fixed_seconds(work.model, work.optimizer), costs.optimizer_seconds)
+    clip_fixed = clip_fixed_seconds(work.model) if plan.clip_norm is not None else 0.0
     return dataclasses.replace(
         costs,
         units=units,
         optimizer_fixed_seconds=fixed,
+        clip_fixed_seconds=min(clip_fixed, costs.clip_seconds),
         action_seconds=action_seconds(work),
         split_seconds=split_seconds(work, costs.batch_size),
     )
@@ -186,7 +190,17 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         dist.all_reduce(spent, dist.ReduceOp.MAX)  # all stop in the same round
         return rounds >= _LOADED_ROUNDS and (device.type != "cpu" or float(spent) >= _LOADED_SECONDS)
 
-    found = loaded(work.model, work.optimizer, calls, batches, precision=plan.precision, enough=enough, wait=dist.barrier, chain=chain)
+    found = loaded(
+        work.model,
+        work.optimizer,
+        calls,
+        batches,
+        precision=plan.precision,
+        enough=enough,
+        wait=dist.barrier,
+        chain=chain,
+        clips=plan.clip_norm is not None,
+    )
 
     def over_workers(values: list[float], how: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -201,7 +215,14 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
     tried = torch.tensor(len(found.updates), device=device)
     dist.all_reduce(tried, dist.ReduceOp.MIN)
     # After a pass in which they waited for each other, they do not wait for this.
-    update = statistics.median(over_workers(found.updates, dist.ReduceOp.SUM)) / dist.get_world_size() if int(tried) == rounds else 0.0
+
+    def usually(values: list[float]) -> float:
+        """The middle of what a worker took."""
+        return (
+            statistics.median(over_workers(values, dist.ReduceOp.SUM)) / dist.get_world_size() if values and int(tried) == rounds else 0.0
+        )
+
+    update, clip = usually(found.updates), usually(found.clips)
     # Where workers wait for each other at every layer, each layer takes as long as the slowest worker takes for it.
     together = usual([sum(each) for each in found.units])
     each_slowest = over_workers([seconds for row in found.units for seconds in row], dist.ReduceOp.MAX)
@@ -226,6 +247,8 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         accumulate_seconds=max(0.0, usual(found.further) - passes[0]),
         again_seconds={level: _through(taken, sizes, factors) for level, taken in costs.again_seconds.items()},
         optimizer_fixed_seconds=min(max(costs.optimizer_seconds, update), costs.optimizer_fixed_seconds * factor),
+        clip_seconds=max(costs.clip_seconds, clip),
+        clip_fixed_seconds=min(max(costs.clip_seconds, clip), costs.clip_fixed_seconds * factor),
         action_seconds=costs.action_seconds * factor,
         split_seconds=Line(costs.split_seconds.fixed * factor, costs.split_seconds.per_sample * factor),
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,

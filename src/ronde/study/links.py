@@ -42,7 +42,7 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
 )
 
-__all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "main", "resident"]
+__all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "has_cuda", "main", "resident"]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
@@ -350,6 +350,11 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
+def has_cuda() -> bool:
+    """Whether workers of this machine train on GPUs."""
+    return os.environ.get("RONDE_DEVICE") != "cpu" and torch.cuda.is_available()
+
+
 def default_cluster(workers: int, *, fresh: bool = False, tell: Callable[[str], None] | None = None, timeout: float = 120.0) -> Cluster:
     """This machine as a cluster of so many workers: measured once in some seconds, then kept by host, torch version and workers.
 
@@ -366,7 +371,7 @@ def default_cluster(workers: int, *, fresh: bool = False, tell: Callable[[str], 
     """
     from ronde.world import RondeError
 
-    cuda = os.environ.get("RONDE_DEVICE") != "cpu" and torch.cuda.is_available()
+    cuda = has_cuda()
     most = torch.cuda.device_count() if cuda else max(2, min(8, usable_cores()))
     started = min(workers, most)
     host = socket.gethostname()

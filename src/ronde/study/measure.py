@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["NoisyMachine", "Subject", "autocast_of", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
+__all__ = ["NoisyMachine", "Subject", "autocast_of", "clip_fixed_seconds", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
@@ -129,6 +129,7 @@ class _Rounds:
     units: dict[int, list[list[_Times]]]
     whole: dict[int, list[tuple[float, float]]]
     optimizer: list[tuple[float, float]]
+    clip: list[tuple[float, float]] = field(default_factory=list)
 
 
 def _sizes(batch_size: int, given: Sequence[int] | None, batchnorm: bool) -> list[int]:
@@ -155,6 +156,7 @@ def measure(
     seconds: float = 8.0,
     threads: int | None = None,
     chain: list[Link] | None = None,
+    clips: bool = False,
     on_noise: Literal["error", "note"] = "error",
     reference: Callable[[], float] | None = None,
     tell: Callable[[str], None] | None = None,
@@ -173,6 +175,7 @@ def measure(
         seconds: about how long to measure.
         threads: compute threads that a worker will have; None leaves them alone.
         chain: the units; None finds them.
+        clips: whether gradients are clipped before the optimizer's step.
         on_noise: on a disturbed machine, raise or write it into ``Costs.noise`` and ``Costs.notes``.
         reference: takes a reading of fixed work, in seconds; None has one of its own.
         tell: called with what is being done.
@@ -199,7 +202,7 @@ def measure(
         say("weighing")
         costs = weigh(model, optimizer, compute, made, batch_size, autocast=autocast, chain=chain)
         links = [Link(u.name, u.alike) for u in costs.units]
-        subject = Subject(stack, model, optimizer, compute, links, where, autocast)
+        subject = Subject(stack, model, optimizer, compute, links, where, autocast, clips)
         sizes = subject.affordable(_sizes(batch_size, samples, norms), made, seconds, chosen=samples is not None)
         micro = {b: made(b) for b in sizes}
         say("timing")
@@ -227,6 +230,7 @@ def measure(
             costs,
             units=units,
             optimizer_seconds=_least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
+            clip_seconds=_least(kept.clip, subject.calm) if kept.clip else 0.0,
             accumulate_seconds=further,
             again_seconds=again,
             device=device_name(where),
@@ -248,12 +252,14 @@ class Loaded:
         passes: whole passes of each micro-batch size.
         further: a pass of the smallest whose gradients are added to some that are there.
         updates: the optimizer's steps; empty where it cannot be tried.
+        clips: clipping before them.
         units: each unit's forward and backward in a pass with clocks in it.
     """
 
     passes: list[list[float]]
     further: list[float]
     updates: list[float]
+    clips: list[float]
     units: list[list[float]]
 
 
@@ -267,6 +273,7 @@ def loaded(
     enough: Callable[[], bool],
     wait: Callable[[], None],
     chain: list[Link],
+    clips: bool,
 ) -> Loaded:
     """Passes and optimizer's steps in turn, on a copy as :func:`measure` makes it, with ``wait()`` before each of them.
 
@@ -275,6 +282,7 @@ def loaded(
         enough: called after each round; whether that was the last.
         wait: until the others have come as far.
         chain: the units.
+        clips: as in :func:`measure`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     autocast = autocast_of(device, precision)
@@ -284,7 +292,7 @@ def loaded(
     units: list[list[float]] = []
     with untouched(model), contextlib.ExitStack() as stack:
         model.train()
-        subject = Subject(stack, model, optimizer, compute, chain, device, autocast)
+        subject = Subject(stack, model, optimizer, compute, chain, device, autocast, clips)
         for r in itertools.count():
             taken = []
             for batch in batches:
@@ -302,7 +310,7 @@ def loaded(
             units.append([seconds for t in subject.hooked(batches[-1]) for seconds in (sum(t.own) + sum(t.glue), sum(t.backward))])
             if r and enough():  # the first only warms
                 break
-    return Loaded(passes[1:], further[1:], [sum(each) for each in updates.optimizer], units[1:])
+    return Loaded(passes[1:], further[1:], [sum(each) for each in updates.optimizer], [sum(each) for each in updates.clip], units[1:])
 
 
 def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int = 7) -> float:
@@ -332,6 +340,27 @@ def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int 
         return 0.0
 
 
+def clip_fixed_seconds(model: nn.Module, rounds: int = 7) -> float:
+    """Clipping as many gradients as there are parameters, each a single number: what does not depend on their size."""
+    given = [p.detach()[(slice(0, 1),) * p.dim()] for p in model.parameters() if p.requires_grad]
+    device = given[0].device if given else torch.device("cpu")
+    for p in given:
+        p.grad = torch.ones_like(p)
+    return statistics.median([_clipped(given, device)[0] for _ in range(rounds + 2)][2:]) if given else 0.0
+
+
+def _clipped(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
+    """Clip their gradients: seconds at work, and waiting."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start, cpu = time.perf_counter(), time.thread_time()
+    nn.utils.clip_grad_norm_(parameters, 1e30)  # the same work, and gradients that stay
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wall, cpu = time.perf_counter() - start, time.thread_time() - cpu
+    return min(cpu, wall), max(0.0, wall - cpu)
+
+
 def _cut(batch: Any, size: int, samples: int) -> Any:
     return take(batch, samples, size)
 
@@ -348,7 +377,9 @@ class Subject:
         chain: list[Link],
         device: torch.device,
         autocast: Callable[[], Any],
+        clips: bool = False,
     ) -> None:
+        self._clips = clips
         self.notes: list[str] = []
         self._compute, self._chain, self._device, self._autocast = compute, chain, device, autocast
         # On one thread the time that it worked is known, whatever else ran.
@@ -499,7 +530,7 @@ class Subject:
         return found
 
     def update(self, found: _Rounds) -> None:
-        """One step of the optimizer's copy, over the copied weights."""
+        """One step of the optimizer's copy, over the copied weights, and the clipping before it."""
         assert self.optimizer is not None
         own = {id(p) for p in self.model.parameters()}
         for group in self.optimizer.param_groups:
@@ -510,6 +541,10 @@ class Subject:
                     p.grad = torch.zeros_like(p)
         try:
             first, self._stepped = not self._stepped, True  # which makes its state
+            if self._clips:
+                clipped = _clipped([p for group in self.optimizer.param_groups for p in group["params"]], self._device)
+                if not first:
+                    found.clip.append(clipped)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             start, cpu = time.perf_counter(), time.thread_time()
@@ -527,7 +562,7 @@ class Subject:
 
 def _keep(rounds: _Rounds, good: list[bool], calm: bool) -> tuple[_Rounds, float, bool]:
     """The undisturbed rounds, how far two halves of them disagree, and whether there are too few."""
-    kept = _Rounds({}, {}, rounds.optimizer)
+    kept = _Rounds({}, {}, rounds.optimizer, rounds.clip)
     repeats, too_few = 0.0, False
     sizes = len(rounds.whole)
     for k, b in enumerate(rounds.whole):
