@@ -58,7 +58,7 @@ PLANS = {
     ],
 }
 CASES = {"transformer": 2, "mlp": 2, "sleep": 4, "uneven": 4}
-WARM, STEPS, ROUNDS = 6, 8, 3
+WARM, STEPS, ROUNDS = 17, 8, 3  # a sharded plan looks at its first 16 passes
 ATTEMPTS = 3  # at layers' costs, while the machine is disturbed
 
 

@@ -55,8 +55,8 @@ __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 
 _LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
 # The first forward passes in which the workers compare what they call, block by block. On a GPU that waits for it at every block, and the
-# steps by which a prediction is corrected come soon.
-_LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 64, 3
+# steps by which a prediction is corrected come soon; on the CPU it takes some hundredths of a step.
+_LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 16, 3
 _LOOK_EVERY = 50  # steps
 _WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
