@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from cost_models import PEAKS, Block, Sleep, Tied, tokens_loss
@@ -800,6 +801,44 @@ def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop, plac
     done = python(["train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert bool(re.fullmatch(rf"{place}:\d+", done.stdout.strip())) == owns, done.stdout
+
+
+AUTO = """
+import sys, torch, ronde
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(4)))
+data = torch.utils.data.TensorDataset(torch.randn(320, 24), torch.randn(320, 24))
+run = ronde.distribute(model, torch.optim.AdamW(model.parameters(), 1e-3), data, loss=nn.functional.mse_loss, batch_size=8, clip_norm=1.0, plan=sys.argv[1])
+for epoch in run.epochs(1):
+    for batch in run.batches():
+        run.step(batch)
+run.export(sys.argv[2])
+"""
+
+
+def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_prediction(tmp_path):
+    (tmp_path / "train.py").write_text(AUTO)
+    told = []
+    for workers, plan in (("1", "replicate"), ("2", "auto"), ("2", "auto")):
+        out = tmp_path / f"{plan}.safetensors"
+        env = {"RONDE_STATE": str(tmp_path / "state")}
+        done = ronde_run(["run", "--workers", workers, "--runs", "none", "train.py", plan, str(out)], tmp_path, 120, env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append(done.stdout + done.stderr)
+    whole, chosen = (load_file(tmp_path / f"{plan}.safetensors") for plan in ("replicate", "auto"))
+    assert whole.keys() == chosen.keys() and all(torch.allclose(whole[k], chosen[k], rtol=1e-4, atol=1e-6) for k in whole)
+    for text in told[1:]:
+        assert re.search(r"plan \S+: Split", text) and re.search(
+            r"predicted [\d.]+ m?s a step.*, measured [\d.]+ m?s \([+-]\d+%\)", text
+        ), text
+        assert "the next prediction of" in text
+    kept = json.loads((tmp_path / "state" / "corrections.json").read_text())
+    (families,) = kept.values()
+    assert sum(len(rows) for rows in families.values()) == 2
+    assert all(row["predicted_seconds"] > 0 and row["measured_seconds"] > 0 for rows in families.values() for row in rows)
+    if len(families) == 1:
+        assert "as corrected by earlier runs" in told[2]
 
 
 def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp_path):

@@ -583,6 +583,9 @@ def test_what_the_runtime_adds_by_hand():
     blocks = dataclasses.replace(costs, units=tuple(dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=Line(1e3)) for u in costs.units))
     waits, even_paced = (predict(Plan(2, 8, tensor=2), c, cluster).terms for c in (blocks, dataclasses.replace(blocks, lockstep=1.0)))
     assert waits["tensor"] - even_paced["tensor"] == pytest.approx(0.25 * waits["compute"])
+    dear = wires(beta=1e9, added={**added, "tensor": Added(call=0.05)}, bucket_overlap=0.0)
+    more = predict(Plan(2, 8, tensor=2), blocks, dear).terms["tensor"] - waits["tensor"]
+    assert more == pytest.approx(2 * 4 * 0.05)  # forward and backward of four blocks
     # It was measured while others slept: where layers take longer as all work, so does this.
     crowded = dataclasses.replace(costs, contention=1.5)
     assert predict(Plan(2, 8, shard="parameters"), crowded, cluster).terms["gather"] == pytest.approx(8 + 2 * 4 * 0.22 * 1.5)

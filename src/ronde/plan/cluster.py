@@ -85,7 +85,8 @@ class Cluster:
         noise: relative disturbance seen while the links were measured, 0 to 1.
         added: what the runtime adds: to gathering a block's parameters (``"gather"``) and reducing its gradients (``"reduce"``, both FSDP2),
             to a bucket of gradients (``"bucket"``, DDP), to sending parameters that were updated (``"update"``, ZeRO-1), to a pass
-            of a micro-batch in a pipeline (``"action"``), and a step of one (``"pipeline"``). Empty where it runs beside the device's work.
+            of a micro-batch in a pipeline (``"action"``), and a step of one (``"pipeline"``), to an all-reduce within a divided block
+            (``"tensor"``). Empty where it runs beside the device's work.
     """
 
     name: str = "this machine"

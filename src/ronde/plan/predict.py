@@ -94,7 +94,8 @@ class Predictor:
         self._base = max(costs.base_bytes, cluster.base_bytes) + (costs.script_bytes if cluster.device == "cpu" else 0.0)
         # Measured while the others sleep; slower, as the layers are, while they work.
         self.added = {
-            name: cluster.added.get(name, Added()).times(costs.contention) for name in ("gather", "reduce", "bucket", "update", "pipeline")
+            name: cluster.added.get(name, Added()).times(costs.contention)
+            for name in ("gather", "reduce", "bucket", "update", "pipeline", "tensor")
         }
         self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
         self.action_seconds = cluster.action_seconds
@@ -166,14 +167,18 @@ class Predictor:
         if found is None:
             if len(self._chains) > 256:
                 self._chains.clear()
-            reduce_seconds = collective(self.cluster, "all_reduce", group) if plan.tensor > 1 else None
+            sums = collective(self.cluster, "all_reduce", group)
+
+            def reduce_seconds(size: float) -> float:
+                return sums(size) + self.added["tensor"].call
+
             found = chain(
                 self.costs,
                 samples,
                 tensor=plan.tensor,
                 recompute=plan.recompute,
                 speed=self.cluster.speed,
-                reduce_seconds=reduce_seconds,
+                reduce_seconds=reduce_seconds if plan.tensor > 1 else None,
             )
             self._chains[key] = found
         return found

@@ -297,9 +297,44 @@ def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
     return max(0.0, low - followed), max(0.0, few - simulated(counts[0], low))
 
 
+def _divided(me: World, all_reduce: Fit, tries: int) -> float:
+    """Seconds that tensor parallelism adds to an all-reduce of a small block: divided parameters, the random state, and waiting for each other.
+
+    The slope between models of few blocks and of many, against the same models whole.
+    """
+    from ronde.parallel.tensor import tensor
+
+    width, counts = 16 * me.size, (2, 8)
+    data = torch.zeros(4, 16)
+    more: list[float] = []
+    for blocks in counts:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16)) for _ in range(blocks)))
+        compute: Any = lambda batch, model=model: (model(batch).square().mean(), None)  # noqa: E731
+        work = Work(model, torch.optim.SGD(model.parameters(), lr=0.0), compute, lambda n: data[:n])
+        plain, divided = [], []
+        for _ in range(tries):
+            start = time.perf_counter()
+            work.compute(data)[0].backward()  # type: ignore[no-untyped-call]
+            plain.append(time.perf_counter() - start)
+        plan = Plan(workers=me.size, batch_size=4, tensor=me.size)
+        strategy = tensor(plan, work, me)
+        for _ in range(_WARM + tries):
+            dist.barrier()
+            start = time.perf_counter()
+            strategy.step([data], [Part(4, 4, True)], work.compute, None)
+            divided.append(time.perf_counter() - start)
+            strategy.finish()
+        more.append(statistics.median(divided[_WARM:]) - statistics.median(plain))
+    told = torch.tensor(more, dtype=torch.float64)
+    dist.all_reduce(told)
+    few, many = (float(t) for t in told / me.size)
+    size = data.numel() * data.element_size()
+    return max(0.0, (many - few) / (counts[1] - counts[0]) / 2.0 - all_reduce.alpha - size / all_reduce.beta)  # two in a block
+
+
 def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str], None]) -> dict[str, Added]:
-    """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to a collective, and a pipeline to an action
-    (``"action"``) and to its step (``"pipeline"``). All ranks call it.
+    """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to a collective, tensor parallelism
+    (``"tensor"``) to an all-reduce, and a pipeline to an action (``"action"``) and to its step (``"pipeline"``). All ranks call it.
 
     Args:
         fits: the collectives themselves, over all workers.
@@ -308,11 +343,12 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
     tell("what the runtime adds to them")
     random = torch.get_rng_state()
     try:
-        acted = []
+        acted, divided = [], []
         passes: list[dict[str, list[Row]]] = []
         for _ in range(1 if quick else _PASSES):
             gathers, reduces = _sharded(me, tries)
             acted.append(_acted(me, fits["send"], tries))
+            divided.append(_divided(me, fits["all_reduce"], tries))
             passes.append({"gather": gathers, "reduce": reduces, "bucket": _buckets(tries), "update": _sent(tries)})
     finally:
         torch.set_rng_state(random)
@@ -323,7 +359,7 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
         "update": ("broadcast", me.size),  # one from every worker
     }
     action, pipeline = (statistics.median(each) for each in zip(*acted, strict=True))
-    found = {"action": Added(call=action), "pipeline": Added(call=pipeline)}
+    found = {"action": Added(call=action), "pipeline": Added(call=pipeline), "tensor": Added(call=statistics.median(divided))}
     for name, taken in passes[0].items():
         fit, calls = fits[of[name][0]], of[name][1]
         tried = [[s for each in passes for s in each[name][k][2]] for k in range(len(taken))]
