@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Generator
 from multiprocessing.util import get_temp_dir
@@ -13,6 +14,10 @@ import pytest
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME")
 _PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "RONDE_")
 
+
+# A shell lets what it starts with "&" ignore Ctrl-C, and so would all processes that a test presses it for.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They begin first, longest first, so that at the end no process is left alone with a long file.
 _LONGEST = [
