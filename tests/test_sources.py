@@ -762,6 +762,11 @@ def test_arrow_streams_and_folders_of_them_as_data_sets_are_saved_to_disk(tmp_pa
     assert by_name.take([0])["id"].tolist() == [20] and by_name.fingerprint != source.fingerprint
     assert len(pickle.dumps(source)) < 3000 and "and 1 more" in repr(source)
     assert {Path(p).name for p in source.origins()[1:]} == set(names)
+    for split in ("train", "test"):
+        (tmp_path / "splits" / split).mkdir(parents=True)
+        _stream(tmp_path / "splits" / split / "data-00000-of-00001.arrow", table)
+    with pytest.raises(ArgumentError, match=r"no \.arrow file\. Give one of the folders in it: test, train\."):
+        feed.arrays(tmp_path / "splits")
     _stream(tmp_path / names[1], table.select(["id"]))
     with pytest.raises(ArgumentError, match=r"data-00000-of-00002\.arrow has other columns than .*data-00001"):
         feed.arrays(tmp_path)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ronde.plan import Added, Cluster, Fit
 from ronde.study.memory import line
 from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
-from ronde.study.runtime import added_by, warm
+from ronde.study.runtime import ADDED, added_by, warm
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
@@ -378,7 +378,9 @@ def default_cluster(workers: int, *, fresh: bool = False, tell: Callable[[str], 
     file = _state_folder() / f"cluster-{host}-{'cuda' if cuda else 'cpu'}-torch{torch.__version__}-{started}.yaml"
     if file.exists() and not fresh:
         with contextlib.suppress(Exception):
-            return _widened(Cluster.load(file), workers)
+            kept = Cluster.load(file)
+            if cuda or set(ADDED) <= kept.added.keys():  # an earlier version measured less
+                return _widened(kept, workers)
     if tell is not None:
         tell(f"measuring the links of {started} workers on this machine, once")
     with socket.socket() as s:

@@ -341,12 +341,18 @@ def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int 
 
 
 def clip_fixed_seconds(model: nn.Module, rounds: int = 7) -> float:
-    """Clipping as many gradients as there are parameters, each a single number: what does not depend on their size."""
+    """Clipping as many gradients as there are parameters, each a single number: what does not depend on their size. 0 where that fails."""
     given = [p.detach()[(slice(0, 1),) * p.dim()] for p in model.parameters() if p.requires_grad]
-    device = given[0].device if given else torch.device("cpu")
-    for p in given:
-        p.grad = torch.ones_like(p)
-    return statistics.median([_clipped(given, device)[0] for _ in range(rounds + 2)][2:]) if given else 0.0
+    if not given:
+        return 0.0
+    device = given[0].device
+    calm = device.type == "cpu" and torch.get_num_threads() == 1
+    try:
+        for p in given:
+            p.grad = torch.ones_like(p)
+        return _least([_clipped(given, device) for _ in range(rounds + 2)][2:], calm)
+    except Exception:
+        return 0.0
 
 
 def _clipped(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:

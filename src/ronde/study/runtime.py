@@ -32,7 +32,10 @@ from ronde.study.chain import untouched
 from ronde.study.memory import line
 from ronde.world import World
 
-__all__ = ["action_seconds", "added_by", "fit_added", "split_seconds", "warm"]
+__all__ = ["ADDED", "action_seconds", "added_by", "fit_added", "split_seconds", "warm"]
+
+ADDED = ("action", "pipeline", "tensor", "gather", "reduce", "bucket", "update")
+"""What :func:`added_by` tells."""
 
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
 """Bytes and tensors of what is exchanged at once."""

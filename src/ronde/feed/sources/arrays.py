@@ -332,7 +332,9 @@ def arrays(
                     store.size(str(piece))
                 return ArraySource(_Arrow([str(piece) for piece in pieces], columns), False)
             if not files:
-                raise ArgumentError(f"feed.arrays: the folder {path} holds no .npy and no .arrow file.")
+                inside = sorted(p.name for p in Path(path).iterdir() if p.is_dir() and any(p.glob("*.arrow")))
+                which = f" Give one of the folders in it: {', '.join(inside)}." if inside else ""
+                raise ArgumentError(f"feed.arrays: the folder {path} holds no .npy and no .arrow file.{which}")
             return ArraySource({p.stem: _one(str(p), p.stem, store) for p in files}, False)
         store.size(path)
         if path.endswith((".arrow", ".feather", ".ipc")):
