@@ -152,6 +152,28 @@ def points_of(values: dict[str, Any], stage: str) -> float:
     return float(next((s["lost_points"] for s in values["stages"] if s["name"] == stage), 0.0))
 
 
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """The rows with their summary; in the file, unless they are only some of all."""
+    if options.merge:
+        fresh = {r["case"]: r for r in rows}
+        rows = [fresh.pop(r["case"], r) for r in json.loads(options.out.read_text())["cases"]] + list(fresh.values())
+    planted = [r for r in rows if r["stage"]]
+    healthy = [r for r in rows if not r["stage"]]
+    summary = {
+        "planted": len(planted),
+        "named": sum(r["right"] for r in planted),
+        "within_5_points": sum(r["right"] and abs(r.get("error_points", 99)) <= 5 for r in planted),
+        "healthy": len(healthy),
+        "false_alarms": sum(not r["right"] and r.get("said") != "refused" for r in healthy),
+        "refused": sum(r.get("said") == "refused" for r in rows),
+        "mean_error_points": sum(abs(r.get("error_points", 0.0)) for r in planted) / max(1, len(planted)),
+    }
+    results = {"summary": summary, "cases": rows}
+    if options.merge or not (options.only or options.sample):
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
 def main() -> None:
     """Run, print a line for each case, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,6 +217,7 @@ def main() -> None:
                 row["error_points"] = row["points"] - found["points"] if stage else 0.0
             row["seconds"] = time.monotonic() - start
             rows.append(row)
+            write(rows, options)  # after each: a run that is broken off has measured something
             if "error" in row:
                 print(f"{name:<26} FAILED {row['error'][-400:]}", flush=True)
             else:
@@ -204,25 +227,7 @@ def main() -> None:
                     f"{found['points']:5.1f}  ({found['with']:.0f} of {found['without']:.0f}, ceiling {found['ceiling']:.0f})  {row['seconds']:.0f} s",
                     flush=True,
                 )
-    if options.merge:
-        fresh = {r["case"]: r for r in rows}
-        rows = [fresh.pop(r["case"], r) for r in json.loads(options.out.read_text())["cases"]] + list(fresh.values())
-    planted = [r for r in rows if r["stage"]]
-    right = sum(r["right"] for r in planted)
-    within = sum(r["right"] and abs(r.get("error_points", 99)) <= 5 for r in planted)
-    healthy = [r for r in rows if not r["stage"]]
-    summary = {
-        "planted": len(planted),
-        "named": right,
-        "within_5_points": within,
-        "healthy": len(healthy),
-        "false_alarms": sum(not r["right"] and r.get("said") != "refused" for r in healthy),
-        "refused": sum(r.get("said") == "refused" for r in rows),
-        "mean_error_points": sum(abs(r.get("error_points", 0.0)) for r in planted) / max(1, len(planted)),
-    }
-    print(json.dumps(summary))
-    if options.merge or not (options.only or options.sample):
-        options.out.write_text(json.dumps({"summary": summary, "cases": rows}, indent=1) + "\n")
+    print(json.dumps(write(rows, options)["summary"]))
 
 
 if __name__ == "__main__":
