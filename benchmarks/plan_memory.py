@@ -212,7 +212,7 @@ def predict_one_device(name: str, samples: int) -> dict[str, float]:
 
 
 def one_device_rows(names: list[str], output: Path) -> None:
-    from ronde.study.memory import measured_peak
+    from ronde.study.resident import measured_peak
 
     rows: list[dict[str, Any]] = []
     print(f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)")
@@ -358,7 +358,8 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
     import os
 
     import ronde
-    from ronde.study.memory import _status
+    from ronde.plan import Plan
+    from ronde.study.resident import status
 
     _, loss, optimizer_class = SIZED[name]
 
@@ -372,19 +373,22 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
 
     data = sized(name, batch, False)[1]
     train(prepared(*sized(name, batch, True)), 2)
-    # Libraries keep what their kernels pack matrices into (MKL: as large as a layer's weight). That is no plan's: it belongs to the base.
+    # Libraries keep what their kernels pack matrices into (MKL: as large as a layer's weight), and the kernels that they make for each
+    # shape (oneDNN). That is no plan's: it belongs to the base.
     model = sized(name, 1, False)[0]
-    inputs, target = data[: batch // int(os.environ["WORLD_SIZE"])]
-    loss(model(inputs), target).backward()
+    share = batch // int(os.environ["WORLD_SIZE"])
+    for samples in (share, Plan.parse(spec).micro_batch or share):
+        inputs, target = data[:samples]
+        loss(model(inputs), target).backward()
     del model, inputs, target
     gc.collect()
-    baseline = _status("VmRSS")
+    baseline = status("VmRSS")
     run = prepared(sized(name, 1, False)[0], data)
     gc.collect()
-    held = _status("VmRSS")
+    held = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     train(run, steps)
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     Path(f"{out}.{os.environ['RANK']}").write_text(
         json.dumps({"baseline_bytes": baseline, "held_bytes": held - baseline, "peak_bytes": peak - baseline})
     )

@@ -27,12 +27,14 @@ from ronde.parallel import Work
 from ronde.plan import Added, Cluster, Costs, Plan
 from ronde.run.losses import LossCall
 from ronde.study import links
+from ronde.study.beside import action_seconds, clip_fixed_seconds, optimizer_fixed_seconds, split_seconds
 from ronde.study.chain import Link, find_chain, take
 from ronde.study.forecast import gauge
-from ronde.study.measure import NoisyMachine, Subject, clip_fixed_seconds, measure, optimizer_fixed_seconds
-from ronde.study.memory import account, chain_peak, line, measured_peak, optimizer_bytes, peak, weigh
+from ronde.study.measure import NoisyMachine, Subject, measure
+from ronde.study.memory import account, chain_peak, line, optimizer_bytes, peak, weigh
 from ronde.study.noise import Gate
-from ronde.study.runtime import action_seconds, fit_added, split_seconds
+from ronde.study.resident import measured_peak
+from ronde.study.runtime import fit_added
 from ronde.world import ArgumentError
 
 MSE = LossCall(F.mse_loss, None)

@@ -548,6 +548,35 @@ def test_step_time_by_hand():
     assert first.terms["gather"] == pytest.approx(4.0) and first.terms["optimizer"] == pytest.approx(0.5)
 
 
+def test_gradients_are_sent_in_the_buckets_that_torch_makes():
+    """torch says which gradients fill a bucket together; each bucket's all-reduce begins when its last gradient is there."""
+    import torch
+    import torch.distributed as dist
+
+    drawn = random.Random(3)
+    several = 0
+    for _ in range(20):
+        sizes = [[4 * drawn.choice((64, 40_000, 300_000, 9_000_000)) for _ in range(drawn.randrange(6))] for _ in range(8)]
+        backward, rate = [1e-3 * drawn.random() for _ in sizes], drawn.choice((1e9, 1e11))
+        units = tuple(
+            unit(f"u{i}", 1e-4, seconds, sum(each), tensors=len(each), tensor_bytes=tuple(each))
+            for i, (each, seconds) in enumerate(zip(sizes, backward, strict=True))
+        )
+        found = predict(Plan(2, 2), Costs(units, 2), wires(alpha=1e-4, beta=rate, bucket_overlap=1.0, devices_per_node=2))
+        ready, now = [], 0.0
+        for each, seconds in zip(reversed(sizes), reversed(backward), strict=True):
+            ready += [(size, now + seconds * (i + 1) / len(each)) for i, size in enumerate(reversed(each))]
+            now += seconds
+        tensors = [torch.empty(size // 4, device="meta") for size, _ in ready]
+        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [1 << 20, 25 << 20])
+        several += len(buckets) > 1
+        free = 0.0
+        for bucket in buckets:
+            free = max(free, *(ready[i][1] for i in bucket)) + 1e-4 + sum(ready[i][0] for i in bucket) / rate
+        assert found.terms["exchange"] == pytest.approx(free - now)
+    assert several > 10
+
+
 def test_what_the_runtime_adds_by_hand():
     plain = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
     units = tuple(dataclasses.replace(u, tensors=2) for u in plain.units)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from ronde.parallel import offload, recompute
 from ronde.parallel.base import Compute, Part, Strategy, Work
 from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms, synchronise
@@ -17,6 +15,7 @@ from ronde.parallel.replicate import Replicate
 from ronde.parallel.single import Single
 from ronde.plan import Plan
 from ronde.world import World
+from ronde.world.groups import group_of
 
 __all__ = [
     "STRATEGIES",
@@ -36,7 +35,7 @@ __all__ = [
 def _replicate(plan: Plan, work: Work, me: World) -> Strategy:
     if plan.sync_batchnorm:
         # A group of its own: its exchanges in the backward pass never queue among DDP's.
-        synchronise(work.model, dist.new_group())
+        synchronise(work.model, group_of("batchnorm"))
     return Replicate(work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model)))
 
 

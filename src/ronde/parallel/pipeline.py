@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
@@ -41,6 +40,7 @@ from ronde.plan.schedules import Action, actions, stages_of, worker_of
 from ronde.plan.trace import Trace, bounds_of, follow
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
+from ronde.world.groups import group_of, mesh_of
 
 __all__ = ["Pipeline"]
 
@@ -99,8 +99,7 @@ class Pipeline(Strategy):
         self.holds_result = self.last in self.stages
         self.counts = self.holds_result and self.place.tensor == 0
         _refuse(plan, self.model)
-        sizes = (workers, plan.replicas, plan.tensor)
-        self.mesh = init_device_mesh(me.device.type, sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+        self.mesh = mesh_of(me.device.type, {"pipeline": workers, "data": plan.replicas, "tensor": plan.tensor})
         self.along = self.mesh.get_group("pipeline")
         self.data = self.mesh.get_group("data")
         self._ranks = self.layout.along_pipeline(me.rank)
@@ -246,7 +245,7 @@ class Pipeline(Strategy):
             # Every rank makes every group, in the same order.
             for replica in range(self.layout.replicas):
                 for tensor in range(self.layout.tensor):
-                    group = dist.new_group([self.layout.rank(Place(w, replica, tensor)) for w in workers])
+                    group = group_of("tied", [self.layout.rank(Place(w, replica, tensor)) for w in workers])
                     if mine in workers and (replica, tensor) == (self.place.replica, self.place.tensor):
                         self._tied.append((group, parameters))
         self._let_go()

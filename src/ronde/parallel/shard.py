@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
@@ -45,6 +45,7 @@ from ronde.plan import Plan
 from ronde.plan.plan import ShardLevel
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
+from ronde.world.groups import group_of, mesh_of
 
 # FSDP2 of torch 2.13 calls collectives by the names that torch 2.13 says are old.
 warnings.filterwarnings(
@@ -90,7 +91,7 @@ def replica_mesh(plan: Plan, me: World) -> DeviceMesh:
     within = within or layout.replicas
     shape = {"pipeline": layout.pipeline, "replicate": layout.replicas // within, "shard": within, "tensor": layout.tensor}
     shape = {name: n for name, n in shape.items() if n > 1 or name == "shard"}
-    whole = init_device_mesh(me.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    whole = mesh_of(me.device.type, shape)
     wanted = ("replicate", "shard") if "replicate" in shape else ("shard",)
     return whole if len(shape) == len(wanted) else whole[wanted]
 
@@ -575,7 +576,7 @@ class Shard(Replicate):
         self._several = self._mesh.ndim > 1
         self._reached_names: set[str] = set()
         self._watched: dict[int, Any] = {}
-        self._order = dist.new_group() if self.sharded.blocks else None
+        self._order = group_of("order") if self.sharded.blocks else None
         self._listen()
         self._take_note()
         self.sync_buffers()
@@ -813,7 +814,7 @@ def shard(plan: Plan, work: Work, me: World) -> Strategy:
     """The strategy of a plan that divides the model, or the optimizer's state, over replicas and does nothing else."""
     mesh = replica_mesh(plan, me)
     if plan.sync_batchnorm:
-        synchronise(work.model, dist.new_group())
+        synchronise(work.model, group_of("batchnorm"))
     if plan.shard == "optimizer":
         if work.fill is not None:
             work.fill(lambda name: True)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, part_gradients, trainable
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
-from ronde.parallel.recognise import Arms, Block, Recognised, install, linear, piece, quiet, recognise, split_dims
+from ronde.parallel.blocks import Arms, Block, install, linear, piece, split_dims
+from ronde.parallel.recognise import Recognised, quiet, recognise
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
 from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, refuse_hooks, step_locally
@@ -37,6 +38,7 @@ from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.agree import broadcast_json, gather_json
+from ronde.world.groups import group_of, mesh_of
 
 __all__ = ["Divided", "Tensor", "TensorShard", "divide", "one_part", "tensor"]
 
@@ -583,7 +585,7 @@ class TensorShard(_Together, Shard):
         self._several = self._mesh.ndim > 1
         self._reached_names: set[str] = set()
         self._watched: dict[int, Any] = {}
-        self._order = dist.new_group() if self.sharded.blocks else None
+        self._order = group_of("order") if self.sharded.blocks else None
         self._listen()
         self._take_note()
         self.sync_buffers()
@@ -609,14 +611,13 @@ def _meshes(plan: Plan, me: World) -> tuple[DeviceMesh, DeviceMesh]:
     """This worker's replicas, and those that hold its layers together with it."""
     replicas, within = plan.replicas, plan.shard_within
     if plan.shard == "none" or within is None or within == replicas:
-        both = init_device_mesh(me.device.type, (replicas, plan.tensor), mesh_dim_names=("data", "tensor"))
+        both = mesh_of(me.device.type, {"data": replicas, "tensor": plan.tensor})
         return both["data"], both["tensor"]
     if within < 2 or replicas % within:
         raise ArgumentError(
             f"shard_within={within}: expected a divisor, 2 or more, of the {replicas} replicas that this plan has ({plan.spec!r})."
         )
-    shape = (replicas // within, within, plan.tensor)
-    whole = init_device_mesh(me.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    whole = mesh_of(me.device.type, {"replicate": replicas // within, "shard": within, "tensor": plan.tensor})
     return whole["replicate", "shard"], whole["tensor"]
 
 
@@ -644,7 +645,7 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
             group.update(foreach=False, fused=None)
             work.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # what fused ones promise a gradient scaler
     if plan.sync_batchnorm:
-        synchronise(work.model, data.get_group() if data.ndim == 1 else dist.new_group())
+        synchronise(work.model, data.get_group() if data.ndim == 1 else group_of("batchnorm"))
     if sharded:
         return TensorShard(work, me, data, divided, plan)
     return Tensor(work, me, data, divided, plan.sync_batchnorm and bool(batchnorms(work.model)))

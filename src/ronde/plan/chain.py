@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ronde.plan.cost import Costs, Line, Unit
 from ronde.world import ArgumentError
 
-__all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Tie", "chain", "holders"]
+__all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Gradients", "Tie", "chain", "holders"]
 
 Array = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
@@ -99,6 +99,37 @@ class Chain:
     def seconds(self) -> Array:
         """Forward and backward together."""
         return self.forward + self.backward
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Every gradient in the order in which the backward pass makes them: of the last unit first, and of its last parameter.
+
+    Attributes:
+        unit: whose it is.
+        share: of the bytes of the unit's gradients.
+        before: share of the unit's backward pass that is still to come when it is there, as if each took as long.
+        tensors: how many it stands for, where a unit's parameters are not known one by one.
+    """
+
+    unit: npt.NDArray[np.intp]
+    share: Array
+    before: Array
+    tensors: Array
+
+    @classmethod
+    def of(cls, costs: Costs) -> Gradients:
+        """Of a model's units."""
+        rows = []
+        for k in reversed(range(len(costs.units))):
+            unit = costs.units[k]
+            sizes = unit.tensor_bytes if sum(unit.tensor_bytes) else (unit.trainable_bytes,)
+            each = 1 if len(sizes) > 1 else unit.tensors
+            rows += [
+                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes), each) for i, size in enumerate(reversed(sizes)) if unit.trainable_bytes
+            ]
+        found = np.array(rows, dtype=float).reshape(-1, 4)
+        return cls(found[:, 0].astype(np.intp), found[:, 1], found[:, 2], found[:, 3])
 
 
 @dataclass(frozen=True, eq=False)

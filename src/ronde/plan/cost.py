@@ -61,6 +61,7 @@ class Unit:
         full_saved_bytes, full_forward_bytes, full_backward_bytes: the same under ``recompute="full"``.
         selective_seconds: what that adds to its backward pass, for costs that were not measured as a whole (``Costs.again_seconds``).
         tensors: how many parameters it has that take gradients; 0 where not known.
+        tensor_bytes: of each of them, in the order of the tree; empty where not known.
         put_off_bytes: gradients from which its weights' part of the backward pass begins, where a zero-bubble schedule puts that part off: of what
             its layers with trained weights return.
         tensor_time: share of its time that tensor parallelism divides, as measured; used where ``Costs.tensor_measured``, else ``tensor`` is.
@@ -96,6 +97,7 @@ class Unit:
     selective_saved_bytes: Line = Line()
     selective_seconds: Line = Line()
     tensors: int = 0
+    tensor_bytes: tuple[int, ...] = ()
     put_off_bytes: Line = Line()
     selective_forward_bytes: Line = Line()
     selective_backward_bytes: Line = Line()

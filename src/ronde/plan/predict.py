@@ -2,7 +2,7 @@
 
 Nothing is fitted to step times. How each strategy is composed:
 
-- *Replicate* (DDP): the backward pass is walked unit by unit, gradients fill 25 MB buckets (the first 1 MiB), and each bucket's
+- *Replicate* (DDP): the backward pass is walked gradient by gradient, they fill 25 MB buckets (the first 1 MiB), and each bucket's
   all-reduce begins when it is full and the one before is done. What ends after the backward pass is exposed.
 - *Shard* ``"optimizer"`` (ZeRO-1): as replicate, then each worker broadcasts the parameters that it updated. ``"gradients"`` (ZeRO-2):
   parameters are gathered block by block, once per micro-batch, and kept to the end of its backward pass. ``"parameters"`` (ZeRO-3,
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.plan.chain import Chain, chain
+from ronde.plan.chain import Chain, Gradients, chain
 from ronde.plan.cluster import Added, Cluster
 from ronde.plan.cost import Costs
 from ronde.plan.links import Group, Link, collective, groups
@@ -98,6 +98,7 @@ class Predictor:
             for name in ("gather", "reduce", "bucket", "update", "pipeline", "tensor")
         }
         self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
+        self.gradients = Gradients.of(costs)
         self.action_seconds = cluster.action_seconds
         if costs.action_seconds and "action" in cluster.added:
             self.action_seconds = costs.action_seconds / cluster.speed + cluster.added["action"].call * costs.contention

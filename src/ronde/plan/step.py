@@ -63,27 +63,21 @@ class Step(Moments):
 
     def _buckets(self) -> tuple[float, float]:
         """Seconds of the gradients' exchange that are exposed after the backward pass, and hidden in it."""
-        made = self.made
+        made, gradients = self.made, self.owner.gradients
         ready = np.cumsum(made.backward[::-1])
-        now = 0.0
-        total = 0.0
-        filled = 0.0
-        limit = _FIRST_BUCKET
-        count = 0
-        last = len(made) - 1
-        held = 0.0
-        for k, size in enumerate(made.trainable[::-1]):
-            filled += float(size)
-            held += float(self.owner.tensors[last - k])
-            if filled >= limit or (k == last and filled > 0):
-                count = max(1, round(filled / limit))
-                seconds = count * self.all_reduce.alpha + self.all_reduce.seconds_per_byte * filled
-                seconds += self.added["bucket"](filled, held, count)
-                held = 0.0
-                now = max(now, float(ready[k])) + seconds
-                total += seconds
-                filled = 0.0
-                limit = _BUCKET
+        # A bucket is sent when it is full, which is in the middle of a unit that has many parameters.
+        at = ready[::-1][gradients.unit] - gradients.before * made.backward[gradients.unit]
+        behind = np.cumsum(gradients.share * made.trainable[gradients.unit])
+        now = total = sent = 0.0
+        limit, first = _FIRST_BUCKET, 0
+        while first < len(behind) and behind[-1] > sent:
+            last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
+            filled = float(behind[last]) - sent
+            seconds = self.all_reduce.alpha + self.all_reduce.seconds_per_byte * filled
+            seconds += self.added["bucket"](filled, float(gradients.tensors[first : last + 1].sum()), 1)
+            now = max(now, float(at[last])) + seconds
+            total += seconds
+            sent, first, limit = float(behind[last]), last + 1, _BUCKET
         exposed = max(0.0, now - float(ready[-1]))
         overlap = self.cluster.bucket_overlap
         exposed = overlap * exposed + (1.0 - overlap) * total

@@ -19,6 +19,7 @@ from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.agree import gather_json
+from ronde.world.groups import group_of
 
 __all__ = ["Evaluation", "gather_skipped", "on_device", "to_device"]
 
@@ -142,7 +143,7 @@ class Evaluation:
         self.counting: Any = None
         if self.layout.replicas < me.size:
             last = self.layout.pipeline - 1
-            self.counting = dist.new_group([self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)])
+            self.counting = group_of("counting", [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)])
 
     def run(
         self,

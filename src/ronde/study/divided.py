@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ronde.parallel import Work
-from ronde.parallel.recognise import Block, recognise, split_dims
+from ronde.parallel.blocks import Block, split_dims
+from ronde.parallel.recognise import recognise
 from ronde.parallel.tensor import one_part
 from ronde.plan import Costs, Line
 from ronde.study.chain import Link, untouched

@@ -31,13 +31,13 @@ from ronde.plan.search import search
 from ronde.plan.trace import follow
 from ronde.run import hooks
 from ronde.run.compare import Forecast
+from ronde.study.beside import action_seconds, clip_fixed_seconds, optimizer_fixed_seconds, split_seconds
 from ronde.study.chain import Link, tensors_of, untouched
 from ronde.study.divided import divisible
 from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
-from ronde.study.measure import clip_fixed_seconds, loaded, measure, optimizer_fixed_seconds
+from ronde.study.measure import loaded, measure
 from ronde.study.memory import line
-from ronde.study.runtime import action_seconds, split_seconds
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
@@ -143,16 +143,16 @@ def _uncut(costs: Costs, why: str) -> Costs:
 
 
 def _counted(costs: Costs, work: Work, plan: Plan) -> Costs:
-    """How many parameters each unit trains, and what of an optimizer's step and of a pipeline's does not come from their size."""
+    """Which parameters each unit trains, and what of an optimizer's step and of a pipeline's does not come from their size."""
     holders = {unit.name: i for i, unit in enumerate(costs.units)}
-    count = [0] * len(costs.units)
+    sizes: list[list[int]] = [[] for _ in costs.units]
     for name, p in work.model.named_parameters():
         path = name.rpartition(".")[0]
         while path and path not in holders:
             path = path.rpartition(".")[0]
         if p.requires_grad:
-            count[holders.get(path, 0)] += 1
-    units = tuple(dataclasses.replace(u, tensors=n) for u, n in zip(costs.units, count, strict=True))
+            sizes[holders.get(path, 0)].append(p.numel() * p.element_size())
+    units = tuple(dataclasses.replace(u, tensors=len(each), tensor_bytes=tuple(each)) for u, each in zip(costs.units, sizes, strict=True))
     fixed = min(optimizer_fixed_seconds(work.model, work.optimizer), costs.optimizer_seconds)
     clip_fixed = clip_fixed_seconds(work.model) if plan.clip_norm is not None else 0.0
     return dataclasses.replace(
@@ -200,6 +200,7 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         wait=dist.barrier,
         chain=chain,
         clips=plan.clip_norm is not None,
+        first=dist.get_rank() == 0,
     )
 
     def over_workers(values: list[float], how: Any) -> list[float]:
@@ -237,13 +238,17 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         for u in costs.units
     )
     factor = max(1.0, statistics.median(factors))
+    # What one takes while the others wait, on the same worker and in the same rounds: what was timed alone before is the least of many.
+    shared = [statistics.median(taken[-1] for taken in found.passes) / statistics.median(found.alone)] if found.alone else [1.0]
+    told = torch.tensor(shared, dtype=torch.float64, device=device)
+    dist.broadcast(told, 0)
     note = f"layers take × {factor:.2f} while all workers compute"
     return dataclasses.replace(
         costs,
         units=units,
         optimizer_seconds=max(costs.optimizer_seconds, update),
         lockstep=max(1.0, lockstep),
-        contention=factor,
+        contention=max(1.0, float(told)),
         accumulate_seconds=max(0.0, usual(found.further) - passes[0]),
         again_seconds={level: _through(taken, sizes, factors) for level, taken in costs.again_seconds.items()},
         optimizer_fixed_seconds=min(max(costs.optimizer_seconds, update), costs.optimizer_fixed_seconds * factor),

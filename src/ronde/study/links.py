@@ -36,6 +36,7 @@ from ronde.study.runtime import ADDED, added_by, warm
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
+from ronde.world.groups import group_of
 
 # torch 2.13 has new names for these; torch 2.11 knows only the old ones.
 warnings.filterwarnings(
@@ -247,7 +248,7 @@ def _groups(me: World, hosts: list[str]) -> dict[str, tuple[list[int], Any]]:
         return {"node": (everyone, None)}
     found: dict[str, tuple[list[int], Any]] = {}
     for host, ranks in nodes.items():  # every rank makes every group
-        group = dist.new_group(ranks)
+        group = group_of("links", ranks)
         if host == hosts[me.rank] and all(len(each) > 1 for each in nodes.values()):
             found["node"] = (ranks, group)
     return {**found, "cluster": (everyone, None)}

@@ -31,7 +31,7 @@ from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["NoisyMachine", "Subject", "autocast_of", "clip_fixed_seconds", "device_name", "loaded", "measure", "optimizer_fixed_seconds"]
+__all__ = ["NoisyMachine", "Subject", "autocast_of", "clipped", "device_name", "least", "loaded", "measure"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_ROUNDS, _MOST_ROUNDS = 4, 30
@@ -115,7 +115,7 @@ def _step(
     return found
 
 
-def _least(readings: Sequence[tuple[float, float]], calm: bool) -> float:
+def least(readings: Sequence[tuple[float, float]], calm: bool) -> float:
     """The least of some readings; on one thread, least work plus least waiting: what preempted it is in neither."""
     if calm:
         return min(w for w, _ in readings) + min(s for _, s in readings)
@@ -214,7 +214,7 @@ def measure(
         again = {}
         if costs.again and any(u.recomputed for u in costs.units):
             say("timing recomputation")
-            quick = [b for b in sizes if b == sizes[0] or _least(rounds.whole[b], False) < seconds / 16]
+            quick = [b for b in sizes if b == sizes[0] or least(rounds.whole[b], False) < seconds / 16]
             again = subject.again(costs.again, {b: micro[b] for b in (quick[0], quick[-1])}, seconds / 4)
         kept, repeats, too_few = _keep(rounds, gate.good(), subject.calm)
         level = gate.level(repeats)
@@ -229,8 +229,8 @@ def measure(
         return replace(
             costs,
             units=units,
-            optimizer_seconds=_least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
-            clip_seconds=_least(kept.clip, subject.calm) if kept.clip else 0.0,
+            optimizer_seconds=least(kept.optimizer, subject.calm) if kept.optimizer else 0.0,
+            clip_seconds=least(kept.clip, subject.calm) if kept.clip else 0.0,
             accumulate_seconds=further,
             again_seconds=again,
             device=device_name(where),
@@ -251,6 +251,7 @@ class Loaded:
     Attributes:
         passes: whole passes of each micro-batch size.
         further: a pass of the smallest whose gradients are added to some that are there.
+        alone: a pass of the largest while the others wait; empty where this worker waited.
         updates: the optimizer's steps; empty where it cannot be tried.
         clips: clipping before them.
         units: each unit's forward and backward in a pass with clocks in it.
@@ -258,6 +259,7 @@ class Loaded:
 
     passes: list[list[float]]
     further: list[float]
+    alone: list[float]
     updates: list[float]
     clips: list[float]
     units: list[list[float]]
@@ -274,6 +276,7 @@ def loaded(
     wait: Callable[[], None],
     chain: list[Link],
     clips: bool,
+    first: bool,
 ) -> Loaded:
     """Passes and optimizer's steps in turn, on a copy as :func:`measure` makes it, with ``wait()`` before each of them.
 
@@ -283,11 +286,13 @@ def loaded(
         wait: until the others have come as far.
         chain: the units.
         clips: as in :func:`measure`.
+        first: whether this is the worker that computes alone once in each round.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     autocast = autocast_of(device, precision)
     passes: list[list[float]] = []
     further: list[float] = []
+    alone: list[float] = []
     updates = _Rounds({}, {}, [])
     units: list[list[float]] = []
     with untouched(model), contextlib.ExitStack() as stack:
@@ -307,55 +312,18 @@ def loaded(
             if subject.optimizer is not None:
                 subject.update(updates)
             wait()
+            if first:
+                alone.append(sum(subject.whole(batches[-1])))
+            wait()
             units.append([seconds for t in subject.hooked(batches[-1]) for seconds in (sum(t.own) + sum(t.glue), sum(t.backward))])
             if r and enough():  # the first only warms
                 break
-    return Loaded(passes[1:], further[1:], [sum(each) for each in updates.optimizer], [sum(each) for each in updates.clip], units[1:])
+    return Loaded(
+        passes[1:], further[1:], alone[1:], [sum(each) for each in updates.optimizer], [sum(each) for each in updates.clip], units[1:]
+    )
 
 
-def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int = 7) -> float:
-    """One optimizer step over as many parameters as there are, each a single number: what does not depend on their size. 0 where that fails."""
-
-    def corner(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()[(slice(0, 1),) * tensor.dim()].clone()
-
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    try:
-        made: dict[int, torch.Tensor] = {id(p): nn.Parameter(corner(p), p.requires_grad) for p in model.parameters()}
-        small = copied_optimizer(optimizer, made, corner)
-        for group in small.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-        calm = device.type == "cpu" and torch.get_num_threads() == 1
-        now = time.thread_time if calm else time.perf_counter
-        spent = []
-        for _ in range(rounds + 2):
-            start = now()
-            small.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            spent.append(now() - start)
-        return statistics.median(spent[2:])
-    except Exception:
-        return 0.0
-
-
-def clip_fixed_seconds(model: nn.Module, rounds: int = 7) -> float:
-    """Clipping as many gradients as there are parameters, each a single number: what does not depend on their size. 0 where that fails."""
-    given = [p.detach()[(slice(0, 1),) * p.dim()] for p in model.parameters() if p.requires_grad]
-    if not given:
-        return 0.0
-    device = given[0].device
-    calm = device.type == "cpu" and torch.get_num_threads() == 1
-    try:
-        for p in given:
-            p.grad = torch.ones_like(p)
-        return _least([_clipped(given, device) for _ in range(rounds + 2)][2:], calm)
-    except Exception:
-        return 0.0
-
-
-def _clipped(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
+def clipped(parameters: Sequence[torch.Tensor], device: torch.device) -> tuple[float, float]:
     """Clip their gradients: seconds at work, and waiting."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -460,7 +428,7 @@ class Subject:
                             f"recompute={level} could not be timed ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
                         )
             for level, found in points.items():
-                found.append((b, max(0.0, _least(taken[level][1:], self.calm) - _least(plain[1:], self.calm))))
+                found.append((b, max(0.0, least(taken[level][1:], self.calm) - least(plain[1:], self.calm))))
         self._clear()
         return {level: line(each) for level, each in points.items()}
 
@@ -548,9 +516,9 @@ class Subject:
         try:
             first, self._stepped = not self._stepped, True  # which makes its state
             if self._clips:
-                clipped = _clipped([p for group in self.optimizer.param_groups for p in group["params"]], self._device)
+                taken = clipped([p for group in self.optimizer.param_groups for p in group["params"]], self._device)
                 if not first:
-                    found.clip.append(clipped)
+                    found.clip.append(taken)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             start, cpu = time.perf_counter(), time.thread_time()
@@ -579,7 +547,7 @@ def _keep(rounds: _Rounds, good: list[bool], calm: bool) -> tuple[_Rounds, float
         kept.units[b] = [rounds.units[b][i] for i in chosen]
         kept.whole[b] = [rounds.whole[b][i] for i in chosen]
         if len(chosen) >= 4:
-            halves = [_least(kept.whole[b][i::2], calm) for i in (0, 1)]
+            halves = [least(kept.whole[b][i::2], calm) for i in (0, 1)]
             repeats = max(repeats, max(halves) / min(halves) - 1)
     return kept, repeats, too_few
 
@@ -591,9 +559,9 @@ def _fit(units: tuple[Unit, ...], rounds: _Rounds, calm: bool) -> tuple[tuple[Un
     back: list[list[tuple[float, float]]] = [[] for _ in units]
     for b, steps in rounds.units.items():
         for i in range(len(units)):
-            own[i].append((b, _least([s[i].own for s in steps], calm)))
-            glue[i].append((b, _least([s[i].glue for s in steps], calm)))
-            back[i].append((b, _least([s[i].backward for s in steps], calm)))
+            own[i].append((b, least([s[i].own for s in steps], calm)))
+            glue[i].append((b, least([s[i].glue for s in steps], calm)))
+            back[i].append((b, least([s[i].backward for s in steps], calm)))
     alike: dict[str, list[int]] = {}
     for i, unit in enumerate(units):
         alike.setdefault(unit.alike or unit.name, []).append(i)
@@ -603,13 +571,13 @@ def _fit(units: tuple[Unit, ...], rounds: _Rounds, calm: bool) -> tuple[tuple[Un
     forward = [[(b, o + g) for (b, o), (_, g) in zip(own[i], glue[i], strict=True)] for i in range(len(units))]
     factors, errors = [], []
     for k, b in enumerate(rounds.units):
-        whole = _least(rounds.whole[b], calm)
+        whole = least(rounds.whole[b], calm)
         factors.append(whole / max(1e-12, sum(forward[i][k][1] + back[i][k][1] for i in range(len(units)))))
     factor = statistics.median(factors)
     forward_lines = [_scaled(line(points), factor) for points in forward]
     back_lines = [_scaled(line(points), factor) for points in back]
     for b in rounds.units:
-        whole = _least(rounds.whole[b], calm)
+        whole = least(rounds.whole[b], calm)
         errors.append(abs(sum(f.at(b) + g.at(b) for f, g in zip(forward_lines, back_lines, strict=True)) / whole - 1))
     timed = tuple(replace(u, forward_seconds=f, backward_seconds=g) for u, f, g in zip(units, forward_lines, back_lines, strict=True))
     return timed, factor, statistics.mean(errors)

@@ -9,38 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
-import os
-import subprocess
-import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.plan import Costs, Line, Unit
 from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, tensors_of, untouched
+from ronde.study.flops import Flops
+from ronde.study.ledger import Entry, Ledger, bytes_of, storages
 from ronde.world import RondeError
 
 __all__ = [
     "Account",
-    "MeasuredPeak",
     "UnitBytes",
     "account",
     "chain_peak",
     "copied_optimizer",
     "line",
-    "measured_peak",
     "optimizer_bytes",
     "peak",
     "weigh",
@@ -135,154 +127,6 @@ class Account:
         return around[0] if around else unit if any(b.startswith(f"{unit}.") for b in self.blocks) else ""
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size()
-
-
-def _storages(value: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
-    for tensor in tensors_of(value):
-        if tensor.layout is torch.strided:
-            yield tensor.untyped_storage(), tensor
-        elif tensor.layout is torch.sparse_coo:
-            with torch.no_grad():
-                for part in (tensor._indices(), tensor._values()):
-                    yield part.untyped_storage(), part
-
-
-def _workspace(func: Any, args: Any, result: Any) -> int:
-    """Bytes that a kernel takes for itself while it runs, where that is known.
-
-    Convolutions on CPUs (oneDNN) reorder what they read and what they write into blocks of channels.
-    """
-    name = getattr(func, "__name__", "")
-    if not name.startswith("convolution") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
-    tensors = [t for t in args[:3] if isinstance(t, torch.Tensor)]
-    if not tensors or tensors[0].device.type != "cpu" or tensors[0].dtype != torch.float32:
-        return 0
-    if name.startswith("convolution_backward"):
-        gradient, read = _bytes(args[0]), _bytes(args[1])
-        return gradient + read
-    return _bytes(args[0]) + sum(_bytes(t) for t in tensors_of(result))
-
-
-_recurrent: dict[tuple[Any, ...], tuple[float, float]] = {}  # shapes -> bytes, and bytes a step of the sequence
-
-
-def _recurrent_workspace(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int] | None:
-    """Of a recurrent layer on CPUs (oneDNN), bytes that it keeps for its backward pass, and that this fills; fake ones say none.
-
-    How much it reserves nothing but the layer itself knows: it is run for real on two and on four steps of a sequence. The forward
-    pass fills the gates, the cells and a copy of the input (measured: 5 hidden + 1 input each step), the backward pass the rest.
-    """
-    if "mkldnn_rnn_layer.default" not in str(func) or len(result) < 4 or not isinstance(result[0], torch._subclasses.FakeTensor):
-        return None
-    key = tuple((tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else str(a) for a in args)
-    if key not in _recurrent:
-        sizes = []
-        for steps in (2, 4):
-            real = [torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
-            real[0] = torch.zeros((steps, *args[0].shape[1:]), dtype=args[0].dtype)
-            sizes.append(func(*real, **kwargs)[3].nbytes)
-        per_step = (sizes[1] - sizes[0]) / 2
-        _recurrent[key] = (sizes[0] - 2 * per_step, per_step)
-    fixed, per_step = _recurrent[key]
-    total = int(fixed + per_step * args[0].shape[0])
-    filled = _bytes(args[0]) + 5 * _bytes(result[0])
-    return min(filled, total), max(0, total - filled)
-
-
-@dataclass(slots=True)
-class _Entry:
-    size: int
-    unit: int
-    phase: str
-    floating: bool
-    last_read: int
-    read_bytes: int = 0
-    alive: bool = True
-
-
-class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enters every storage that appears, and what is alive at once."""
-
-    def __init__(self, known: Iterator[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.unit, self.phase = 0, "forward"
-        self.live = 0
-        self.peaks: dict[tuple[str, int], int] = {}
-        self.entries: list[_Entry] = []
-        self.readers: dict[int, set[int]] = {}  # a known storage -> units that read it in the forward pass
-        self._by_key: dict[int, _Entry] = {}
-        self._refs: dict[int, Any] = {}
-        self._rests: dict[tuple[int, ...], int] = {}  # shape of a recurrent layer's input -> bytes its backward pass fills
-        self._known = {s._cdata: s for t in known for s, _ in _storages(t)}
-
-    def enter(self, unit: int, phase: str) -> None:
-        """``unit`` is at work from here on."""
-        self.unit, self.phase = unit, phase
-        self._mark()
-
-    def _mark(self, workspace: int = 0) -> None:
-        key = (self.phase, self.unit)
-        if self.live + workspace > self.peaks.get(key, -1):
-            self.peaks[key] = self.live + workspace
-
-    def _gone(self, key: int, entry: _Entry) -> Callable[[Any], None]:
-        def callback(_: Any) -> None:
-            if entry.alive:
-                entry.alive = False
-                self.live -= entry.size
-            if self._by_key.get(key) is entry:
-                del self._by_key[key]
-                self._refs.pop(key, None)
-
-        return callback
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.phase == "forward":
-            for storage, tensor in _storages((args, kwargs)):
-                key = storage._cdata
-                entry = self._by_key.get(key)
-                if entry is not None:
-                    if self.unit > entry.unit:
-                        entry.last_read = max(entry.last_read, self.unit)
-                        entry.read_bytes = max(entry.read_bytes, min(entry.size, _bytes(tensor)))
-                elif key in self._known:
-                    self.readers.setdefault(key, set()).add(self.unit)
-        result = func(*args, **kwargs)
-        hidden = _recurrent_workspace(func, args, kwargs, result)
-        for storage, tensor in _storages(result):
-            key = storage._cdata
-            if key in self._known:
-                continue
-            known = self._by_key.get(key)
-            if known is not None:
-                if storage.nbytes() > known.size and known.alive:
-                    self.live += storage.nbytes() - known.size
-                    known.size = storage.nbytes()
-                continue
-            size = storage.nbytes()
-            if hidden is not None and tensor is result[3]:
-                size, rest = hidden
-                self._rests[tuple(args[0].shape)] = rest + sum(_bytes(a) for a in args[1:5] if isinstance(a, torch.Tensor))
-            entry = _Entry(size, self.unit, self.phase, tensor.is_floating_point() or tensor.is_complex(), self.unit)
-            self._by_key[key] = entry
-            self._refs[key] = weakref.ref(storage, self._gone(key, entry))
-            self.entries.append(entry)
-            self.live += entry.size
-        workspace = _workspace(func, args, result)
-        if self._rests and "mkldnn_rnn_layer_backward" in str(func):
-            workspace = self._rests.get(tuple(args[0].shape), 0)
-        self._mark(workspace)
-        return result
-
-    def entry(self, tensor: torch.Tensor) -> _Entry | None:
-        """What is known of a tensor's storage."""
-        return self._by_key.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-
-
 def _maker(fake: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """Makes a stand-in of a real tensor: a fake one, or a copy.
 
@@ -303,65 +147,8 @@ def _maker(fake: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     return make
 
 
-def _rnn_flops(module: nn.Module, output: Any) -> float:
-    """Of a recurrent layer, which torch's counter does not know: 2 a multiplication, gates times (input + hidden)."""
-    assert isinstance(module, nn.RNNBase)
-    rows = next(tensors_of(output)).numel() / (module.hidden_size * (2 if module.bidirectional else 1))
-    weights = sum(p.numel() for name, p in module.named_parameters() if name.startswith("weight"))
-    return 2.0 * rows * weights
-
-
-class _NoModules:
-    """Stands in for torch's ModuleTracker."""
-
-    parents = frozenset({"Global"})
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class _Flops:
-    """Floating-point operations of each unit's forward pass."""
-
-    def __init__(self, model: nn.Module, chain: Sequence[Link]) -> None:
-        self.counted = [0.0] * len(chain)
-        self._unit, self._before, self._extra = 0, 0.0, 0.0
-        self._counter = FlopCounterMode(display=False)
-        # Its tracker of modules hangs hooks on gradients, which some models cannot have (one that differentiates by itself); all is counted as one.
-        self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-        self._handles = [m.register_forward_hook(self._recurrent) for m in model.modules() if isinstance(m, nn.RNNBase)]
-        self._start: dict[nn.Module, float] = {}
-        self._handles += [
-            m.register_forward_pre_hook(lambda m, _: self._start.__setitem__(m, self._counter.get_total_flops()))
-            for m in model.modules()
-            if isinstance(m, nn.RNNBase)
-        ]
-
-    def _recurrent(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._counter.get_total_flops() == self._start.get(module):
-            self._extra += _rnn_flops(module, output)
-
-    def enter(self, unit: int) -> None:
-        """``unit`` begins."""
-        now = self._counter.get_total_flops() + self._extra
-        self.counted[self._unit] += now - self._before
-        self._unit, self._before = unit, now
-
-    def __enter__(self) -> _Flops:
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._counter.__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
-
-
 def _owners(
-    model: nn.Module, chain: Sequence[Link], ledger: _Ledger, order: dict[str, nn.Parameter]
+    model: nn.Module, chain: Sequence[Link], ledger: Ledger, order: dict[str, nn.Parameter]
 ) -> tuple[list[list[str]], list[set[str]]]:
     """Which unit owns each parameter (the first that holds or reads it), and which are shared."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -384,16 +171,16 @@ def _owners(
 
 def _one_size(
     model: nn.Module, chain: list[Link], compute: Any, batch: Any, autocast: Callable[[], Any]
-) -> tuple[list[UnitBytes], _Ledger, int]:
+) -> tuple[list[UnitBytes], Ledger, int]:
     """Run one step of a stand-in and account for it."""
     order = dict(model.named_parameters())
     for p in order.values():
         p.grad = None
     known: list[torch.Tensor] = [*order.values(), *model.buffers(), *tensors_of(batch)]
-    ledger = _Ledger(iter(known))
+    ledger = Ledger(iter(known))
     last = len(chain) - 1
     saved: list[int] = [0] * len(chain)
-    holding: list[_Entry] = []
+    holding: list[Entry] = []
 
     def tell(unit: int, event: str) -> None:
         if event == "in":
@@ -410,7 +197,7 @@ def _one_size(
     put_off = [0] * len(chain)
 
     def returned(_: nn.Module, __: Any, output: Any) -> None:
-        put_off[ledger.unit] += sum(_bytes(t) for t in tensors_of(output) if t.requires_grad)
+        put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_of(output) if t.requires_grad)
 
     probe = Probe(model, chain, tell)
     weighted = [m for m in model.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
@@ -428,12 +215,12 @@ def _one_size(
         for name in names:
             gradient = order[name].grad
             if gradient is not None:
-                gradients[i] += sum(s.nbytes() for s, _ in _storages(gradient))
+                gradients[i] += sum(s.nbytes() for s, _ in storages(gradient))
     for i, shared in enumerate(users):
         for name in shared:
             gradient = order[name].grad
             if gradient is not None and name not in owned[i]:
-                late[i] += sum(s.nbytes() for s, _ in _storages(gradient))
+                late[i] += sum(s.nbytes() for s, _ in storages(gradient))
     found = []
     for i in range(len(chain)):
         before, after = sum(saved[: i + 1]), sum(gradients[i:]) + sum(late[i:])
@@ -520,7 +307,7 @@ def _account(
         for b in sizes:
             units, ledger, total = _one_size(stand_in, found.chain, compute, micro[b], autocast)
             found.sizes[b], found.total[b] = units, total
-            found.batch[b] = sum(_bytes(t) for t in tensors_of(micro[b]))
+            found.batch[b] = sum(bytes_of(t) for t in tensors_of(micro[b]))
         found.blocks = list(repeated_blocks(stand_in) or large_children(stand_in))
         for level in ("selective", "full") if within is None else ():
             # What cannot be run so is told where it is asked for; here it is assumed.
@@ -540,7 +327,7 @@ def _account(
 
 
 def _count(model: nn.Module, chain: list[Link], compute: Any, batch: Any, differentiates: bool = False) -> list[float]:
-    flops = _Flops(model, chain)
+    flops = Flops(model, chain)
     probe = Probe(model, chain, lambda unit, event: flops.enter(unit) if event == "in" else None)
     try:
         # The fused kernels of CPUs are not counted by torch (2.13): the plain one is.
@@ -566,8 +353,8 @@ def _buffers(model: nn.Module, chain: Sequence[Link]) -> list[int]:
         for buffer in modules[link.name].buffers() if link.name in modules else ():
             if id(buffer) not in seen:
                 seen.add(id(buffer))
-                found[index] += _bytes(buffer)
-    found[0] += sum(_bytes(b) for b in model.buffers() if id(b) not in seen)
+                found[index] += bytes_of(buffer)
+    found[0] += sum(bytes_of(b) for b in model.buffers() if id(b) not in seen)
     return found
 
 
@@ -655,7 +442,7 @@ def _optimizer_bytes(model: nn.Module, optimizer: Optimizer, fake: bool) -> tupl
         seen: set[int] = set()
         for each, state in copy_.state.items():
             size = 0
-            for storage, _ in _storages(state):
+            for storage, _ in storages(state):
                 if storage._cdata not in seen:
                     seen.add(storage._cdata)
                     size += storage.nbytes()
@@ -664,7 +451,7 @@ def _optimizer_bytes(model: nn.Module, optimizer: Optimizer, fake: bool) -> tupl
         known = list(tensors_of([list(copy_.state.values())]))
         for group in copy_.param_groups:
             known += [t for p in group["params"] for t in (p, p.grad) if t is not None]
-        ledger = _Ledger(iter(known))
+        ledger = Ledger(iter(known))
         with ledger:
             step()
         return found, max(ledger.peaks.values(), default=0)
@@ -716,8 +503,8 @@ def weigh(
         units.append(
             Unit(
                 name=link.name,
-                parameter_bytes=sum(_bytes(p) for p in own),
-                trainable_bytes=sum(_bytes(p) for p in own if p.requires_grad),
+                parameter_bytes=sum(bytes_of(p) for p in own),
+                trainable_bytes=sum(bytes_of(p) for p in own if p.requires_grad),
                 optimizer_bytes=sum(state.get(name, 0) for name in found.parameters[i]),
                 buffer_bytes=found.buffers[i],
                 saved_bytes=fits["saved"][i],
@@ -732,7 +519,7 @@ def weigh(
                 alike=link.alike,
                 flops=at.flops / smallest,
                 tied=tuple(sorted(found.shared[i])),
-                tied_bytes=sum(_bytes(parameters[name]) for name in found.shared[i]),
+                tied_bytes=sum(bytes_of(parameters[name]) for name in found.shared[i]),
                 tied_grad_bytes=at.late_gradient,
                 batchnorm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms),
                 block=found.block(link.name),
@@ -810,84 +597,3 @@ def peak(
             name = str(getattr(kind, "value", kind))
             found[name] = found.get(name, 0) + int(size)
     return found
-
-
-# --- What a process really took --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MeasuredPeak:
-    """Resident memory of a child process.
-
-    Attributes:
-        baseline_bytes: before.
-        peak_bytes: most while it ran, above ``baseline_bytes``.
-        result: what the function returned, if JSON holds it.
-    """
-
-    baseline_bytes: int
-    peak_bytes: int
-    result: Any = None
-
-
-def _status(name: str) -> int:
-    for text in Path("/proc/self/status").read_text().splitlines():
-        if text.startswith(f"{name}:"):
-            return int(text.split()[1]) * 1024
-    raise RondeError(f"/proc/self/status has no {name}")
-
-
-def measured_peak(target: str, *arguments: Any, timeout: float = 120.0, threads: int = 1, cwd: Path | None = None) -> MeasuredPeak:
-    """Peak of resident memory of a function, in a child process whose allocator gives back what is freed. Linux only.
-
-    Args:
-        target: ``"path/file.py:function"`` or ``"module:function"``. It is called with ``arguments`` and returns a callable:
-            what is done until then (imports, kernels warmed) is the baseline, what that callable does is measured.
-        arguments: what JSON holds.
-
-    Raises:
-        RondeError: the child failed.
-    """
-    environment = {
-        **os.environ,
-        # Freed memory goes back to the system at once, instead of being kept for later.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-        "OMP_NUM_THREADS": str(threads),
-    }
-    command = [sys.executable, "-m", "ronde.study.memory", target, json.dumps(arguments)]
-    try:
-        done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise RondeError(f"{target} took longer than {timeout:.0f} s") from None
-    if done.returncode:
-        raise RondeError(f"{target} failed in a child process:\n{done.stderr.strip()[-2000:]}")
-    return MeasuredPeak(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _child(target: str, arguments: list[Any]) -> None:
-    import gc
-    import importlib
-    import importlib.util
-
-    where, _, name = target.rpartition(":")
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    go = getattr(module, name)(*arguments)
-    gc.collect()
-    baseline = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    result = go()
-    most = _status("VmHWM")
-    print(json.dumps({"baseline_bytes": baseline, "peak_bytes": max(0, most - baseline), "result": result}))
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1], json.loads(sys.argv[2]))

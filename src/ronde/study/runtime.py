@@ -17,22 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.parallel import DistributedDataParallel
 
 from ronde.parallel import Part, Work
-from ronde.parallel.pipeline import Once
 from ronde.parallel.shard import fully_shard_model
-from ronde.parallel.staged import StageRun, program
 from ronde.parallel.zero1 import OptimizerParts
-from ronde.plan import Added, Fit, Line, Plan, Times, run_step
-from ronde.plan.intercept import watching
-from ronde.plan.trace import bounds_of, follow
-from ronde.study.chain import untouched
-from ronde.study.memory import line
+from ronde.plan import Added, Fit, Plan, Times, run_step
+from ronde.study.beside import action_seconds
 from ronde.world import World
+from ronde.world.groups import mesh_of
 
-__all__ = ["ADDED", "action_seconds", "added_by", "fit_added", "split_seconds", "warm"]
+__all__ = ["ADDED", "added_by", "fit_added", "warm"]
 
 ADDED = ("action", "pipeline", "tensor", "gather", "reduce", "bucket", "update")
 """What :func:`added_by` tells."""
@@ -135,12 +130,10 @@ class _Layers(nn.Module):
 
 def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
     """Seconds of gathering a layer's parameters, and of reducing its gradients, by FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     marks = _Marks()
     model = _Layers(marks)
     blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    fully_shard_model(model, init_device_mesh("cpu", (me.size,), mesh_dim_names=("shard",)), "gradients", None, blocks)
+    fully_shard_model(model, mesh_of("cpu", {"shard": me.size}), "gradients", None, blocks)
     for i, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda _m, _x, i=i: marks("called", i), prepend=True)  # type: ignore[misc]
     gathers: list[list[float]] = [[] for _ in _CASES]
@@ -148,11 +141,15 @@ def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
     x = torch.zeros(1)
     for _ in range(_WARM + tries):
         dist.barrier()
-        model(x).sum().backward()
+        loss = model(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
         end = time.perf_counter()
         at = marks.at
         for i in range(len(_CASES)):
-            gathers[i].append(at["in", i] - at["called", i])
+            # What follows on a layer's pass (letting go of what was gathered) is part of having gathered it.
+            following = at["called", i + 1] if i + 1 < len(_CASES) else middle
+            gathers[i].append(at["in", i] - at["called", i] + following - at["out", i])
             after = at["back", i - 1] if i else end
             reduces[i].append(after - at["backed", i])
         for p in model.parameters():
@@ -366,109 +363,15 @@ def added_by(me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str],
     for name, taken in passes[0].items():
         fit, calls = fits[of[name][0]], of[name][1]
         tried = [[s for each in passes for s in each[name][k][2]] for k in range(len(taken))]
-        seconds = torch.tensor([statistics.median(values) for values in tried], dtype=torch.float64)
+        middles = [statistics.median(values) for values in tried]
+        if name in ("gather", "reduce"):
+            # Of layers in one step. Some of them are slow in every step, and seldom the same: a usual step is longer than usual layers.
+            longer = statistics.median(map(sum, zip(*tried, strict=True))) / sum(middles)
+            middles = [each * longer for each in middles]
+        seconds = torch.tensor(middles, dtype=torch.float64)
         dist.all_reduce(seconds)
         mean = (seconds / me.size).tolist()
         found[name] = fit_added(
             [(size, n, s - calls * fit.alpha - size / fit.beta, s) for (size, n, _), s in zip(taken, mean, strict=True)]
         )
     return found
-
-
-def action_seconds(work: Work, rounds: int = 7) -> float:
-    """What a pipeline's runtime adds to a forward or backward pass of a micro-batch: a sample in two stages against in one piece, both here.
-
-    0 where it cannot be told: the model cannot be cut, or does not run so.
-    """
-    try:
-        with untouched(work.model), watching():
-            return _action_seconds(work, rounds)
-    except Exception:
-        return 0.0
-
-
-def _action_seconds(work: Work, rounds: int) -> float:
-    parameters = [p for p in work.model.parameters() if p.requires_grad]
-    calm = parameters[0].device.type == "cpu" and torch.get_num_threads() == 1
-    now = time.thread_time if calm else time.perf_counter
-    batch = work.sample(1)
-
-    def call() -> Any:
-        return work.compute(batch)
-
-    trace = follow(work.model, call)
-    points = trace.points()
-    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
-
-    def clear() -> None:
-        for p in parameters:
-            p.grad = None
-
-    def plain() -> None:
-        call()[0].backward()
-
-    def staged() -> None:
-        first = StageRun(made, 0, {})
-        first.run(call)
-        received = {v: first.sent[v].detach().requires_grad_(v in made.gradients[0]) for v in made.sends[0]}
-        second = StageRun(made, 1, dict(received))
-        second.run(call)[0].backward()
-        torch.autograd.backward([first.sent[v] for v in made.gradients[0]], [received[v].grad for v in made.gradients[0]])
-
-    spent: dict[Any, list[float]] = {plain: [], staged: []}
-    for _ in range(rounds + 1):
-        for one in (plain, staged):
-            clear()
-            start = now()
-            one()
-            spent[one].append(now() - start)
-    clear()
-    whole, cut = (statistics.median(values[1:]) for values in spent.values())
-    return max(0.0, cut - whole) / 4.0
-
-
-def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> Line:
-    """What it takes longer to run a whole model's backward pass in two parts, as zero-bubble schedules do: that of inputs, then that of weights.
-
-    Measured on the second half of the model, at one sample and at an eighth of the batch. 0 where it cannot be told.
-    """
-    try:
-        with untouched(work.model), watching():
-            return line([(n, 2.0 * _split_seconds(work, n, rounds)) for n in sorted({1, max(1, batch_size // 8)})])
-    except Exception:
-        return Line()
-
-
-def _split_seconds(work: Work, samples: int, rounds: int) -> float:
-    batch = work.sample(samples)
-
-    def call() -> Any:
-        return work.compute(batch)
-
-    trace = follow(work.model, call)
-    points = trace.points()
-    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
-    weights = [p for p in made.parameters(1) if p.requires_grad]
-    calm = weights[0].device.type == "cpu" and torch.get_num_threads() == 1
-    now = time.thread_time if calm else time.perf_counter
-    spent: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds + 1):
-        for apart in (False, True):
-            first = StageRun(made, 0, {})
-            first.run(call)
-            received = {v: first.sent[v].detach().requires_grad_(v in made.gradients[0]) for v in made.sends[0]}
-            loss = StageRun(made, 1, dict(received)).run(call)[0]
-            for p in weights:
-                p.grad = None
-            start = now()
-            if apart:
-                inputs = [received[v] for v in made.gradients[0]]
-                _, groups = stage_backward_input(Once([loss]), [torch.ones_like(loss)], inputs, iter(weights))  # type: ignore[arg-type]
-                stage_backward_weight(iter(weights), groups)
-            else:
-                loss.backward()
-            spent[apart].append(now() - start)
-    for p in weights:
-        p.grad = None
-    whole, parts = (statistics.median(each[1:]) for each in spent)
-    return max(0.0, parts - whole)
