@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -362,3 +364,46 @@ def test_workers_on_the_cpu_are_scheduled_as_batch(tmp_path, workers, setting, a
     policy, gloo = expected
     told = [path.read_text() for path in sorted(tmp_path.glob("policy-*"))]
     assert told == [f"{os.SCHED_OTHER} {policy} {gloo}"] * workers
+
+
+GROUPS = """
+from pathlib import Path
+import ronde, torch, torch.distributed as dist
+
+def loops():
+    return sum("gloo_tcp_loop" in t.joinpath("comm").read_text() for t in Path("/proc/self/task").iterdir())
+
+def train(plan):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    if "tensor" in plan or "pipeline" in plan:
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)) for _ in range(2)))
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    more = {} if "tensor" in plan or "pipeline" in plan else {"sync_batchnorm": True}
+    loss = lambda output, target: ((output - target) ** 2).mean()
+    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=loss, batch_size=4, plan=plan, **more)
+    for batch in run.batches():
+        run.step(batch)
+    run.evaluate(data)
+    return run
+
+plans = ("replicate", "shard=gradients", "shard=parameters", "shard=optimizer", "pipeline=2,micro_batch=1", "tensor=2")
+counts = []
+for _ in range(3):
+    for plan in plans:
+        run = train(plan)
+    counts.append(loops())
+Path(f"loops-{run.rank}").write_text(repr(counts))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="Linux tells of threads so")
+def test_what_is_made_again_and_again_shares_its_process_groups(tmp_path):
+    """Each of gloo's has a thread that wakes up for as long as the process lives."""
+    (tmp_path / "train.py").write_text(GROUPS)
+    done = ronde_run(["run", "--workers", "2", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    for path in tmp_path.glob("loops-*"):
+        once, *later = ast.literal_eval(path.read_text())
+        assert 1 < once < 12 and later == [once, once]
+    assert len(list(tmp_path.glob("loops-*"))) == 2
