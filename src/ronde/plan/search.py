@@ -38,7 +38,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
 _BRIEF: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("interleaved", 2))
 _TENSOR = (2, 4, 8, 16)
 _SIMPLER = 0.005  # of step time, for each mechanism more: between two plans as fast, the simpler one
-_DOUBT = 0.04  # of step time at most, for what is not simple: as much as the measurements were disturbed
+_DOUBT = 0.05  # of step time at most, for what is not simple: as much as the measurements were disturbed
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def search(
 def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "speed", noise: float = 0.0) -> tuple[float, ...]:
     """What plans are sorted by: whether they fit, then step time (or memory), with half a percent for each mechanism more.
 
-    ``noise`` is how far the measurements may be wrong: a plan that is less simple has to be faster than the doubt, up to 4 %.
+    ``noise`` is how far the measurements may be wrong: a plan that is less simple has to be faster than the doubt, up to 5 %.
     """
     plan = prediction.plan
     mechanisms = (
@@ -183,7 +183,7 @@ def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "spe
     )
     value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
     other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
-    doubt = min(noise, _DOUBT) * min(mechanisms, 2) / 2 if optimize == "speed" else 0.0
+    doubt = min(noise, _DOUBT) if mechanisms and optimize == "speed" else 0.0
     return (float(_VERDICTS[prediction.verdict]), value * (1.0 + _SIMPLER * mechanisms + doubt), other)
 
 
