@@ -24,7 +24,7 @@ from ronde.plan.partition import ALPHA, Held
 from ronde.plan.picture import svg, terminal
 from ronde.plan.predict import KINDS, TERMS, Predictor, choose_micro_batches, predict
 from ronde.plan.schedules import Action, actions, allowed, bubble, forward_only, in_flight, stages_of, worker_of
-from ronde.plan.search import candidates, search
+from ronde.plan.search import candidates, rank_key, search
 from ronde.plan.simulate import Times, run_step, simulate
 
 GIB = 2**30
@@ -645,6 +645,13 @@ def test_within_the_doubt_of_a_disturbed_measurement_the_simpler_plan_wins():
     assert disturbed.best.plan.family == "replicate"
     assert "is as fast within" in explain(disturbed, costs, wires(), with_flips=False).runner_up
     assert best(much, 0.2).best.plan.family == "pipeline"
+    # Also where only one thing is not simple about it.
+    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
+    for faster_by, noise, wins in ((0.03, 0.0, True), (0.03, 0.04, False), (0.06, 0.04, True), (0.06, 0.3, True), (0.04, 0.3, False)):
+        other = dataclasses.replace(
+            simple, plan=dataclasses.replace(simple.plan, shard="optimizer"), raw_step_seconds=simple.raw_step_seconds * (1 - faster_by)
+        )
+        assert (rank_key(other, "speed", noise) < rank_key(simple, "speed", noise)) == wins
 
 
 def test_gradients_of_further_micro_batches_are_added_to_those_that_are_there():

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ronde.world.cores import schedule_as_batch, threads_per_worker
 from ronde.world.errors import WorldError
+from ronde.world.groups import forget
 from ronde.world.who import World, _identity, world
 
 __all__ = ["connect"]
@@ -119,6 +120,7 @@ def _leave() -> None:
     """Let go of the group at the end: gloo's threads must not outlive the interpreter. Not after a failure, when it could wait
     for ranks that are gone."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
+        forget()
         dist.destroy_process_group()
         # A gloo thread may still be letting go of the last exchange, for which it needs the interpreter; if that is gone, the
         # process aborts (torch 2.13). Workers of ronde run end another way, see ronde.launch.worker.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["group_of", "mesh_of"]
+__all__ = ["forget", "group_of", "mesh_of"]
 
 _made: tuple[Any, dict[Any, Any]] = (None, {})  # of the process group that there is now
 
@@ -27,6 +27,12 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
     if key not in kept:
         kept[key] = make()
     return kept[key]
+
+
+def forget() -> None:
+    """Hold none of them any longer, so that gloo's threads end with their process group."""
+    global _made
+    _made = (None, {})
 
 
 def group_of(purpose: str, ranks: Sequence[int] | None = None) -> Any:
