@@ -12,6 +12,7 @@ from torch import nn
 import foreign_models as foreign
 from foreign_models import Built, build
 from ronde.parallel.staged import Diverged, Program, StageRun, program
+from ronde.plan.intercept import stay
 from ronde.plan.nested import tensors_in
 from ronde.plan.trace import Point, Trace, bounds_of, follow
 from ronde.world import ArgumentError, RondeError
@@ -537,3 +538,21 @@ def test_reached(real):
 
 def test_errors_are_of_ronde():
     assert issubclass(Diverged, RondeError)
+
+
+def test_what_is_put_in_place_stays_as_long_as_its_owner():
+    class Owner:
+        pass
+
+    owner, apply = Owner(), torch.autograd.Function.__dict__["apply"]
+    stay(owner)
+    assert nn.Module.__call__ is not nn.Module._wrapped_call_impl
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    expected = torch.relu(nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+    assert len(followed(Built(model, x, foreign.square)).events) > 1  # looked at in between, as before and after
+    assert nn.Module.__call__ is not nn.Module._wrapped_call_impl
+    del owner
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+    assert torch.autograd.Function.__dict__["apply"] is apply

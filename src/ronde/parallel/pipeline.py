@@ -29,12 +29,12 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.tensor import DTensor
 
 from ronde.parallel import cutting
-from ronde.parallel.base import Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
+from ronde.parallel.base import Flags, Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
 from ronde.parallel.shard import adopt, local, refuse_hooks, replica_mesh
 from ronde.parallel.staged import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
-from ronde.plan.intercept import watching
+from ronde.plan.intercept import stay
 from ronde.plan.nested import tensors_in
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
 from ronde.plan.trace import Trace, bounds_of, follow
@@ -99,9 +99,12 @@ class Pipeline(Strategy):
         self.holds_result = self.last in self.stages
         self.counts = self.holds_result and self.place.tensor == 0
         _refuse(plan, self.model)
-        self.mesh = mesh_of(me.device.type, {"pipeline": workers, "data": plan.replicas, "tensor": plan.tensor})
-        self.along = self.mesh.get_group("pipeline")
-        self.data = self.mesh.get_group("data")
+        self.along, self.data = group_of("pipeline"), None
+        if plan.replicas > 1:
+            # The mesh that the stages are divided on, where they are.
+            replicas = "shard" if plan.shard in ("gradients", "parameters") and plan.shard_within is None else "data"
+            mesh = mesh_of(me.device.type, {"pipeline": workers, replicas: plan.replicas})
+            self.along, self.data = mesh.get_group("pipeline"), mesh.get_group(replicas)
         self._ranks = self.layout.along_pipeline(me.rank)
         self._was: dict[int, nn.Parameter] = {}  # identity of a parameter -> the one that the model was followed with, where it is another
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
@@ -119,7 +122,7 @@ class Pipeline(Strategy):
         self._samples = 1
         self._reached: set[int] = set()
         self._pending: list[tuple[Any, Any]] = []
-        self._flags = [p.requires_grad for p in self.model.parameters()]
+        stay(self)  # every stage's pass is looked at
 
     # -- the cut -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +209,7 @@ class Pipeline(Strategy):
                     return path.program
         if sum(map(len, self._programs.values())) > 64:
             self._programs.clear()
+            self._weights_at.clear()
         return self._add(key, call, batch, self._follow(call, batch))
 
     def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
@@ -283,11 +287,15 @@ class Pipeline(Strategy):
         self._whole = [p for p in self.parameters if id(p) not in divided]
         self._divided = [p for p in self.parameters if id(p) in divided]
         self._real = {self._key(p): p for p in self.model.parameters()}
+        self._flags = Flags(self.model)
+        self._weights_at: dict[tuple[Program, int], list[nn.Parameter]] = {}
 
     def _weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
         """A stage's trained parameters, as they are now."""
-        found = [self._real.get(id(p), p) for p in made.parameters(stage)]
-        return [p for p in found if p.requires_grad]
+        if (made, stage) not in self._weights_at:
+            found = [self._real.get(id(p), p) for p in made.parameters(stage)]
+            self._weights_at[made, stage] = [p for p in found if p.requires_grad]
+        return self._weights_at[made, stage]
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
         """Divide this worker's modules over the replicas, each gathered when it is called (FSDP2)."""
@@ -479,7 +487,7 @@ class Pipeline(Strategy):
         coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = {}
         plan = self.plan
         order = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)[self.place.pipeline]
-        with watching(), self._opened():
+        with self._opened():
             for action in order:
                 self._act(action, programs, micros, parts, compute, scale, flights, coming)
         self._sent_all()
@@ -630,7 +638,10 @@ class Pipeline(Strategy):
             self._sum(self._whole, self.data)
         mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
         self.local_loss = self._loss[0].clone() if self.holds_result else None
-        dist.all_reduce(mine)
+        if self.plan.replicas == 1:  # who has it is done before the first stage: nobody waits twice
+            dist.broadcast(mine, self._ranks[worker_of(self.last, self.plan.pipeline, self.plan.schedule)])
+        else:
+            dist.all_reduce(mine)
         loss, weight = mine[0], mine[1]
         if bool(weight != 0):
             factor = self._samples / weight
@@ -721,10 +732,8 @@ class Pipeline(Strategy):
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""
-        flags = [p.requires_grad for p in self.model.parameters()]
-        if flags == self._flags:
+        if not self._flags.changed():
             return False
-        self._flags = flags
         forget_frozen(self.model)
         self._programs = {}
         self._own()

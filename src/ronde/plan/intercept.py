@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -101,7 +102,7 @@ _depth = 0
 
 def _begin() -> None:
     """Let module calls, autograd functions and scripted functions pass by who has entered. To replace a method of a class that has many
-    heirs takes 100 µs: :func:`watching` does it once for many passes."""
+    heirs takes some 300 µs: :func:`watching` does it once for many passes, :func:`stay` for as long as something lives."""
     global _depth
     _depth += 1
     if _depth > 1:
@@ -118,10 +119,12 @@ def _begin() -> None:
         return _entered[-1]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            if _entered and _entered[-1].used and threading.get_ident() == _entered[-1]._thread:
-                _entered[-1].used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
+        if not _entered:
+            return plain_call(module, *args, **kwargs)
+        interceptor = _entered[-1]
+        if interceptor._off or threading.get_ident() != interceptor._thread:
+            if interceptor.used and threading.get_ident() == interceptor._thread:
+                interceptor.used[-1].update({id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)})
             return plain_call(module, *args, **kwargs)
         return interceptor.on_call(module, args, kwargs)
 
@@ -186,6 +189,12 @@ def watching() -> Iterator[None]:
         yield
     finally:
         _end()
+
+
+def stay(owner: Any) -> None:
+    """Passes will be looked at again and again: what is put in place stays until ``owner`` is gone."""
+    _begin()
+    weakref.finalize(owner, _end).atexit = False
 
 
 class Interceptor(TorchFunctionMode):
