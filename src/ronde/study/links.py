@@ -32,7 +32,7 @@ import torch.distributed as dist
 from ronde.plan import Added, Cluster, Fit
 from ronde.study.memory import line
 from ronde.study.noise import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
-from ronde.study.runtime import ADDED, added_by, warm
+from ronde.study.runtime import added_by, warm
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.agree import gather_json
@@ -52,6 +52,8 @@ _QUICK_SIZES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
 _ROUNDS, _QUICK_ROUNDS = 8, 4
 _SMALL = 512 << 10  # below this, several are timed together
 _ATTEMPTS = 3
+_METHOD = 2
+"""Raised whenever what is measured changes: what an earlier version kept is measured again."""
 _OTHERS = ("RONDE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")  # another launcher's variables
 
 
@@ -376,12 +378,11 @@ def default_cluster(workers: int, *, fresh: bool = False, tell: Callable[[str], 
     most = torch.cuda.device_count() if cuda else max(2, min(8, usable_cores()))
     started = min(workers, most)
     host = socket.gethostname()
-    file = _state_folder() / f"cluster-{host}-{'cuda' if cuda else 'cpu'}-torch{torch.__version__}-{started}.yaml"
+    kind = "cuda" if cuda else "cpu"
+    file = _state_folder() / f"cluster-{host}-{kind}-torch{torch.__version__}-{started}-method{_METHOD}.yaml"
     if file.exists() and not fresh:
         with contextlib.suppress(Exception):
-            kept = Cluster.load(file)
-            if cuda or set(ADDED) <= kept.added.keys():  # an earlier version measured less
-                return _widened(kept, workers)
+            return _widened(Cluster.load(file), workers)
     if tell is not None:
         tell(f"measuring the links of {started} workers on this machine, once")
     with socket.socket() as s:

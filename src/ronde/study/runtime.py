@@ -27,10 +27,7 @@ from ronde.study.beside import action_seconds
 from ronde.world import World
 from ronde.world.groups import mesh_of
 
-__all__ = ["ADDED", "added_by", "fit_added", "warm"]
-
-ADDED = ("action", "pipeline", "tensor", "gather", "reduce", "bucket", "update")
-"""What :func:`added_by` tells."""
+__all__ = ["added_by", "fit_added", "warm"]
 
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
 """Bytes and tensors of what is exchanged at once."""
