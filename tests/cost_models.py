@@ -8,6 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ronde.run.losses import LossCall
+
+MSE = LossCall(F.mse_loss, None)
+
+
+def numbers(*shape, out=8):
+    return lambda b: (torch.randn(b, *shape), torch.randn(b, out))
+
+
+def words(b):
+    return torch.randint(50, (b, 16)), torch.randint(50, (b, 16))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
 
 class _Sleeper(torch.autograd.Function):
     @staticmethod

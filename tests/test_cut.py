@@ -12,9 +12,10 @@ from torch import nn
 import foreign_models as foreign
 from foreign_models import Built, build
 from ronde.parallel.staged import Diverged, Program, StageRun, program
+from ronde.plan.following import follow
 from ronde.plan.intercept import stay
 from ronde.plan.nested import tensors_in
-from ronde.plan.trace import Point, Trace, bounds_of, follow
+from ronde.plan.trace import Point, Trace, bounds_of
 from ronde.world import ArgumentError, RondeError
 
 TOLERANCE = 1e-10

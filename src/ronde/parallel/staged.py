@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ronde.plan.following import as_tuple, aside, whole_size
 from ronde.plan.intercept import NUMBERS, Interceptor, data_shaped
 from ronde.plan.nested import Opaque, build, flatten, tensors_in
-from ronde.plan.trace import Event, Given, Trace, Value, as_tuple, aside, whole_size
+from ronde.plan.trace import Event, Given, Trace, Value
 from ronde.world import PlanError
 
 __all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]

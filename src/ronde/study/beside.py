@@ -15,8 +15,9 @@ from ronde.parallel import Work
 from ronde.parallel.pipeline import Once
 from ronde.parallel.staged import StageRun, program
 from ronde.plan import Line
+from ronde.plan.following import follow
 from ronde.plan.intercept import watching
-from ronde.plan.trace import bounds_of, follow
+from ronde.plan.trace import bounds_of
 from ronde.study.chain import untouched
 from ronde.study.measure import clipped, least
 from ronde.study.memory import copied_optimizer, line

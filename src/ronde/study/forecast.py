@@ -25,10 +25,10 @@ from ronde.parallel.cutting import usable
 from ronde.plan import SPLIT_FIELDS, Cluster, Costs, Line, Plan
 from ronde.plan.corrections import corrected, record
 from ronde.plan.explain import Explanation, explain
+from ronde.plan.following import follow
 from ronde.plan.intercept import watching
 from ronde.plan.predict import Prediction
 from ronde.plan.search import search
-from ronde.plan.trace import follow
 from ronde.run import hooks
 from ronde.run.compare import Forecast
 from ronde.study.beside import action_seconds, clip_fixed_seconds, optimizer_fixed_seconds, split_seconds

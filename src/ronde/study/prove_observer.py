@@ -25,7 +25,7 @@ from ronde.feed import LoaderSettings, Taken
 from ronde.feed.replay import copied
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
-from ronde.plan.trace import following
+from ronde.plan.following import following
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
