@@ -492,7 +492,9 @@ def prescription(data: Path, folder: Path, rate: float, env: dict[str, str]) -> 
     if done.returncode or not (folder / "feed_job.feed.yaml").exists():
         raise SystemExit(f"ronde doctor prescribed nothing:\n{done.stdout}\n{done.stderr[-2000:]}")
     values = json.loads(out.read_text())
-    return {"gap": values["gap"], "cause": values["cause"], "applied": values["applied"]}
+    # The settings file lay in a folder that is gone.
+    applied = {k: v for k, v in values["applied"].items() if k != "file"}
+    return {"gap": values["gap"], "cause": values["cause"], "applied": applied}
 
 
 def cure(data: Path, rounds: int, rate: float, seconds: float) -> dict[str, Any]:
