@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-SLEEP = {"forward": 0.030, "backward": 0.060}
+SLEEP = {"forward": 0.030, "input": 0.030, "weights": 0.030}
+"""Seconds of a layer's forward pass, and of its backward pass: for what it was given, and for its weights."""
 CASES = [
     # name, stages, micro-batches, schedule, sleeping
     ("sleeping, 4 stages, GPipe", 4, 8, "gpipe", True),
@@ -119,6 +120,8 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             "gpipe": (stages - 1) / (micros + stages - 1),
             "1f1b": (stages - 1) / (micros + stages - 1),
             "interleaved": (stages - 1) / (virtual * micros + stages - 1),
+            # ZB-H1 (Qi et al. 2023): (S - 1) (F + I - W) beside M (F + I + W), with F = I = W here.
+            "zero-bubble": (stages - 1) / (3 * micros + stages - 1),
         }.get(schedule)
         result = {
             "case": name,
@@ -142,6 +145,8 @@ slept = [0.0]
 
 def rest(seconds: float) -> None:
     """Sleep, and note for how long it really was."""
+    if not seconds:
+        return
     start = time.perf_counter()
     time.sleep(seconds)
     slept[0] += time.perf_counter() - start
@@ -171,7 +176,8 @@ def sleeping_layer():
             self.share = share
 
         def forward(self, x):
-            return Sleep.apply(x * self.scale, SLEEP["forward"] * self.share, SLEEP["backward"] * self.share)
+            weights = Sleep.apply(self.scale, 0.0, SLEEP["weights"] * self.share)
+            return Sleep.apply(x * weights, SLEEP["forward"] * self.share, SLEEP["input"] * self.share)
 
     return Layer
 

@@ -264,6 +264,50 @@ def test_one_workers_slow_loaders_are_no_wall_that_all_share():
     assert summarise("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
 
 
+def test_a_worker_that_computes_slower_is_named():
+    rows = {n: [start(n, rate, rate)] for n, rate in ((1, 100), (2, 200), (4, 240))}
+    rows[4] = [
+        dataclasses.replace(s, computing_each=each) for s in rows[4] for each in ((100.0, 99.0, 60.0, 101.0), (100.0, 60.0, 62.0, 99.0))
+    ]
+    answer = summarise("train.py", rows, to=8, cores=64.0, per_node=8)
+    assert answer.slow_worker == (2, pytest.approx(0.61, abs=0.01)) and answer.to_dict()["slow_worker"]["rank"] == 2
+    assert "worker 2, which computes at 61% of the others' speed" in answer.sentence and any(
+        "one as slow among them" in n for n in answer.notes
+    )
+    alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
+    answer = summarise("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
+    assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
+
+
+SLOW = """
+import time
+import torch
+import ronde
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.02 if ronde.world().rank == 1 else 0.005)
+        return super().forward(x)
+
+model = Slow(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.zeros(96, 1))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-5), data, loss=torch.nn.functional.mse_loss, batch_size=8)
+for batch in run.batches():
+    run.step(batch)
+"""
+
+
+def test_a_worker_that_really_computes_slower_is_named(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = ronde_run(
+        ["scale", "--workers", "1,2", "--rounds", "1", "--seconds", "0.4", "--json", "scale.json", "slow.py"], tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "scale.json").read_text())
+    assert values["slow_worker"]["rank"] == 1 and values["slow_worker"]["speed"] < 0.6  # 5 ms beside 20
+    assert "worker 1" in " ".join(done.stdout.split())
+
+
 def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured():
     starts = {n: [start(n, 100 * n, 98 * n, loading=loading)] for n, loading in ((1, 250), (2, 190), (4, 185))}
     answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)

@@ -38,6 +38,7 @@ __all__ = ["Meter", "Row", "Scaling", "Start", "install", "load", "summarise"]
 _THRESHOLD = 0.5
 _NO_GAP = 0.03  # of the synthetic rate: less is noise
 _WIDE = 2.0  # an interval whose ends are farther apart, as a ratio, says little
+_SLOW = 0.85  # of the others' speed: below, a worker is told from noise
 _FULL = 0.8  # of the cores at work: no more to be had of them
 
 
@@ -147,6 +148,10 @@ class Meter(hooks.Observer):
                     found[name].append(result.samples_per_second)
                     if all(one is not None for one in everyone):
                         cores[name].append(sum(everyone) / result.samples_per_second)
+            computing: list[float] = []
+            if bench.can_be_alone:
+                _tell(f"{workers}: each by itself")
+                computing = list(bench.window(Arm("alone"), seconds).per_rank)
             loading, each = None, []
             if self.options.get("loading"):
                 _tell(f"{workers}: the loaders alone")
@@ -159,6 +164,7 @@ class Meter(hooks.Observer):
                 "real": found["real"],
                 "loading": loading,
                 "loading_each": each,
+                "computing_each": computing,
                 "first_batch_seconds": first_batch,
                 "cpu": {name: statistics.median(per) if per else None for name, per in cores.items()},
                 "batch": self.options.get("batch") or self._own_batch,
@@ -186,6 +192,7 @@ class Start:
         workers: how many.
         synthetic, real: samples per second of all, one value per round.
         loading: of all loaders with nothing to wait for, or None; ``loading_each``: of each worker's.
+        computing_each: samples per second of each worker by itself, nothing read or exchanged; empty with one, or where it cannot be measured.
         first_batch_seconds: from the loaders' start to the first batch.
         cpu: CPU seconds a sample, ``synthetic`` and ``real``; None where it could not be told.
         batch: ``keep`` or ``grow``; ``batch_size``: of all workers together.
@@ -206,6 +213,7 @@ class Start:
     device: str
     loaders: int
     loading_each: tuple[float, ...] = ()
+    computing_each: tuple[float, ...] = ()
     first_batch_seconds: float = 0.0
 
 
@@ -219,7 +227,7 @@ def load(file: Path) -> Start:
         found = json.loads(file.read_text())
     except OSError:
         raise RondeError("the script ended without calling ronde.distribute: there is nothing to measure.") from None
-    lists = {name: tuple(found[name]) for name in ("synthetic", "real", "loading_each")}
+    lists = {name: tuple(found[name]) for name in ("synthetic", "real", "loading_each", "computing_each")}
     return Start(**{**found, **lists})
 
 
@@ -268,6 +276,7 @@ class Scaling:
         wall: what is met first, of what was measured by itself; None where nothing is up to the last size.
         stop_at: beyond so many, a further worker adds less than ``threshold`` of what the first gives.
         sentence: the answer.
+        slow_worker: at the largest size, the rank that computes slowest and its share of the others' speed; None where all are alike.
     """
 
     script: str
@@ -285,6 +294,7 @@ class Scaling:
     threads: int | None
     cost_per_hour: float | None
     notes: list[str] = field(default_factory=list)
+    slow_worker: tuple[int, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written as JSON."""
@@ -322,6 +332,7 @@ class Scaling:
                 for f in self.extrapolated
             ],
             "wall": {"stage": self.wall.stage, "devices": self.wall.devices, "limit": self.wall.limit} if self.wall else None,
+            "slow_worker": {"rank": self.slow_worker[0], "speed": self.slow_worker[1]} if self.slow_worker else None,
             "stop_at": self.stop_at,
             "threshold": self.threshold,
             "sentence": self.sentence,
@@ -401,6 +412,23 @@ def _capacities(starts: Mapping[int, Sequence[Start]], rows: Sequence[Row], core
         like=Capacities(fitting[0].synthetic / fitting[0].workers, buffer_batches=overlap),
     )
     return found, runs[-1].uneven
+
+
+def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
+    """The rank that computes slowest and its share of the others' speed, where all wait for it for more than noise.
+
+    Example:
+        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu", 0, computing_each=(10.0, 6.0, 11.0))
+        >>> slow_worker([start])
+        (1, 0.5714285714285714)
+    """
+    read = [s.computing_each for s in some if len(s.computing_each) > 1]
+    if not read:
+        return None
+    each = [statistics.median(rates) for rates in zip(*read, strict=True)]
+    rank = min(range(len(each)), key=each.__getitem__)
+    share = each[rank] / statistics.median(rate for k, rate in enumerate(each) if k != rank)
+    return (rank, share) if share < _SLOW else None
 
 
 def _median(values: Any) -> float | None:
@@ -510,7 +538,13 @@ def summarise(
     stop = stop_at(real_at, max(to, largest), threshold) if "real" in taken else rows[-1].workers
     step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
     full = step_cpu is not None and step_cpu * rows[-1].synthetic > _FULL * cores * (1 if crowded else nodes_of(capacities, largest))
-    answer = _sentence(script, rows, taken, extrapolated, met, stop, max(to, largest), threshold, some, full, uneven)
+    slow = slow_worker(starts[largest])
+    if slow is not None:
+        notes.append(
+            f"worker {slow[0]} of {largest} computes at {slow[1]:.0%} of the others' speed, and every step waits for it: what is said of more workers "
+            "supposes one as slow among them."
+        )
+    answer = _sentence(script, rows, taken, extrapolated, met, stop, max(to, largest), threshold, some, full, uneven, slow)
     return Scaling(
         script=script,
         rows=rows,
@@ -521,6 +555,7 @@ def summarise(
         stop_at=stop,
         threshold=threshold,
         sentence=answer,
+        slow_worker=slow,
         batch=some.batch,
         batch_size=some.batch_size,
         device=some.device,
@@ -607,6 +642,7 @@ def _sentence(
     some: Start,
     full_cores: bool,
     uneven: bool,
+    slow: tuple[int, float] | None,
 ) -> str:
     """Where to stop, and what to mend to go further."""
     if "real" not in taken:
@@ -631,7 +667,12 @@ def _sentence(
     if last.gap <= _NO_GAP and lost_scale <= 0.05:
         return f"{start}; nothing stands in the way up to there."
     wall = met[0] if met and met[0].devices <= last.workers else None
-    if full_cores and some.device == "cpu":
+    if slow is not None:
+        scale = (
+            f"worker {slow[0]}, which computes at {slow[1]:.0%} of the others' speed, and the exchange cost {lost_scale:.0%}",
+            f"see to worker {slow[0]}, which all wait for: its device, what else runs there, what the script does on that rank alone",
+        )
+    elif full_cores and some.device == "cpu":
         scale = (f"full cores cost {lost_scale:.0%}", "more machines, or a GPU")
     else:
         cure = "a larger batch (or batch='grow'), accumulation" if some.batch == "keep" else "accumulation"
