@@ -97,9 +97,9 @@ LATER = [
         ("counts_calls", "state-of-each-pass", "outputs", "5"),
         ("running_mean", "state-of-each-pass", "outputs", "(argument 1 of the loss)", "pipeline=2"),
         ("batchnorm_2d", "batchnorm", "outputs", "(argument 1 of the loss)", "pipeline=2"),
-        ("running_scale", "loss-over-the-batch", "gradients", "0.weight"),
+        ("running_scale", "state-outside-the-model", "gradients", "0.weight"),
         ("own_scale", "loss-over-the-batch", "gradients", "0.weight"),
-        ("scheduler_by_world", "learning-rate-depends-on-workers", "scheduler", "learning rate of group 0"),
+        ("scheduler_by_world", "scheduler-depends-on-workers", "scheduler", "learning rate of group 0"),
         ("hard_examples", "loss-over-the-batch", "loss", "loss"),
         ("loss_by_world", "rank-dependent-forward", "loss", "loss"),
         ("loss_batch_times", "loss-is-a-sum", "loss", "loss"),
@@ -125,7 +125,7 @@ NEWER = [
     Fault(name, *what, script="newer_faults.py")
     for name, *what in [
         ("time_seed", "unseeded-init", "initial weights", ""),
-        ("one_generator", "unseeded-data", "data", "sample"),  # and the script asks for its rank, which is not why
+        ("one_generator", "data-not-by-index", "data", "sample"),  # and the script asks for its rank, which is not why
         ("own_generator", "randomness", "outputs", "head"),
         ("own_mixup", "randomness", "outputs", ""),
         ("collate_random", "randomness", "data", "(batch)"),
@@ -147,7 +147,7 @@ NEWER = [
         ("own_adds_up", "exchange-by-script", "gradients", ""),
         ("hand_clamp", "clipping", "gradients", ""),
         ("max_norm", "weights-changed-in-forward", "weights", "lookup.weight"),
-        ("cosine_by_world", "learning-rate-depends-on-workers", "learning rate", "learning rate of group 0"),
+        ("cosine_by_world", "scheduler-depends-on-workers", "learning rate", "learning rate of group 0"),
         ("epochs_by_world", "rank-dependent-loop", "contract", "the number of epochs"),
         ("break_by_world", "rank-dependent-loop", "evaluation", "number of evaluations"),
         ("skip_on_rank", "rank-dependent-loop", "steps", ""),

@@ -21,6 +21,12 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The same sample has other values in every run or on every worker: the data set is made or augmented with what nothing seeds.",
         "Seed before the data set is made (torch.manual_seed); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde; a generator of its own is made there, from them.",
     ),
+    "data-not-by-index": (
+        "A sample has other values on another worker: they come from more than its index, from what was read before it (a counter, a generator or a "
+        "cache that the data set keeps, labels that the loop writes), or from the process (the order of a set of strings).",
+        "Compute a sample from its index alone. Within __getitem__, torch's, numpy's and random's own generators are seeded by ronde, sample by sample; "
+        "a generator of its own is made there, from them; sorted() gives a set an order.",
+    ),
     "unseeded-init": (
         "The initial weights are others in every run, although prove seeds torch, numpy and random.",
         "Initialise from these generators, or from one with a fixed seed.",
@@ -52,6 +58,11 @@ CAUSES: dict[str, tuple[str, str]] = {
     "learning-rate-depends-on-workers": (
         "The script scales the optimizer's learning rate by the number of workers, but the global batch stays the same.",
         "Leave the learning rate alone, or ask for batch='grow', which scales both by a stated rule.",
+    ),
+    "scheduler-depends-on-workers": (
+        "The scheduler is made from the number of workers (its length, its milestones, its warm-up), but a step is a step of all workers: there are as "
+        "many as with one process.",
+        "Make it as for one process.",
     ),
     "batch-size-depends-on-workers": (
         "The script computes batch_size from the number of workers, but batch_size is global already.",
@@ -109,8 +120,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Return the mean of what each sample contributes. What must see the whole batch cannot be split over workers.",
     ),
     "state-outside-the-model": (
-        "The loss depends on something outside the model that each worker has changed by its own samples (a temperature with an optimizer of "
-        "its own, a running scale).",
+        "The loss depends on something outside the model that changes from call to call, on each worker by its own calls and samples (a counter, a "
+        "running scale, a temperature with an optimizer of its own).",
         "Make it a parameter or a buffer of the model, or change it by what is the same on all workers.",
     ),
     "loss-pair": (
@@ -200,8 +211,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "F.dropout(x, p, training=self.training), or nn.Dropout.",
     ),
     "rank-dependent-loop": (
-        "Workers do not run the same steps, exchanges or evaluations as one process does: the loop depends on the rank or their number.",
-        "Every worker goes through run.epochs, run.batches, run.step and run.evaluate alike; only output is for run.is_main.",
+        "Workers do not run the same steps, exchanges or evaluations as one process does: the loop depends on the rank, on their number, or on what one "
+        "worker alone has computed (a loss of its own samples).",
+        "Every worker goes through run.epochs, run.batches, run.step and run.evaluate alike; only output is for run.is_main. Stop on what run.step(), "
+        "run.update() or run.evaluate() returned, which is the same on all.",
     ),
     "plan": (
         "Only this plan differs, replicate is equal: the plan does not carry this model out exactly.",
@@ -417,7 +430,7 @@ def _of_data(case: Case) -> Cause:
     if case.difference.name.startswith(BATCH) and not _loads_elsewhere(case):
         return _of_batch(case)
     reads = _asks(case, "setup", "between", "step")
-    return cause("data-depends-on-rank" if reads else "unseeded-data", reads)
+    return cause("data-depends-on-rank" if reads else "data-not-by-index", reads)  # one process twice has read the same
 
 
 def _loads_elsewhere(case: Case) -> bool:
@@ -552,7 +565,7 @@ _LOSSES = {
     "sum": "loss-is-a-sum",
     "weighted": "loss-is-a-weighted-mean",
     "over-batch": "loss-over-the-batch",
-    "state": "loss-over-the-batch",
+    "state": "state-outside-the-model",
     "pair-mean": "loss-pair",
     "pair-weight": "loss-pair",
     "pair-other": "loss-pair",
@@ -711,7 +724,8 @@ def _of_gradients(case: Case) -> Cause:
             "rank-dependent-gradients", reads, None if splitting is not False else "one process that splits the batch alike does not differ"
         )
     if not hooked and case.one.loss_kind() in ("state", "over-batch"):
-        return cause("loss-over-the-batch", _LOSS_ANSWERS[case.one.loss_kind()])
+        kind = case.one.loss_kind()
+        return cause(_LOSSES[kind], _LOSS_ANSWERS[kind])
     if hooked:
         if reads:
             return cause("rank-dependent-gradients", reads, f"{hooked[0]!r} has a hook")
@@ -729,7 +743,8 @@ def _of_rate(case: Case) -> Cause:
     k = case.difference.step - 1
     alike = {t.steps(r)[k].get("scheduled") for t in (case.one, case.many) for r in range(t.size) if k < len(t.steps(r))}
     if (scheduled or stepped) and len(alike) == 1 and reads:  # it is stepped as it should be, and gives what the workers' number says
-        return cause("learning-rate-depends-on-workers", reads)
+        first = {tuple(t.steps(r)[0]["lr"]) for t in (case.one, case.many) for r in range(t.size)}
+        return cause("scheduler-depends-on-workers" if len(first) == 1 else "learning-rate-depends-on-workers", reads)
     return cause("scheduler" if scheduled or stepped else "learning-rate", where, reads)
 
 

@@ -576,10 +576,12 @@ class Watch(hooks.Observer):
         if run.world_size == 1:
             ids = {id(p) for g in run.optimizer.param_groups for p in g["params"]}
             now = dict(run.model.named_parameters())
-            stale = [n for n, p in now.items() if p.grad is not None and id(p) not in ids and (n in self._held or n not in self._names)]
             mine = {id(p) for p in now.values()}
-            if stale or any(id(p) not in mine for g in run.optimizer.param_groups for p in g["params"]):
-                self._step["stale"] = stale or sorted(self._held)[:1]
+            others = not ids <= mine  # alone it is no fault: a head that was replaced may stay in the optimizer
+            wanted = {n for n, p in now.items() if p.grad is not None or (others and p.requires_grad)}
+            stale = [n for n, p in now.items() if n in wanted and id(p) not in ids and (n in self._held or n not in self._names)]
+            if stale:
+                self._step["stale"] = stale
 
     def _note_gradients(self, run: Run, phase: str) -> None:
         for name, p in self._owned(run):
