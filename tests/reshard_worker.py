@@ -25,6 +25,7 @@ from torch.utils.data import TensorDataset
 import ronde
 import ronde.run.entry as entry
 from forked import fork
+from ronde.checkpoint import find_valid
 
 # plan -> (workers, what --plan says)
 PLANS = {
@@ -37,12 +38,13 @@ PLANS = {
     "hybrid": (4, "shard=parameters,shard_within=2"),
     "pipeline": (2, "pipeline=2"),
     "pipeline-replicas": (4, "pipeline=2"),
+    "pipeline-zero1": (4, "pipeline=2,shard=optimizer"),
     "pipeline-zero3": (4, "pipeline=2,shard=parameters"),
     "tensor": (2, "tensor=2"),
     "tensor-zero3": (4, "tensor=2,shard=parameters"),
 }
 _DATA = ["single", "replicate", "zero1", "zero2", "zero3", "zero3x3", "hybrid"]
-_MODEL = ["single", "zero3", "pipeline", "pipeline-replicas", "pipeline-zero3", "tensor", "tensor-zero3"]
+_MODEL = ["single", "zero3", "pipeline", "pipeline-replicas", "pipeline-zero1", "pipeline-zero3", "tensor", "tensor-zero3"]
 # from -> to: all of the first; of the second each with two very different ones, both ways. Otherwise each to two others.
 MATRICES = {
     "data": [(a, b) for a in _DATA for b in _DATA],
@@ -53,7 +55,7 @@ MATRICES = {
 if os.environ.get("RONDE_TEST_ALL") != "1":
     MATRICES = {
         "data": [(a, _DATA[(i + step) % 7]) for i, a in enumerate(_DATA) for step in (1, 3)],
-        "model": [(a, _MODEL[(i + step) % 7]) for i, a in enumerate(_MODEL) for step in (1, 3)],
+        "model": [(a, _MODEL[(i + step) % 8]) for i, a in enumerate(_MODEL) for step in (1, 3)],
     }
 STOP, END = 3, 6
 
@@ -118,9 +120,22 @@ def train(run, until: int) -> None:
 
 def differ(a: Path, b: Path) -> float:
     one, two = load_file(a), load_file(b)
-    assert one.keys() == two.keys(), one.keys() ^ two.keys()
     assert all(one[k].dtype == two[k].dtype and one[k].shape == two[k].shape for k in two)
-    return max(float((one[k].double() - two[k].double()).abs().max() / max(1e-9, two[k].double().abs().max())) for k in two)
+    return _furthest(one, two)
+
+
+def _optimizer(where: Path) -> dict[str, torch.Tensor]:
+    """All of an optimizer's state, from the newest checkpoint."""
+    found, refused = find_valid(where / "checkpoints")
+    assert found is not None and not refused and found.step == END, (where, refused)
+    return found.whole("optimizer")
+
+
+def _furthest(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == two.keys(), one.keys() ^ two.keys()
+    return max(
+        float((one[k].double() - two[k].double()).abs().max() / max(1e-9, two[k].double().abs().max())) for k in two if two[k].numel()
+    )
 
 
 def matrix(name: str, folder: Path) -> None:
@@ -138,11 +153,10 @@ def matrix(name: str, folder: Path) -> None:
             assert (path is not None) == run.is_main
             run.export(folder / f"{plan}.at-stop")
             if plan == "single":
-                os.environ["RONDE_RUN_DIR"] = "none"
                 again = start("replicate", norm, folder / "whole", False)
                 train(again, END)
+                again.save()
                 again.export(folder / "whole.safetensors")
-                shutil.rmtree(folder / "whole")
 
     def read(size: int) -> None:
         for plan in by_size[size]:
@@ -150,6 +164,7 @@ def matrix(name: str, folder: Path) -> None:
                 run = start(PLANS[plan][1], norm, folder / f"{source}.{plan}", True)
                 assert run.state.step == STOP, run.state
                 train(run, END)
+                run.save()  # what was resumed is resumed again
                 run.export(folder / f"{source}.{plan}.safetensors")
 
     for size in by_size:
@@ -161,6 +176,8 @@ def matrix(name: str, folder: Path) -> None:
     result = {
         f"{source} -> {plan}": differ(folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors") for source, plan in pairs
     }
+    kept = {name: _optimizer(folder / name) for name in ("whole", *(f"{source}.{plan}" for source, plan in pairs))}
+    result |= {f"{name}, its optimizer": _furthest(state, kept["whole"]) for name, state in kept.items() if name != "whole"}
     result |= {f"{plan} at the stop": differ(folder / f"{plan}.at-stop", folder / "single.at-stop") for plan in plans}
     first = start("replicate", norm, folder / "begin", False)
     first._ended = True

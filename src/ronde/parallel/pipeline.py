@@ -694,6 +694,14 @@ class Pipeline(Strategy):
         if self._parts is not None:
             self._parts.exchange()
 
+    def loaded(self) -> None:
+        """See :meth:`Strategy.loaded`."""
+        if self._parts is not None:
+            self._parts.let_go()
+        for module in self._sharded:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     # -- without gradients -----------------------------------------------------------------------------------------------
 
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
