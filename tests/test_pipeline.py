@@ -68,7 +68,8 @@ FOUR = [
     case("UNet", "pipeline=2,schedule=zbv", batch=3, n=7),
     case("GPT", "pipeline=2,shard=optimizer"),
     case("GPT", "pipeline=2,shard=gradients"),
-    case("Residual", "pipeline=2,shard=parameters", clip=0.05),
+    case("Residual", "pipeline=2,shard=parameters", clip=0.05, n=17),  # a replica without a sample of the last batch
+    case("MLP", "pipeline=2,shard=gradients", n=9),
     case("EncoderDecoder", "pipeline=2,shard=parameters,schedule=interleaved", weighted=True),
 ]
 

@@ -431,6 +431,7 @@ CASES = {
         *(Sharded("seq2seq", "adamw", plan=plan) for plan in LEVELS[1:]),
         *(Sharded("unused", "adamw", plan=plan, clip=None) for plan in LEVELS),
         Sharded("unused", "sgd", micro=True),
+        *(Sharded("handed", "sgd", plan=plan) for plan in LEVELS),
         Sharded("odd", "adamw"),
         Sharded("odd", "adamw", forward="method"),
         Sharded("mlp", "sgd", forward="twice"),

@@ -84,6 +84,7 @@ class Strategy:
         parameters: those that take gradients and are updated here.
         holds_result: whether the outputs and the loss of a forward pass are on this worker (under a pipeline: on its last one).
         counts: whether this worker is the one of its replica that counts in an evaluation.
+        run_empty_inference: whether a worker without samples of an evaluation's batch runs a stand-in: its layers gather parameters of all.
         whole_step: whether forward and backward of all micro-batches are one call (a pipeline): a script cannot own its loop then.
     """
 
@@ -92,6 +93,7 @@ class Strategy:
     parameters: list[nn.Parameter]
     holds_result: bool = True
     counts: bool = True
+    run_empty_inference: bool = False
     whole_step: bool = False
 
     def step(self, micros: Sequence[Any], parts: Sequence[Part], compute: Callable[[Any], Any], scale: Scale | None) -> None:

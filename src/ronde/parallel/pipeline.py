@@ -99,6 +99,7 @@ class Pipeline(Strategy):
         self.last = workers * plan.virtual - 1
         self.holds_result = self.last in self.stages
         self.counts = self.holds_result and self.place.tensor == 0
+        self.run_empty_inference = plan.replicas > 1 and plan.shard in ("gradients", "parameters")
         _refuse(plan, self.model)
         self.along, self.data = group_of("pipeline"), None
         if plan.replicas > 1:

@@ -52,6 +52,36 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
 )
 
+
+def _let_gradients_miss() -> None:
+    """What a block is given and does not use has no gradient, with FSDP2 either: the function that it puts there makes zeros of it, and a
+    parameter that no result depends on would be trained on them (weight decay, momentum)."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as module
+
+        base: Any = module.RegisterPostBackwardFunction
+    except (ImportError, AttributeError):  # another torch, with another way
+        return
+
+    class Missing(base):  # type: ignore[misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            base.setup_context(ctx, inputs, output)
+            ctx.set_materialize_grads(False)
+
+    class MissingToo(base):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return base.forward(ctx, *inputs)
+
+    found = Missing if "setup_context" in vars(base) else MissingToo
+    found.__name__ = base.__name__
+    module.RegisterPostBackwardFunction = found  # type: ignore[misc]
+
+
+_let_gradients_miss()
+
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 
 _LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
@@ -551,7 +581,7 @@ class Shard(Replicate):
         level: see :func:`fully_shard_model`.
     """
 
-    run_empty_inference = True  # an evaluation gathers parameters: a worker without samples takes part
+    run_empty_inference = True
 
     def __init__(self, work: Work, me: World, mesh: DeviceMesh, level: ShardLevel, offload: bool = False) -> None:
         self._work, self._mesh, self._level, self._offload = work, mesh, level, offload
@@ -626,8 +656,9 @@ class Shard(Replicate):
             if p is None or not p.requires_grad or id(p) in self._watched:
                 continue
 
-            def reached(_: torch.Tensor, name: str = name) -> None:
-                self._reached_names.add(name)
+            def reached(parameter: torch.Tensor, name: str = name) -> None:
+                if parameter.grad is not None:  # it is called too where the pass came by without a gradient
+                    self._reached_names.add(name)
 
             self._watched[id(p)] = (p, p.register_post_accumulate_grad_hook(reached))  # type: ignore[no-untyped-call]
 

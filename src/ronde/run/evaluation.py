@@ -185,7 +185,7 @@ class Evaluation:
         counted = 0
         stand_in: Any = None
         spare: Any = None  # what the stand-in gave
-        run_empty = getattr(strategy, "run_empty_inference", False)  # sharded parameters: every worker takes part in every pass
+        run_empty = strategy.run_empty_inference
         with torch.no_grad():
             for share, micros in self.feed.read(mine):
                 left_out = self.feed.left_out or (0,) * len(micros)
