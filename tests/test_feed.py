@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import tracemalloc
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
 
 from ronde import ArgumentError
 from ronde.feed import Feed, LoaderSettings, Order, key_of, permute, take_over
+from ronde.feed.handles import apart
 from ronde.plan import epoch_steps, shares, split
 
 # -- the order ---------------------------------------------------------------------------------------------------------
@@ -592,3 +594,50 @@ def test_stand_ins_for_empty_shares_have_the_shape_of_a_batch():
         assert [s.samples for s, _ in read_] == [1, 1, 0]
         last = read_[-1][1][0]
         assert len(last[0] if isinstance(last, list) else last) == 1
+
+
+class Goes(IterableDataset):
+    """Goes on where it was, from one pass to the next; counts its passes."""
+
+    def __init__(self):
+        self.at, self.passes, self.large = 0, 0, list(range(5000))
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        self.passes += 1
+        for _ in range(10):
+            self.at += 1
+            yield self.at - 1
+
+
+def test_every_worker_reads_a_stream_as_far_as_one_process_does():
+    for micro in (None, 1):
+        for replicas in (1, 2, 3):
+            for rank in range(replicas):
+                data = Goes()
+                taken = Feed(data, Order(10, 0, False), LoaderSettings(), 0)
+                found = []
+                for epoch in range(3):
+                    for share, micros in taken.read(lambda e=epoch: shares(e, 0, 10, 4, rank, replicas, micro)):
+                        found += [i for batch, (low, high) in zip(micros, share.micro, strict=True) for i in batch.tolist()[: high - low]]
+                        assert data.at == 10 * epoch + share.stop
+                expected = [
+                    10 * e + i
+                    for e in range(3)
+                    for s in shares(e, 0, 10, 4, rank, replicas, None)
+                    for low, high in s.micro
+                    for i in range(low, high)
+                ]
+                assert found == expected and data.passes == 3
+
+
+def test_what_is_read_beforehand_of_a_stream_is_read_of_a_copy():
+    data = Goes()
+    other = apart(data)
+    assert list(other) == list(range(10)) and data.at == data.passes == 0 and other.large is data.large
+    data.lock = threading.Lock()  # cannot be copied
+    assert list(apart(data)) == list(range(10)) and data.passes == 0
+    numbers = Numbers()
+    assert apart(numbers) is numbers

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
 
 from ronde.feed.found import _vars, parts
 
-__all__ = ["held_open", "let_go"]
+__all__ = ["apart", "held_open", "let_go"]
+
+_FEW = 1000  # entries of what is copied
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
 _CLOSED = ("ZipInfo", "TarInfo", "Row", "Empty", "Reference")  # what these libraries say of a file, and keep without it
@@ -45,6 +51,32 @@ def held_open(dataset: Any) -> str | None:
                 place = f"{type(one).__name__}.{name}" if type(one) not in (dict, list, tuple) else f"an entry {name!r}"
                 return f"{place} ({type(value).__name__})"
     return None
+
+
+def apart(dataset: Any) -> Any:
+    """The data set to take samples of beforehand: a stream's copy, since the script's own shall begin with its first; any other itself.
+
+    Tensors and large containers are shared, not copied. What cannot be copied (it holds a lock, or a generator that has begun) is returned itself.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    shared = {id(v): v for one in parts(dataset) for v in _values(one) if isinstance(v, torch.Tensor) or _is_large(v)}
+    attempts: tuple[Callable[[], Any], ...] = (lambda: copy.deepcopy(dataset, shared), lambda: copy.copy(dataset))
+    for attempt in attempts:
+        with contextlib.suppress(Exception):
+            return attempt()
+    return dataset
+
+
+def _values(one: Any) -> list[Any]:
+    return list(one) if type(one) in (list, tuple) else list(_space(one).values())
+
+
+def _is_large(value: Any) -> bool:
+    try:
+        return hasattr(value, "__array_interface__") or len(value) > _FEW
+    except Exception:  # it has no length, or does not tell
+        return False
 
 
 @contextlib.contextmanager

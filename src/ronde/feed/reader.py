@@ -35,11 +35,13 @@ class Ask:
     Attributes:
         start: the first position.
         ids: the indices that stand there.
+        upto: where the global batch that it ends stops: so far a stream is read, by every worker. 0 where more of it is to come.
     """
 
     epoch: int
     start: int
     ids: list[int]
+    upto: int = 0
 
     def part(self, low: int, high: int) -> Ask:
         """Some of its samples."""
@@ -400,12 +402,14 @@ class StreamReader(IterableDataset[Any]):
             for wanted in ask.ids:
                 # A dummy repeats a position that was just passed: the last sample serves.
                 while position <= wanted:
-                    try:
-                        held = next(stream)
-                    except StopIteration:
-                        raise ArgumentError(
-                            f"the data set says that its length is {self.length}, but it ended after {position} samples"
-                        ) from None
-                    position += 1
+                    held, position = self._next(stream, position), position + 1
                 samples.append(held)
+            while position < ask.upto:  # a stream that goes on over epochs is at the same place on every worker, as with one process
+                held, position = self._next(stream, position), position + 1
             yield self.collate(samples)
+
+    def _next(self, stream: Iterator[Any], position: int) -> Any:
+        try:
+            return next(stream)
+        except StopIteration:
+            raise ArgumentError(f"the data set says that its length is {self.length}, but it ended after {position} samples") from None

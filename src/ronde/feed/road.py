@@ -20,11 +20,12 @@ Shares = Callable[[], Iterator[Share]]
 
 def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
     """What is to be read for positions ``low`` to ``high`` of a share."""
+    upto = share.stop if (low, high) == share.micro[-1] else 0
     if low == high:
         # An empty share still yields a batch, so that a script's own lines run: the first sample of the global
         # batch, which is weighted with zero.
         low, high = share.start, share.start + 1
-    return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist())
+    return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
 
 
 class Road:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.feed import Feed, FeedSettings, Order, Taken, apply_settings, asked_settings, take_over
-from ronde.feed.handles import let_go
+from ronde.feed.handles import apart, let_go
 from ronde.parallel import Work, batchnorms, carry_out, converted, spectral_norms
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
@@ -48,7 +48,7 @@ def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[s
     was_training = model.training
     model.eval()
     try:
-        feed = Feed(taken.dataset, Order(taken.order.n, 0, False), dataclasses.replace(taken.settings, num_workers=0), 0)
+        feed = Feed(apart(taken.dataset), Order(taken.order.n, 0, False), dataclasses.replace(taken.settings, num_workers=0), 0)
         share = Share(0, 0, 1, ((0, 1),), 1)
         for _, micros in feed.read(lambda: iter([share])):
             with torch.no_grad():
@@ -462,11 +462,11 @@ def distribute(
             f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
-    sampled = Feed(taken.dataset, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
-
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
-        with let_go(taken.dataset):
+        looked_at = apart(taken.dataset)
+        sampled = Feed(looked_at, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
+        with let_go(looked_at):
             return next(on_device(sampled, share, micros, me.device)[0] for _, micros in sampled.read(lambda: iter([share])))
 
     autocast = partial(torch.autocast, me.device.type, DTYPES[precision]) if precision in DTYPES else nullcontext

@@ -6,6 +6,7 @@ after some steps. See also :mod:`ronde.study.prove_patches`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
@@ -109,6 +110,9 @@ class _NotedStream(IterableDataset[Any]):
         for i, value in enumerate(self._inner):
             self._note(i, value)
             yield value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._inner, memo)  # to take samples of beforehand
 
 
 def _asks_for_its_process(dataset: Any) -> bool:
