@@ -591,7 +591,8 @@ class Shard(Replicate):
         work, me = self._work, self.me
         if isinstance(work.model, FSDPModule) or any(isinstance(p, DTensor) for p in work.model.parameters()):
             raise ArgumentError(
-                "model is divided over workers already (FSDP2 or DTensor): give ronde.distribute the plain module, it divides it."
+                "model, or a part of it, is divided over workers already (FSDP2 or DTensor): give ronde.distribute the plain module, it divides it. "
+                "Two trainings that share a part go under replicate or shard='optimizer'."
             )
         _from_first([*work.model.parameters(), *work.model.buffers()], self._mesh)
         found = _alone(work.model, repeated_blocks(work.model) or large_children(work.model))

@@ -633,7 +633,10 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
         )
     sharded = plan.shard != "none" and plan.replicas > 1
     if any(isinstance(p, DTensor) for p in work.model.parameters()):
-        raise ArgumentError("model is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it.")
+        raise ArgumentError(
+            "model, or a part of it, is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it. Two trainings that "
+            "share a part go under replicate or shard='optimizer'."
+        )
     data, together = _meshes(plan, me)
     _same(work, me)
     divided = divide(plan, work, me, together)

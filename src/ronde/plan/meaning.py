@@ -24,6 +24,11 @@ def meaning(text: str, plan: Plan) -> str | None:
         return f"the script computes with the model's parameters itself, which this plan keeps in parts (DTensor), or its layers run again in a backward pass of their own (reversible ones). {_AVERAGE}"
     if parts and "does not support deepcopy" in text:
         return f"the script copies the model, of which this plan keeps parts (DTensor). {_AVERAGE}"
+    if parts and "out of bounds for storage of size 0" in text:
+        return (
+            "the script differentiates by itself (torch.autograd.grad, a gradient penalty), which FSDP2 takes for the backward pass: the parameters are "
+            "gone when they are needed once more. Use shard='optimizer' or replicate."
+        )
     if plan.pipeline > 1 and "more than one element of the written-to tensor refers to a single memory location" in text:
         return (
             "the script writes into the model's parameters itself, and under this plan a worker holds those of its own stages only. Write into "

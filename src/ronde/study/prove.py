@@ -404,9 +404,10 @@ class Study:
         meant = meaning(failure.text, Plan.parse(plan))
         if meant is not None:
             return PlanVerdict(plan, "refused", error=meant, seconds=seconds)
-        if failure.kind in ("PlanError", "Diverged") or (
-            failure.kind == "ArgumentError" and not any(many.steps(r) for r in range(many.size))
-        ):
+        begun = any(many.steps(r) for r in range(many.size))
+        dealt = Plan.parse(plan).family != "replicate" and failure.kind == "LossError"  # a plan that looks at the loss beforehand
+        shared = failure.kind == "ArgumentError" and "divided over workers already" in failure.text  # by an earlier ronde.distribute
+        if failure.kind in ("PlanError", "Diverged") or shared or (not begun and (dealt or failure.kind == "ArgumentError")):
             return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
         if told:
