@@ -413,16 +413,10 @@ class Study:
         if told:
             reads = sorted({n for r in range(many.size) for n in _read_early(many, r)})
             return PlanVerdict(plan, "differs", told[0], cause(told[1], *(f"the script reads {n}" for n in reads[:3])), seconds=seconds)
-        counts = [
-            (
-                len(many.steps(r)),
-                sum(e["kind"] in ("evaluating", "evaluated") for e in many.events[r]),
-                any(e["kind"] == "end" for e in many.events[r]),
-            )
-            for r in range(many.size)
-        ]
+        counts = [(len(many.steps(r)), sum(e["kind"] in ("evaluating", "evaluated") for e in many.events[r])) for r in range(many.size)]
+        ended = {any(e["kind"] == "end" for e in many.events[r]) for r in range(many.size)} if failure.kind != "killed" else set()
         gone = failure.kind in ("timeout", "killed") or any(word in failure.text for word in CONSEQUENCES)
-        if gone and len(set(counts)) > 1:
+        if gone and (len(set(counts)) > 1 or len(ended) > 1):
             # They wait for each other at different places, or one has ended.
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
