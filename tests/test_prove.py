@@ -230,6 +230,29 @@ def test_a_plan_that_refuses_the_model_is_not_a_difference(pool: Pool) -> None:
     assert "run.step(batch)" in both.plans[1].error
 
 
+REPLACED = """
+import torch
+import ronde
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(40, 5), torch.randint(0, 4, (40,)))
+model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8)
+model[2] = torch.nn.Linear(8, 4)
+optimizer.add_param_group({"params": model[2].parameters()})
+run.fit(epochs=1)
+"""
+
+
+def test_a_head_that_was_replaced_may_stay_in_the_optimizer(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(REPLACED)
+    (tmp_path / "not_told.py").write_text(REPLACED.replace("optimizer.add_param_group", "dict"))
+    assert Study(pool, [str(tmp_path / "told.py")], 3, 60).verdict(["replicate"]).status == "equal"
+    missed = Study(pool, [str(tmp_path / "not_told.py")], 3, 60).verdict(["replicate"])
+    assert missed.status == "differs" and missed.cause is not None and missed.cause.id == "stale-optimizer"
+
+
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals = signal.SIGINT) -> None:
     (tmp_path / "train.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(100)\n")
     with child(ronde("prove", "train.py"), tmp_path) as started:

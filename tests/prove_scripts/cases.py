@@ -126,6 +126,8 @@ NEWER = [
     for name, *what in [
         ("time_seed", "unseeded-init", "initial weights", ""),
         ("one_generator", "data-not-by-index", "data", "sample"),  # and the script asks for its rank, which is not why
+        ("read_counter", "data-not-by-index", "data", "sample"),
+        ("stop_on_local", "rank-dependent-loop", "steps", ""),
         ("own_generator", "randomness", "outputs", "head"),
         ("own_mixup", "randomness", "outputs", ""),
         ("collate_random", "randomness", "data", "(batch)"),

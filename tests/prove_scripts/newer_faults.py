@@ -30,6 +30,9 @@ class Samples(torch.utils.data.Dataset):
         shifted = features[i] + (0.1 * me.rank if FAULT == "replacement" else 0.0)
         if FAULT == "one_generator":  # every worker draws for fewer samples from it
             shifted = shifted + 0.1 * own_numpy.normal()
+        if FAULT == "read_counter":  # no chance in it: every worker reads fewer
+            self.reads = getattr(self, "reads", 0) + 1
+            shifted = shifted * (1 + 1e-3 * self.reads)
         if FAULT == "asks_its_process":
             assert torch.utils.data.get_worker_info().id >= 0
         return shifted, labels[i]
@@ -153,7 +156,7 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                     if p.grad is not None:
                         p.grad.clamp_(-1e-3, 1e-3)
             run.update()
-        elif FAULT.startswith("own_") and FAULT not in ("own_generator", "own_mixup"):
+        elif (FAULT.startswith("own_") or FAULT == "stop_on_local") and FAULT not in ("own_generator", "own_mixup"):
             optimizer.zero_grad()
             x, y = batch
             out = model(x)
@@ -178,6 +181,8 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                     if p.grad is not None:
                         dist.all_reduce(p.grad)
             run.update()
+            if FAULT == "stop_on_local" and float(value) < 1.06:  # of one worker's samples: on the other it goes on
+                sys.exit()
         else:
             value = run.step(changed(batch))
             if FAULT == "logs":
