@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +37,6 @@ Examples:
   ronde plan --json plan.json --svg schedule.svg -m my.train
 """
 
-_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
 
 def parse_bytes(text: str) -> float:
     """``"32GiB"`` -> bytes.
@@ -48,12 +45,12 @@ def parse_bytes(text: str) -> float:
         >>> parse_bytes("1.5 GiB")
         1610612736.0
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
-    unit = found.group(2) if found else ""
-    unit += "b" if unit and not unit.endswith("b") else ""
-    if found is None or unit not in _UNITS or float(found.group(1)) <= 0:
+    from ronde.plan.fields import size_of
+
+    found = size_of(text)
+    if not found:
         raise ArgumentError(f"--memory {text}: expected a size as 32GiB, 80GB or 512MiB.")
-    return float(found.group(1)) * _UNITS[unit]
+    return found
 
 
 def register(app: typer.Typer) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
+from ronde.plan import fields
 from ronde.world import ArgumentError
 
 __all__ = ["Added", "Cluster", "Collective", "Fit", "Scope"]
@@ -117,15 +119,45 @@ class Cluster:
         """Plain values."""
         return dataclasses.asdict(self)
 
+    def notes(self) -> list[str]:
+        """What its links leave open, and what is taken instead (see :func:`ronde.plan.links.collective`); nothing where it has none at all."""
+        if not self.links:
+            return []
+        told = []
+        absent = [kind for kind in _COLLECTIVES if not self.links.get(kind)]
+        if "all_reduce" in absent:
+            free = [kind for kind in absent if kind != "all_reduce"]
+            plans = "replicate and tensor" + "".join(f", {_PLANS[kind]}" for kind in _PLANS if kind in free)
+            told.append(f"links lack {', '.join(absent)}: taken as free, so these plans cannot be judged: {plans}")
+        elif absent:
+            told.append(f"links lack {', '.join(absent)}: estimated from all_reduce")
+        there = [kind for kind in _COLLECTIVES if self.links.get(kind)]
+        for scope, needed, said, other in (
+            ("node", self.devices_per_node > 1, "inside a node", "those between nodes are"),
+            ("cluster", self.nodes > 1, "between nodes", "those inside a node are"),
+        ):
+            lacking = [kind for kind in there if scope not in self.links[kind]]
+            if needed and lacking:
+                which = "" if lacking == there else f" for {', '.join(lacking)}"
+                told.append(f"no links {said} are given{which} (scope {scope!r}): {other} taken for them")
+        return told
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Cluster:
-        """The cluster of plain values; unknown names are refused."""
-        unknown = sorted(set(values) - {f.name for f in dataclasses.fields(cls)})
-        if unknown:
-            raise ArgumentError(f"a cluster has no {', '.join(unknown)}; it has {', '.join(f.name for f in dataclasses.fields(cls))}")
-        links = {k: {scope: Fit(**fit) for scope, fit in by.items()} for k, by in (values.get("links") or {}).items()}
-        added = {name: Added(**each) for name, each in (values.get("added") or {}).items()}
-        return cls(**{**values, "links": links, "added": added})
+    def from_dict(cls, values: Mapping[str, Any], source: str = "a cluster") -> Cluster:
+        """The cluster of plain values.
+
+        Args:
+            values: as :meth:`to_dict` gives them, or as people write them.
+            source: whose they are, for errors.
+
+        Raises:
+            ArgumentError: a name is not known, or a value cannot be meant: it names ``source``, the field, and what is expected.
+        """
+        fields.known(source, "the field", values, _FIELDS)
+        made: dict[str, Any] = {}
+        for name, value in values.items():
+            made[name] = _FIELDS[name](f"{source}: {name}", value)
+        return cls(**made)
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
@@ -138,8 +170,96 @@ class Cluster:
             values = yaml.safe_load(Path(path).read_text())
         except OSError as error:
             raise ArgumentError(f"cluster file {path} cannot be read: {error.strerror}") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ArgumentError(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} holds no cluster: expected YAML with names and values, as 'ronde bench cluster' writes")
-        return cls.from_dict(values)
+        return cls.from_dict(values, str(path))
+
+
+# What each field may be. A fit that cannot be meant, as one with a beta of 0, would make its exchange seem free.
+
+
+def _links(where: str, value: Any) -> dict[str, dict[str, Fit]]:
+    if value is None:  # "links:" with nothing below it
+        return {}
+    found: dict[str, dict[str, Fit]] = {}
+    by_kind = fields.mapping(where, value, f"collectives with their fits: {', '.join(_COLLECTIVES)}")
+    fields.known(where, "the collective", by_kind, _COLLECTIVES)
+    for kind, scopes in by_kind.items():
+        at = f"{where}.{kind}"
+        by_scope = fields.mapping(at, scopes, "a fit under node, under cluster, or under both")
+        if not by_scope:
+            raise ArgumentError(f"{at} is empty: expected a fit under node, under cluster, or under both.")
+        fields.known(at, "the scope", by_scope, get_args(Scope))
+        found[kind] = {scope: _fit(f"{at}.{scope}", fit) for scope, fit in by_scope.items()}
+    return found
+
+
+def _fit(where: str, value: Any) -> Fit:
+    given = fields.mapping(where, value, "a fit: alpha in seconds, beta in bytes a second, and the ranks it holds for")
+    fields.known(where, "the field", given, _FIT)
+    for name in ("alpha", "beta"):
+        if name not in given:
+            raise ArgumentError(
+                f"{where} has no {name}: expected {'seconds before the first byte' if name == 'alpha' else 'bytes a second'}."
+            )
+    return Fit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
+
+
+def _added(where: str, value: Any) -> dict[str, Added]:
+    if value is None:
+        return {}
+    by_name = fields.mapping(where, value, f"names with call, tensor and byte: {', '.join(_ADDED)}")
+    fields.known(where, "the name", by_name, _ADDED)
+    found = {}
+    for name, each in by_name.items():
+        at = f"{where}.{name}"
+        given = fields.mapping(at, each, "call, tensor and byte, in seconds")
+        fields.known(at, "the field", given, [f.name for f in dataclasses.fields(Added)])
+        found[name] = Added(**{part: _SECONDS(f"{at}.{part}", seconds) for part, seconds in given.items()})
+    return found
+
+
+def _corrections(where: str, value: Any) -> dict[str, float]:
+    if value is None:
+        return {}
+    found = fields.mapping(where, value, "families of plans with a factor each")
+    return {str(family): _FACTOR(f"{where}.{family}", factor) for family, factor in found.items()}
+
+
+_COLLECTIVES = get_args(Collective)
+_PLANS = {"all_gather": "shard", "broadcast": "shard=optimizer", "send": "pipeline"}
+"""Collective -> plans that need it. What needs a reduce-scatter needs an all-gather too."""
+_ADDED = ("gather", "reduce", "bucket", "update", "action", "pipeline", "tensor")
+_SECONDS = fields.number("a number of seconds, 0 or more")
+_SHARE = fields.number("a number from 0 to 1", most=1.0)
+_FACTOR = fields.number("a number above 0", above=True)
+_RATIO = fields.number("a number, 0 or more")
+_FIT: dict[str, fields.Reader] = {
+    "alpha": _SECONDS,
+    "beta": fields.number("a number of bytes a second, above 0", above=True),
+    "ranks": fields.whole(2),
+    "residual": _RATIO,
+    "assumed": fields.flag,
+}
+_FIELDS: dict[str, fields.Reader] = {
+    "name": fields.text,
+    "nodes": fields.whole(),
+    "devices_per_node": fields.whole(),
+    "device": fields.text,
+    "memory_bytes": fields.size,
+    "speed": _FACTOR,
+    "speed_is_estimate": fields.flag,
+    "links": _links,
+    "overlap": _SHARE,
+    "interference": fields.number("a number, 1 or more", least=1.0),
+    "action_seconds": _SECONDS,
+    "base_bytes": fields.size,
+    "source": fields.text,
+    "corrections": _corrections,
+    "bucket_overlap": _SHARE,
+    "host_bytes_per_second": fields.number("a number of bytes a second, 0 or more"),
+    "noise": _RATIO,
+    "added": _added,
+}

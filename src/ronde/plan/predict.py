@@ -245,6 +245,8 @@ class Predictor:
             notes.append("no link was measured: exchange is taken as free")
         elif plan.workers > 1 and any(f.assumed for by in self.cluster.links.values() for f in by.values()):
             notes.append("link speeds are from a data sheet, not measured")
+        if plan.workers > 1:
+            notes.extend(self.cluster.notes())
         if plan.tensor > 1 and not self.costs.tensor_measured:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
         if plan.recompute == "selective" and "selective" not in self.costs.again:

@@ -1,0 +1,105 @@
+"""Values that people write into files, checked one by one: an error names the file, the field, what was given and what is expected."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ronde.world import ArgumentError
+
+__all__ = ["Reader", "flag", "known", "mapping", "number", "size", "size_of", "text", "whole"]
+
+Reader = Callable[[str, Any], Any]
+"""Where a value stands, in words, and the value -> what it means; or an ArgumentError."""
+
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def size_of(written: str) -> float | None:
+    """Bytes of a size with a unit; None where it is none.
+
+    Example:
+        >>> size_of("1.5 GiB"), size_of("80G"), size_of("fast")
+        (1610612736.0, 80000000000.0, None)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", written.lower())
+    unit = found.group(2) if found else ""
+    unit += "b" if unit and not unit.endswith("b") else ""
+    return float(found.group(1)) * _UNITS[unit] if found is not None and unit in _UNITS else None
+
+
+def _number(value: Any) -> float | None:
+    """A number that is one; YAML 1.1 takes ``1e9``, which has no point and no sign, for a text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def number(expected: str, least: float = 0.0, most: float = math.inf, above: bool = False) -> Reader:
+    """Reads a number from ``least`` (which ``above`` leaves out) to ``most``; ``expected`` says so in words."""
+
+    def read(where: str, value: Any) -> float:
+        found = _number(value)
+        if found is None or not least <= found <= most or (above and found == least):
+            raise ArgumentError(f"{where}={value!r} must be {expected}.")
+        return found
+
+    return read
+
+
+def whole(least: int = 1) -> Reader:
+    """Reads a whole number, so large or more."""
+
+    def read(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ArgumentError(f"{where}={value!r} must be a whole number, {least} or more.")
+        return value
+
+    return read
+
+
+def size(where: str, value: Any) -> float:
+    """Reads bytes: a number, or a size with a unit."""
+    found = size_of(value) if isinstance(value, str) else None
+    found = _number(value) if found is None else found
+    if found is None or found < 0:
+        raise ArgumentError(f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, 80GB or 512MiB.")
+    return found
+
+
+def flag(where: str, value: Any) -> bool:
+    """Reads true or false."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{where}={value!r} must be true or false.")
+    return value
+
+
+def text(where: str, value: Any) -> str:
+    """Reads a text; a name that is a number is one too."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ArgumentError(f"{where}={value!r} must be a text.")
+    return str(value)
+
+
+def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
+    """Refuse names that are not allowed, and say which one is near."""
+    allowed = list(allowed)
+    for name in names:
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name).lower().replace("-", "_"), allowed, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ArgumentError(f"{where}: {what} {str(name)!r} is not known.{hint} Expected {', '.join(allowed)}.")
+
+
+def mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:
+    """Reads names with values."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"{where}={value!r} must be {expected}.")
+    return value
