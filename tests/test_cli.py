@@ -19,10 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import ronde as package
 from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
+from ronde.plan import Plan
 from ronde.watch import Ended, Resumed, Step, curve, read
 
 TRAIN = """
@@ -500,3 +502,33 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path, plan,
     done = ronde_run(["run", "-n", "2", "--plan", plan, "train.py"], tmp_path, timeout=60)
     assert done.returncode == 2 and told in " ".join(done.stderr.split()) and "started" not in done.stdout + done.stderr
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("plan.json", None, "plan.json: there is no such file"),
+        ("plan.json", "{}", "plan.json holds no plan"),
+        ("answer.json", '{"plans": []}', "answer.json holds no plan: expected what 'ronde plan --save' writes"),
+        ("cluster.txt", "nodes: 2\n", "cluster.txt holds no plan that can be used: a plan has no nodes"),
+        ("mine", "shard: all\n", "mine holds no plan that can be used: plan: shard='all' is not known"),
+        ("mine", "a: b: c\n", "mine holds no plan: it is not YAML"),
+        ("mine", "shard_within: two\n", "shard_within='two' must be a whole number"),
+        ("large", "workers: 8\n", "large: it is for 8 workers: start it with ronde run --workers 8"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_told(tmp_path, name, text, told):
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    done = ronde_run(["run", "-n", "2", "--plan", name, "train.py"], tmp_path, timeout=60)
+    assert done.returncode == 2 and told in " ".join(done.stderr.split()) and "started" not in done.stdout + done.stderr
+
+
+def test_a_plan_is_read_from_a_file_of_any_name(place):
+    Plan(workers=2, batch_size=8, shard="optimizer").save(place / "plan.json")  # YAML, as ronde plan --save plan.json writes
+    done = ronde_run(["run", "-n", "2", "--name", "named", "--plan", "plan.json", "train.py"], place)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((place / "runs" / "named" / "plan.yaml").read_text())["shard"] == "optimizer"
+    there = len(list((place / "runs" / "named" / "checkpoints").glob("step-*")))
+    assert there == 3 and "3 checkpoints" in done.stdout  # of six: what is kept is counted, not what was written

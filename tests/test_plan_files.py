@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -115,3 +116,21 @@ def test_what_a_cluster_leaves_open_is_noted():
     some = notes(2, all_reduce=["node", "cluster"], send=["node"])
     assert "no links between nodes are given for send" in some
     assert "no links inside a node are given (scope 'node')" in notes(2, all_reduce=["cluster"])
+
+
+def test_a_plan_is_taken_from_a_file_of_any_name(tmp_path, monkeypatch):
+    plan = Plan(workers=2, batch_size=8, pipeline=2)
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan.json", "plan", "pipeline.plan"):
+        plan.save(name)
+        assert Plan.file_of(name) == Path(name) and Plan.load(name) == plan
+    (tmp_path / "as.json").write_text(json.dumps(plan.to_dict()))
+    assert Plan.load("as.json") == plan
+    best = {"plan": plan.to_dict(), "split_at": ["second"]}
+    (tmp_path / "answer.json").write_text(json.dumps({"sentence": "", "plans": [best, {"plan": Plan().to_dict()}]}))
+    assert Plan.load("answer.json") == dataclasses.replace(plan, split_at=("second",))
+    (tmp_path / "replicate").touch()  # words stay words
+    assert [Plan.file_of(text) for text in ("replicate", "pipeline=2", "split_at=" + "+".join(map(str, range(500))))] == [None] * 3
+    assert Plan.file_of("none.json") == Path("none.json")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        Plan.load("none.json")

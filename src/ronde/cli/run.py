@@ -134,11 +134,15 @@ def _plan(text: str, workers: int) -> str:
 
     if text == "auto":
         return text
-    if text.endswith((".yaml", ".yml")):
-        if not Path(text).is_file():
+    file = Plan.file_of(text)
+    if file is not None:
+        if not file.is_file():
             raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
-        Plan.load(text).check_workers(workers)
-        return str(Path(text).absolute())
+        found = Plan.load(file)
+        found.check_workers(workers)
+        if found.workers not in (1, workers):
+            raise ArgumentError(f"--plan {text}: it is for {found.workers} workers: start it with ronde run --workers {found.workers}.")
+        return str(file.absolute())
     Plan.parse(text).check_workers(workers)
     return text
 

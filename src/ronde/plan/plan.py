@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -259,7 +260,7 @@ class Plan:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
         for name in ("shard_within", "micro_batch"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
 
     def check_workers(self, workers: int) -> None:
@@ -280,7 +281,7 @@ class Plan:
         """The plan of plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}  # written before 0.2
-        unknown = sorted(set(values) - known)
+        unknown = sorted(str(name) for name in set(values) - known)
         if unknown:
             raise ArgumentError(f"a plan has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
         made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
@@ -290,17 +291,50 @@ class Plan:
         """Write YAML."""
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
+    @staticmethod
+    def file_of(text: str) -> Path | None:
+        """The file that is meant where a plan is asked for; None where ``text`` is words for :meth:`parse`.
+
+        A name that ends as those of plans' files do is a file also where there is none: the caller says so.
+
+        Example:
+            >>> Plan.file_of("pipeline=2"), str(Plan.file_of("my.yaml"))
+            (None, 'my.yaml')
+        """
+        if text == "replicate" or text in _ALIASES:  # also where a file has that name
+            return None
+        try:
+            there = Path(text).is_file()
+        except (OSError, ValueError):  # many words are too long for a file's name
+            there = False
+        return Path(text) if there or text.endswith((".yaml", ".yml", ".json")) else None
+
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read YAML."""
+        """The plan of a file, whatever its name: YAML or JSON as :meth:`save` writes it, or the winner of what ``ronde plan --json`` wrote.
+
+        Raises:
+            ArgumentError: it cannot be read, or holds no plan.
+        """
         try:
-            values = yaml.safe_load(Path(path).read_text())
-        except yaml.YAMLError as error:
-            raise ArgumentError(f"{path} is not YAML: {error}") from None
-        if not isinstance(values, dict):
-            raise ArgumentError(f"{path} holds no plan: expected YAML with names and values")
-        plan = cls.from_dict(values)
-        plan.check()
+            text = Path(path).read_text()
+            try:
+                values = json.loads(text)  # an answer is long, and YAML's reader slow
+            except ValueError:
+                values = yaml.safe_load(text)
+        except OSError as error:
+            raise ArgumentError(f"plan's file {path} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentError(f"{path} holds no plan: it is not YAML: {error}") from None
+        if not isinstance(values, dict) or not values:
+            raise ArgumentError(f"{path} holds no plan: expected YAML with names and values, as 'ronde plan --save' writes")
+        if "plan" not in values and "plans" in values:
+            values = _winner(values, path)
+        try:
+            plan = cls.from_dict(values)
+            plan.check()
+        except ArgumentError as error:
+            raise ArgumentError(f"{path} holds no plan that can be used: {error}") from None
         return plan
 
     def sentence(self) -> str:
@@ -317,6 +351,18 @@ class Plan:
         else:
             text += "; the same training whatever the number of workers"
         return text
+
+
+def _winner(answer: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """The best plan of an answer, with the cut that was predicted for it."""
+    try:
+        best = answer["plans"][0]
+        cut = best["split_at"] if best["plan"]["pipeline"] > 1 else []
+        return {**best["plan"], "split_at": cut or best["plan"]["split_at"]}
+    except (KeyError, IndexError, TypeError):
+        raise ArgumentError(
+            f"{path} holds no plan: expected what 'ronde plan --save' writes, or the answer of 'ronde plan --json'"
+        ) from None
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {

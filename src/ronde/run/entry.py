@@ -100,12 +100,13 @@ def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, A
     asked = os.environ.get("RONDE_PLAN") or plan
     if asked == "auto":
         asked = Plan()
-    if isinstance(asked, os.PathLike) or (isinstance(asked, str) and asked.endswith((".yaml", ".yml"))):
-        if not Path(asked).is_file():
-            raise ArgumentError(f"plan={str(asked)!r}: there is no such file (in {Path.cwd()}).")
-        asked = Plan.load(Path(asked))
+    file = Path(asked) if isinstance(asked, os.PathLike) else Plan.file_of(asked) if isinstance(asked, str) else None
+    if file is not None:
+        if not file.is_file():
+            raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
+        asked = Plan.load(file)
         if asked.workers not in (1, me.size):
-            raise ArgumentError(f"the plan in {plan} is for {asked.workers} workers, here are {me.size}.")
+            raise ArgumentError(f"the plan in {file} is for {asked.workers} workers, here are {me.size}.")
     elif not isinstance(asked, Plan):
         if not isinstance(asked, str):
             raise ArgumentError(f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}.")
