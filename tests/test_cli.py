@@ -63,6 +63,8 @@ for epoch in run.epochs(4):
                 raise ValueError(f"no good on {run.rank}")
             if args.how == "exit" and run.rank == args.on:
                 sys.exit(3)
+            if args.how == "end" and run.rank == args.on:
+                sys.exit()
             if args.how == "kill" and run.rank == args.on:
                 os.kill(os.getpid(), signal.SIGKILL)
         run.step(batch)
@@ -295,6 +297,15 @@ def test_all_ranks_raise(place):
     done = failing(place, "all", "--how", "raise all")
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1 and re.search(r"ValueError: no good on [01]", done.stderr)
     assert "failed first:" in done.stderr
+
+
+def test_a_rank_that_ends_early_is_named(place):
+    done = failing(place, "early", "--how", "end")
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1 and "rank 1 had ended, with status 0, before the others; rank 0 failed then:" in told
+    assert "failed first" not in told and done.stderr.count("Traceback") == 1 and 'train.py", line' in done.stderr
+    end = the_end(place, "early")
+    assert end.error.startswith("rank 1 had ended, with status 0, before the others: ")
 
 
 def test_a_rank_exits_with_a_status_of_its_own(place):

@@ -219,7 +219,8 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
         )
         return
     if outcome.traceback:
-        console.print(Text(f"rank {outcome.rank} failed first:", style="bold red"))
+        told = f"{outcome.before}; rank {outcome.rank} failed then:" if outcome.before else f"rank {outcome.rank} failed first:"
+        console.print(Text(told, style="bold red"), soft_wrap=True)
         print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
     else:
         console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)

@@ -69,6 +69,7 @@ class Outcome:
         status: exit status for the shell: 0 only if every worker ended well.
         rank: the rank that failed first.
         error: its error, one line.
+        before: where the error is only that another rank was gone: what is known of that one, which ended early with status 0; else empty.
         traceback: its traceback, empty where it was killed or ended by itself.
         exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
         interrupted: whether a signal to the launcher ended it.
@@ -80,6 +81,7 @@ class Outcome:
     traceback: str = ""
     exited: bool = False
     interrupted: bool = False
+    before: str = ""
     seconds: float = 0.0
 
 
@@ -225,8 +227,24 @@ def _logs_specs(router: Router, workers: int) -> Any:
     return ToRouter(None, local_ranks_filter=set(range(workers)))
 
 
-def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int, bool]:
-    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came first and is not a consequence of another."""
+def _ended_before(folder: Path, when: float) -> str:
+    """Which ranks had ended well by then, in words."""
+    ranks = []
+    for file in folder.glob("error-*.ended"):
+        with contextlib.suppress(OSError, ValueError):
+            if int(file.read_text()) < when:
+                ranks.append(int(file.stem.removeprefix("error-")))
+    if not ranks:
+        return ""
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
+    return f"{named} had ended, with status 0, before the others"
+
+
+def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, str, int, bool, str]:
+    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came first and is not a consequence of another.
+
+    And where all are consequences: which ranks had ended before, for which the others waited.
+    """
     told = []
     for rank, failure in failures.items():
         text, trace, exited, when = "", "", False, float(failure.timestamp) * 1e9
@@ -244,8 +262,8 @@ def _first_failure(failures: dict[int, Any]) -> tuple[int, str, str, int, bool]:
                 text = f"ended with exit status {failure.exitcode}"
         consequence = any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
         told.append((consequence, when, rank, text, trace, failure.exitcode, exited))
-    _, _, rank, text, trace, code, exited = min(told)
-    return rank, text, trace, code, exited
+    consequence, when, rank, text, trace, code, exited = min(told)
+    return rank, text, trace, code, exited, _ended_before(folder, when) if consequence else ""
 
 
 def _reap() -> None:
@@ -321,8 +339,9 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
         elastic_launch(config, sys.executable)("-u", str(Path(__file__).with_name("worker.py")), *job.command)
         return Outcome(0, seconds=time.monotonic() - start)
     except ChildFailedError as error:
-        rank, text, trace, code, exited = _first_failure(error.failures)
-        return Outcome(code if code > 0 else 1, rank, text, trace, exited, seconds=time.monotonic() - start)
+        rank, text, trace, code, exited, gone = _first_failure(error.failures, router.error_folder)
+        text = f"{gone}: {text}" if gone else text
+        return Outcome(code if code > 0 else 1, rank, text, trace, exited, before=gone, seconds=time.monotonic() - start)
     except (SignalException, KeyboardInterrupt) as error:
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         return Outcome(
