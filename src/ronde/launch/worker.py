@@ -12,6 +12,7 @@ import signal
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the script runs, there is nothing to take down
 
 import atexit
+import contextlib
 import faulthandler
 import json
 import multiprocessing.process
@@ -165,7 +166,8 @@ def _end(code: int) -> None:
     """
     if code == 0 and (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         # No failure by itself; should others still wait for this rank, they fail, and the launcher tells why.
-        Path(errors).with_suffix(".ended").write_text(str(time.time_ns()))
+        with contextlib.suppress(OSError):
+            Path(errors).with_suffix(".ended").write_text(str(time.time_ns()))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
