@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import itertools
 import json
+import lzma
 import multiprocessing
 import os
 import pickle
@@ -306,6 +308,12 @@ def test_truncated_and_damaged_tars_are_named(tmp_path):
     (tmp_path / "z.tar").write_bytes(gzip.compress(whole))
     with pytest.raises(ArgumentError, match=r"z.tar is compressed"):
         feed.tar(tmp_path / "z.tar")
+    for name, compress in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        small = compress(tar_of(tmp_path / "small.tar", [("a.txt", b"1")]).read_bytes())
+        assert len(small) < 512
+        (tmp_path / f"small.tar.{name}").write_bytes(small)
+        with pytest.raises(ArgumentError, match=rf"small.tar.{name} is compressed"):
+            feed.tar(tmp_path / f"small.tar.{name}")
     (tmp_path / "n.tar").write_bytes(b"no tar" * 200)
     with pytest.raises(ArgumentError, match=r"n.tar is not a tar"):
         feed.tar(tmp_path / "n.tar")
@@ -500,6 +508,26 @@ def test_parquet_against_arrow(tmp_path, cache_bytes):
     row = source[7]
     assert row["text"] == "row 7" and row["k"] == 7 and list(row) == whole.column_names
     assert copied(source)[7]["raw"] == row["raw"]
+
+
+@pytest.mark.parametrize("rows", [[[1, 2, 3], [4, 5, 6], None, [7, 8, 9]], [[1, 2, 3], [4, 5, 6], [0, None, 0], [7, 8, 9]]])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_lists_of_constant_length_with_nulls_are_lists_whatever_is_read_together(tmp_path, kind, rows):
+    table = pa.table({"e": pa.array(rows, pa.list_(pa.int32(), 3)), "f": pa.array([[1, 2]] * 4, pa.list_(pa.int32(), 2))})
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
+    else:
+        with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as out:
+            out.write_table(table, max_chunksize=2)
+    source = feed.parquet(tmp_path / "x.parquet") if kind == "parquet" else feed.arrays(tmp_path / "x.arrow")
+    for ids in ([0], [0, 1], [2, 3], [3], [0, 2], [3, 2, 1, 0]):
+        found = source.take(ids)
+        assert found["e"] == [rows[i] for i in ids] and found["f"].shape == (len(ids), 2)
+        assert [row["e"] for row in source.read(ids)] == found["e"]
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "bare.parquet", row_group_size=2, write_statistics=False)
+        with pytest.raises(SampleError, match=r"bare.parquet, row group 1: the column 'e' holds nulls, which its file does not say"):
+            feed.parquet(tmp_path / "bare.parquet").read([0, 2])
 
 
 def test_parquet_is_collated_by_columns(tmp_path):

@@ -140,7 +140,7 @@ class _Arrow:
     def _load(self) -> None:
         import pyarrow as pa
 
-        from ronde.feed.sources.parquet import to_columns
+        from ronde.feed.sources.parquet import holds_nulls, to_columns
 
         tables: list[tuple[str, Any]] = []
         schema: Any = None
@@ -159,8 +159,8 @@ class _Arrow:
                 raise ArgumentError(f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among {', '.join(names)}.")
         self.columns = self._wanted if self._wanted is not None else names
         tables = [(path, table.select(self.columns)) for path, table in tables]
-        floats = frozenset(name for name in self.columns if any(table.column(name).null_count for _, table in tables))
-        self._groups = {i: to_columns(table, floats, path) for i, (path, table) in enumerate(tables)}
+        nulls = frozenset(name for name in self.columns if any(holds_nulls(table.column(name)) for _, table in tables))
+        self._groups = {i: to_columns(table, nulls, path) for i, (path, table) in enumerate(tables)}
         self._starts = np.cumsum([0, *(table.num_rows for _, table in tables)], dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:

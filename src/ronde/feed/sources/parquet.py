@@ -17,7 +17,7 @@ from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside,
 from ronde.feed.sources.tar import manifest_of
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["ParquetSource", "gather", "parquet", "parquet_files", "to_columns"]
+__all__ = ["ParquetSource", "gather", "holds_nulls", "parquet", "parquet_files", "to_columns"]
 
 Columns = dict[str, Any]
 
@@ -52,13 +52,23 @@ class _Ranges(io.RawIOBase):
         return self._store.read([Place(self._path, start, length)])[0]
 
 
-def to_columns(table: Any, floats: frozenset[str], where: str, as_it_is: str | None = None) -> Columns:
+def holds_nulls(column: Any) -> bool:
+    """Whether a column of an Arrow table holds nulls, or one of its lists of constant length does."""
+    import pyarrow as pa
+
+    return bool(column.null_count) or (
+        pa.types.is_fixed_size_list(column.type) and any(chunk.flatten().null_count for chunk in getattr(column, "chunks", [column]))
+    )
+
+
+def to_columns(table: Any, nulls: frozenset[str], where: str, as_it_is: str | None = None) -> Columns:
     """An Arrow table as columns: numbers as numpy arrays, lists of constant length as 2-D ones, all else as Arrow arrays.
 
     Args:
-        floats: columns of whole numbers that hold nulls somewhere: they are floating-point everywhere, with NaN.
+        nulls: columns that hold nulls somewhere: of them, whole numbers are floating-point everywhere, with NaN, and lists of constant length
+            Arrow arrays everywhere. What a column is must not depend on which rows are read together.
         where: for errors.
-        as_it_is: a column that stays an Arrow array if it is among ``floats``.
+        as_it_is: a column that stays an Arrow array if it is among ``nulls``.
     """
     import pyarrow as pa
 
@@ -72,18 +82,19 @@ def to_columns(table: Any, floats: frozenset[str], where: str, as_it_is: str | N
         kind = column.type
         if pa.types.is_decimal(kind):
             column, kind = column.cast(pa.float64()), pa.float64()
-        if name == as_it_is and name in floats:
+        if name == as_it_is and name in nulls:
             found[name] = column
             continue
         whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-        if whole and name in floats:
+        listed = pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)
+        if whole and name in nulls:
             column, kind = (
                 column.cast(pa.int8()).cast(pa.float64()) if pa.types.is_boolean(kind) else column.cast(pa.float64(), safe=False),
                 pa.float64(),
             )
-        elif whole and column.null_count:
+        elif (whole or listed) and name not in nulls and holds_nulls(column):
             raise SampleError(f"{where}: the column {name!r} holds nulls, which its file does not say. Write it again with statistics.")
-        if pa.types.is_fixed_size_list(kind) and not column.null_count and pa.types.is_primitive(kind.value_type):
+        if listed and name not in nulls:
             found[name] = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
         elif pa.types.is_primitive(kind):
             found[name] = column.to_numpy(zero_copy_only=False)

@@ -229,6 +229,15 @@ def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: st
     return whole
 
 
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip, zstd, xz, bzip2
+
+
+def _not_compressed(begin: bytes, path: str) -> None:
+    """Refuse a file that begins as compressed ones do."""
+    if begin.startswith(_COMPRESSED):
+        raise ArgumentError(f"{path} is compressed, so its files cannot be read by place: unpack it to a plain .tar.")
+
+
 def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[_Member]:
     """The files of a tar, and the links to them: ``(name, offset of its bytes, bytes)``. A link that leads out of the tar is warned of.
 
@@ -251,6 +260,7 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         if size - place < _BLOCK:
             if ended:
                 break
+            _not_compressed(read(place, size - place) if place == 0 else b"", path)  # a small one may be shorter than a header
             raise ArgumentError(f"{path} is truncated: it ends at byte {size:,}, in the middle of a header.")
         header = read(place, _BLOCK)
         if not any(header):
@@ -260,8 +270,7 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
             continue
         if not _checked(header):
             if place == 0:
-                if header[:2] == b"\x1f\x8b" or header[:4] == b"\x28\xb5\x2f\xfd" or header[:6] == b"\xfd7zXZ\0" or header[:3] == b"BZh":
-                    raise ArgumentError(f"{path} is compressed, so its files cannot be read by place: unpack it to a plain .tar.")
+                _not_compressed(header, path)
                 raise ArgumentError(f"{path} is not a tar: its first header is wrong.")
             if ended:
                 raise ArgumentError(f"{path} has something behind its end, at byte {place:,}, that is no tar.")
