@@ -13,6 +13,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -53,6 +54,7 @@ from ronde.feed.mark import mark
 from ronde.feed.ours import ours
 from ronde.feed.receive import Receiver
 from ronde.plan import shares
+from ronde.world import RondeError
 
 EXECUTORS = ("none", "threads", "processes")
 
@@ -744,7 +746,9 @@ class Kills(Works):
 
     def __getitem__(self, i):
         if i == self.at:
-            os._exit(3) if self.number is None else os.kill(os.getpid(), self.number)
+            if self.number is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            os._exit(self.number[0]) if isinstance(self.number, tuple) else os.kill(os.getpid(), self.number)
         return super().__getitem__(i)
 
 
@@ -753,7 +757,9 @@ class Kills(Works):
     [
         (signal.SIGKILL, r"was killed by signal 9 \(SIGKILL\): .*want of memory"),
         (signal.SIGBUS, r"was killed by signal 7 \(SIGBUS\): .*shared memory .*/dev/shm"),
-        (None, "ended with exit status 3: .*executor: none"),
+        ((3,), "ended with exit status 3: .*executor: none"),
+        ((0,), "ended with exit status 0: .*executor: none"),
+        (KeyboardInterrupt, "ended with exit status 0: .*executor: none"),
     ],
 )
 def test_a_loading_process_that_dies_is_named(number, said):
@@ -778,6 +784,31 @@ def test_one_that_dies_meanwhile_is_told_at_the_next_batch_not_within_the_step()
     with pytest.raises(FeedError, match=rf"\(pid {victim.pid}\) of training rank 0 was killed by signal 9"):
         list(batches)
     assert stepped == 1000
+
+
+class Local(Works):
+    def __getitem__(self, i):
+        if i == 7:
+
+            class Odd(self.number):
+                def __init__(self, *given):
+                    super().__init__(given[0])
+
+            raise Odd("bad thing", 2)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("base", [Exception, RondeError])
+def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
+    data = Local(int)
+    data.number = base
+    with pytest.raises(RuntimeError) as error:
+        read(with_executor(take_over_(data, shuffle=False), "processes"))
+    assert re.search(
+        r"RuntimeError: test_feed_executor\.Local\.__getitem__\.<locals>\.Odd: bad thing\nwhile sample 7 of the data", str(error.value)
+    )
+    shown = "".join(traceback.format_exception(error.value))
+    assert "in __getitem__" in shown and 'raise Odd("bad thing", 2)' in shown
 
 
 class Drawn(torch.utils.data.Sampler):
@@ -1342,6 +1373,9 @@ def test_the_users_own_line_is_shown_whoever_loads(executor, case):
     assert place in shown and names in shown and "test_feed_executor.py" in shown, shown
     if case == "a step":
         assert str(error.value).startswith(names) and "\n" not in str(error.value)
+    else:  # the error itself names it, whatever it came of
+        told = str(error.value) if executor == "processes" else "\n".join([str(error.value), *error.value.__notes__])
+        assert told.rstrip().endswith("raised StopIteration\nwhile sample 6 of the data set was read"), told
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

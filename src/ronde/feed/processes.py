@@ -72,11 +72,16 @@ def _advice(code: int) -> str:
     return "the data set, or a library that it uses, ended the process. Read once in the training process (feed setting executor: none) to see where"
 
 
-def _died(workers: Sequence[Any]) -> FeedError | None:
-    """What to say if one of the processes has ended by itself."""
+def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
+    """What to say if one of the processes has ended by itself.
+
+    Args:
+        failed: a batch that was asked for did not come. Status 0 is then no end like another: otherwise it is that of processes whose epoch has
+            been read to its end, while the training still has batches of theirs.
+    """
     for k, worker in enumerate(workers):
         code = None if worker.is_alive() else worker.exitcode
-        if not code:
+        if code is None or (code == 0 and not failed):
             continue
         how = f"ended with exit status {code}"
         if code < 0:
@@ -93,7 +98,7 @@ def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
     """The process that an error comes from; one that is dying is not dead at once."""
     suspicious = not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker")
     until = time.monotonic() + (_DYING_SECONDS if suspicious else 0.0)
-    while (dead := _died(workers)) is None and time.monotonic() < until:
+    while (dead := _died(workers, True)) is None and time.monotonic() < until:
         time.sleep(0.01)
     return dead
 

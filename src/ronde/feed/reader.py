@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ronde.world import ArgumentError, RondeError, SampleError
 if TYPE_CHECKING:
     from ronde.feed.loader import LoaderSettings
 
-__all__ = ["Ask", "Raised", "Reader", "StreamReader", "pipeline_in"]
+__all__ = ["Ask", "Raised", "Reader", "StreamReader", "pipeline_in", "sendable"]
 
 _MOST_STAND_INS = 16
 _JUDGES = 5
@@ -89,6 +90,23 @@ class _Replaced:
 
     sample: Any
     bad: Bad
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, or one that says the same and can be sent out of a loading process.
+
+    torch sends an error's type, in a thread of its own: where that fails, nothing is sent, and the training would wait for ever.
+    """
+    kind = type(error)
+    try:
+        ForkingPickler.dumps(kind)
+    except Exception:  # a class within a function, or whatever its own way of being pickled raises
+        found = RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            found.add_note(note)
+        found.__cause__ = error
+        return found
+    return error
 
 
 def _stack(samples: list[Any]) -> Any:
@@ -189,11 +207,13 @@ class Reader(Dataset[Any]):
             return self.batch(ask)
         try:
             return self.batch(ask)
-        except RondeError as error:
-            return Raised.of(error)
-        except StopIteration as error:
-            # By itself it would mean to torch that nothing more comes. What samples it came of stands in its notes.
-            raise RuntimeError("the data set, or its collate function, raised StopIteration") from error
+        except Exception as error:
+            sent = sendable(error)
+            if isinstance(sent, RondeError):
+                return Raised.of(sent)
+            if sent is error:
+                raise
+            raise sent  # noqa: B904  # with its cause
 
     def batch(self, ask: Ask) -> Any:
         """The batch, whatever the data set draws from."""
@@ -228,6 +248,8 @@ class Reader(Dataset[Any]):
             if many is not None and not (self.one_by_one and len(ids) > 1):
                 try:
                     samples = many(ids)
+                except StopIteration as error:
+                    raise self._ended(ids) from error
                 except Exception as error:
                     self._note(error, ids)
                     raise
@@ -243,6 +265,8 @@ class Reader(Dataset[Any]):
                 for j, i in enumerate(ids):
                     at.at = j
                     samples.append(dataset[i])
+            except StopIteration as error:
+                raise self._ended([i]) from error
             except Exception as error:
                 self._note(error, [i])
                 raise
@@ -252,6 +276,12 @@ class Reader(Dataset[Any]):
         if not isinstance(error, SampleError):
             shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
             error.add_note(f"while sample{'s' if len(ids) > 1 else ''} {shown} of the data set {'were' if len(ids) > 1 else 'was'} read")
+
+    def _ended(self, ids: Sequence[int]) -> RuntimeError:
+        """Instead of a StopIteration, which means to torch, and to every generator that it passes, that nothing more comes."""
+        error = RuntimeError("the data set, or its collate function, raised StopIteration")
+        self._note(error, ids)
+        return error
 
     def join(self, ask: Ask, samples: Any) -> Any:
         """A batch of samples that :meth:`read` gave."""
@@ -270,6 +300,8 @@ class Reader(Dataset[Any]):
         try:
             with sample_keys(1, lambda _: key_of(self.seed, 2, ask.epoch, self._keys(ask)[0])):
                 batch = self.collate(samples) if stages.listener is None else stage("collate")(self.collate)(samples)
+        except StopIteration as error:
+            raise self._ended(ask.ids) from error
         except Exception as error:
             self._explain(error, ask, samples)
             raise
