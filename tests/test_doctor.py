@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import signal
@@ -287,6 +288,32 @@ def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
     assert walls[0]["stage"] == "decode" and walls[0]["limit"] == "cores" and walls[0]["devices"] == 2
 
 
+def outlook_of(cpu_ms=0.01, wall_ms=4.0, name="augment", executor="processes", real=500, loading=500.0, sweep=(), **stages):
+    values = judge(seen(rounds(synthetic=1000, real=real), (StageSeen("python", wall_seconds=5e-5, cpu_seconds=5e-5),
+        StageSeen(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3)))).values  # fmt: skip
+    values["loading_samples_per_second"] = loading
+    facts = Facts(1, 0 if executor == "none" else 2, executor, 8, devices_per_node=8, loading_sweep=sweep)
+    return outlook(values, facts, 32)
+
+
+def test_loaders_that_wait_are_named_by_what_takes_their_time_not_by_what_computes_most():
+    rows, walls = outlook_of()
+    assert walls == [{"stage": "augment", "devices": 1, "limit": "loaders"}] and rows[3]["wall"] == "augment"
+
+
+def test_what_more_loaders_do_not_bring_is_named_after_the_stage_that_waits():
+    sweep = ((2, 1500.0), (4, 2900.0), (8, 3000.0))
+    assert [w["stage"] for w in outlook_of(name="fetch", real=990, loading=1500.0, sweep=sweep)[1]] == ["fetch"]
+    # What falls again is no storage's capacity: so many loaders are in each other's way.
+    assert not outlook_of(name="fetch", real=990, loading=1500.0, sweep=((2, 1500.0), (4, 2900.0), (8, 1900.0)))[1]
+
+
+def test_samples_that_are_made_between_the_steps_cost_as_much_on_every_device():
+    rows, _ = outlook_of(executor="none", real=1 / (1 / 1000 + 1 / 500), loading=500.0)
+    gaps = [row["gap"] for row in rows]
+    assert gaps == sorted(gaps) and gaps[0] == pytest.approx(2 / 3, abs=0.02) and gaps[-1] < 0.8
+
+
 def test_what_slows_the_step_down_is_cured_where_it_is_done_and_by_fewer_loaders():
     values = judge(seen(rounds(synthetic=1000, real=700, beside=720, without__decode=985), STAGES, loaders=6, loading=4000)).values
     assert values["cause"]["stage"] == "neighbour" and values["cause"]["within"] == "decode"
@@ -398,6 +425,11 @@ class Data(Dataset):
     def __getitem__(self, i):
         return self.transform(self.load(i)), torch.tensor([0.5])
 
+def collate(samples):
+    if fault == "collate":
+        time.sleep(0.08)
+    return torch.utils.data.default_collate(samples)
+
 @ronde.feed.stage("copy")
 def copy(batch):
     if fault == "copy":
@@ -419,7 +451,7 @@ def forward(model, batch):
 if __name__ == "__main__":
     model = Net()
     size = 8 * ronde.world().size
-    data = DataLoader(Data(), batch_size=size, num_workers=loaders, shuffle=True)
+    data = DataLoader(Data(), batch_size=size, num_workers=loaders, shuffle=True, collate_fn=collate)
     run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), data, loss=torch.nn.functional.mse_loss, forward=forward)
     steps = 0
     for batch in run.batches():
@@ -504,6 +536,16 @@ def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
     assert values["executor"] == "none"
     assert values["cause"]["stage"] == "augment", done.stdout
     assert values["neighbour"] is None
+
+
+@pytest.mark.parametrize("fault", ["augment", "collate"])
+def test_the_wall_is_named_after_the_stage_that_waits_and_more_devices_lose_no_less(job, fault):
+    values, done = examine(job, fault, "0", seconds="4")
+    assert values["walls"] == [{"stage": fault, "devices": 1, "limit": "loaders"}], done.stdout
+    assert f"<- {fault} wall here already" in done.stdout and "read wall" not in done.stdout
+    assert values["scale"][0]["wall"] == fault and "loading more" not in values["arms"]
+    gaps = [row["gap"] for row in values["scale"]]
+    assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps  # the first was measured, the others follow from its parts
 
 
 def test_a_storage_that_feeds_this_device_is_asked_for_what_many_want(job):

@@ -311,8 +311,10 @@ def _scale(values: dict[str, Any]) -> list[Line]:
     if len(rows) < 2 or values["refused"]:
         return []
     told = "   ".join(f"{r['devices']}: {r['gap']:.0%}" for r in rows)
-    wall = next((w for w in values["walls"] if w["devices"] > values["workers"]), None)
-    met = f"   <- {wall['stage']} wall at {wall['devices']}" if wall and wall["devices"] <= rows[-1]["devices"] else ""
+    here = next((w for w in values["walls"] if w["devices"] <= values["workers"]), None)
+    wall = next((w for w in values["walls"] if values["workers"] < w["devices"] <= rows[-1]["devices"]), None)
+    walls = ([f"{here['stage']} wall here already"] if here else []) + ([f"{wall['stage']} wall at {wall['devices']}"] if wall else [])
+    met = f"   <- {', '.join(walls)}" if walls else ""
     return [["  gap at N devices   ", told, (met, "yellow")]]
 
 

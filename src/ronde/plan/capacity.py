@@ -54,11 +54,13 @@ class StageCapacity:
         name: ``read``, ``decode``, ``augment``, …
         cpu_seconds: of a node's cores, for each sample.
         samples_per_second: the most that one device's own loaders let through, whatever else is idle: workers / seconds a sample.
+        wall_seconds: that a loader spends on a sample, with what it waits for; 0 where it is not known. It says which stage holds the loaders up.
     """
 
     name: str
     cpu_seconds: float = 0.0
     samples_per_second: float = math.inf
+    wall_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Capacities:
         variation: coefficient of variation of the time that a batch takes to be made.
         uncertainty: relative half width of what was measured, for the interval.
         shared_samples_per_second: the most of something that all devices share, where it was met and is neither cores nor storage.
+        storage_stage: the stage that waits for the storage.
+        serial: samples are made in the training process: they and the steps take turns.
     """
 
     step_rate: float
@@ -103,6 +107,8 @@ class Capacities:
     variation: float = 0.3
     uncertainty: float = 0.05
     shared_samples_per_second: float = math.inf
+    storage_stage: str = "read"
+    serial: bool = False
 
     def __post_init__(self) -> None:
         for name in ("step_rate", "cores_per_node", "storage_samples_per_second", "copy_samples_per_second", "shared_samples_per_second"):
@@ -252,7 +258,7 @@ def _limits(c: Capacities, devices: int, nodes: int, real: bool = True) -> list[
             found.append((stage.samples_per_second * devices, stage.name, "loaders"))
     missed = 1.0 - c.cached
     if math.isfinite(c.storage_samples_per_second) and missed > 0:
-        found.append((c.storage_samples_per_second * (1 if c.storage_shared else nodes) / missed, "read", "storage"))
+        found.append((c.storage_samples_per_second * (1 if c.storage_shared else nodes) / missed, c.storage_stage, "storage"))
     if math.isfinite(c.copy_samples_per_second):
         found.append((c.copy_samples_per_second * devices, "copy", "copy"))
     if math.isfinite(c.shared_samples_per_second):
@@ -285,7 +291,10 @@ def _rate(
         if what in ("loaders", "copy"):
             # Each device's own: all wait for the slowest of them.
             supply /= 1.0 + _SLOWEST * variance * _slowest(devices) / c.buffer_batches
-            through = _through(supply, demand, variance, c.buffer_batches + 1)
+            if what == "loaders" and c.serial:
+                through = supply * demand / (supply + demand)  # one after the other: their times add up
+            else:
+                through = _through(supply, demand, variance, c.buffer_batches + 1)
         else:
             through = _through(supply, demand, variance, (c.buffer_batches + 1) * devices)
         if through < rate:
@@ -518,7 +527,9 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
     first, last = runs[0], runs[-1]
     lost = [gap(r.real, r.synthetic) for r in runs]
     own = min((r.loading / r.devices for r in runs if r.loading is not None), default=None)
-    if first.loading is not None and first.loading < first.devices * c.step_rate * 1.5:
+    if first.loading is not None and c.serial:
+        c = _own_limit(c, first.loading / first.devices)  # it counts however fast they are: nothing hides it
+    elif first.loading is not None and first.loading < first.devices * c.step_rate * 1.5:
         # Seen not far above what the device wants: the loaders' own limit, if nothing that is known explains it.
         known = min([math.inf, *(limit for limit, _, _ in _limits(c, first.devices, first.nodes))])
         if first.loading < known * 0.9:
@@ -558,6 +569,6 @@ def _own_limit(c: Capacities, rate: float) -> Capacities:
     """With a limit of each device's loaders."""
     if not c.stages:
         return replace(c, stages=(StageCapacity("input", 0.0, rate),))
-    heaviest = max(range(len(c.stages)), key=lambda i: c.stages[i].cpu_seconds)
+    heaviest = max(range(len(c.stages)), key=lambda i: max(c.stages[i].wall_seconds, c.stages[i].cpu_seconds))
     stages = tuple(replace(s, samples_per_second=min(s.samples_per_second, rate)) if i == heaviest else s for i, s in enumerate(c.stages))
     return replace(c, stages=stages)

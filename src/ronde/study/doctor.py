@@ -25,7 +25,7 @@ from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
 from ronde.run import hooks
 from ronde.study.arms import Arm, ArmResult, Bench, Timed
-from ronde.study.prescribe import Facts, Remedy, outlook, prescriptions, remedies
+from ronde.study.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
 from ronde.study.verdict import Seen, StageSeen, Verdict, judge
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
@@ -44,6 +44,7 @@ _TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller s
 _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
 _WAITS = 0.3  # share of a sample's time in the loaders without CPU: what it waits for may be all that is there
+_READ_NOTHING = ("augment", "collate")
 _MOST_LOADERS = 64  # of all workers together
 _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 
@@ -464,6 +465,8 @@ class _Study:
         cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)  # for want of a core, it waits for no storage
         if self.bench.is_stream or wall - cpu < _WAITS * wall:
             return
+        if max(loading, key=lambda s: s.wall_seconds - s.cpu_seconds).name in _READ_NOTHING:
+            return  # whatever it waits for is no storage: more loaders would tell how many of them fit on this machine
         workers, loaders = self.run.world_size, self.bench.loaders
         wanted = 1.1 * to * values["samples_per_second"]["synthetic"] / workers
         if "loading" not in self.results:
@@ -480,6 +483,7 @@ class _Study:
             now = self.measure("loading more", Arm("loading", settings=FeedSettings(workers=more)), None).samples_per_second
             self.asked.append((workers * more, now))
             if now < 1.1 * rate:
+                self.asked_all = not crowded(self.asked)
                 return
             rate, more = now, 2 * more
         self.asked_all = rate >= wanted

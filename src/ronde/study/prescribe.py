@@ -17,7 +17,7 @@ from ronde.feed.decode import DECODERS
 from ronde.plan.capacity import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, predict, walls
 from ronde.study.verdict import HEALTHY_POINTS
 
-__all__ = ["NAMES", "Facts", "Remedy", "capacities_of", "outlook", "prescriptions", "remedies"]
+__all__ = ["NAMES", "Facts", "Remedy", "capacities_of", "crowded", "outlook", "prescriptions", "remedies"]
 
 NAMES = (
     "loaders", "threads", "prefetch", "fewer-loaders", "thread-limit", "pin-memory", *(f"decoder-{name}" for name in DECODERS), "decode-to-size",
@@ -29,6 +29,7 @@ LABELS = ("same bits", "same distribution", "changes the training")
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
 _MOST_LOADERS = 64
 _IDLE = 0.7  # share of the cores at work, below which loaders that give no more wait for something else
+_CROWDED = 0.85
 _MAKING = 3.0  # points lost in making samples, from which on more loaders may help
 
 
@@ -328,16 +329,31 @@ def _gained(values: Mapping[str, Any], points: float) -> float:
     return min(float(rates["synthetic"]), float(rates["real"]) + points / 100 * float(rates["synthetic"]))
 
 
+def crowded(sweep: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last of ``(loaders at once, samples per second)`` gave clearly less than fewer of them: then they are in each other's way (tens of
+    processes on a few cores). What has no more to give gives as much as before."""
+    return len(sweep) > 1 and max(sweep)[1] < _CROWDED * max(rate for _, rate in sweep)
+
+
 def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     """What was measured here, as capacities from which any number of devices is predicted."""
     rates = values["samples_per_second"]
     rows = [r for r in values["stages"] if r.get("where") == "loading" and r["name"] != "oversubscription"]
     cpu = sum(float(r["cpu_ms_per_sample"] or 0.0) for r in rows) / 1e3
-    stages = tuple(StageCapacity(r["name"], float(r["cpu_ms_per_sample"] or 0.0) / 1e3) for r in rows if r["cpu_ms_per_sample"])
+    stages = tuple(
+        StageCapacity(r["name"], float(r["cpu_ms_per_sample"] or 0.0) / 1e3, wall_seconds=float(r["wall_ms_per_sample"] or 0.0) / 1e3)
+        for r in rows
+        if r["cpu_ms_per_sample"]
+    )
+    slowest, waiting = "read", "read"
+    if stages:
+        slowest = max(stages, key=lambda s: s.wall_seconds).name
+        waiting = max(stages, key=lambda s: s.wall_seconds - s.cpu_seconds).name
     # Loaders that were asked for more at once and gave no more, with cores to spare: they wait for something that all share.
     sweep: Sequence[tuple[int, float]] = facts.storage_sweep
     if not sweep and len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
+        ended = ended and not crowded(facts.loading_sweep)
         # Threads of one process may wait for its interpreter, which other devices' processes do not share.
         cores = facts.workers if facts.executor == "threads" else facts.cores
         if ended and cpu * best < _IDLE * min(cores, facts.cores):
@@ -365,6 +381,8 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
             devices_per_node=facts.devices_per_node,
             buffer_batches=float(max(1, facts.loaders * facts.prefetch)),
             uncertainty=max(0.02, float(values.get("noise", 0.05))),
+            storage_stage=slowest if facts.stream else "read" if facts.storage_sweep else waiting,
+            serial=facts.executor == "none",
         ),
     )
     if facts.stream:
@@ -445,7 +463,8 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capaci
     closes = 1.0 - _not_loading(values) if quicker * remedy.loaders > 1.01 else 0.0
     if not values["loaders"] and remedy.loaders == 1:  # step and samples take turns: as much less is lost as samples take less
         closes *= 1.0 - 1.0 / quicker
-    return replace(c, stages=stages, storage_samples_per_second=storage, overhead=c.overhead * (1.0 - closes))
+    serial = c.serial and remedy.id != "loaders"
+    return replace(c, stages=stages, storage_samples_per_second=storage, overhead=c.overhead * (1.0 - closes), serial=serial)
 
 
 def _not_loading(values: Mapping[str, Any]) -> float:
