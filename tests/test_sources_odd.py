@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
+import sys
 import tarfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ronde import feed
@@ -32,6 +37,49 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder
+
+
+def test_one_ending_may_be_given_as_text(tmp_path):
+    write(tmp_path, {"a/1.jpg": b"1", "a/2.g": b"2"})
+    assert [s.name for s in feed.folder(tmp_path, suffixes="jpg").read([0])] == ["a/1.jpg"] and len(
+        feed.folder(tmp_path, suffixes=".JPG")
+    ) == 1
+
+
+def test_a_sample_has_a_whole_number():
+    rows = feed.arrays({"x": np.arange(4)})
+    assert [int(rows[i]["x"]) for i in (1, np.int32(2), np.uint64(3), torch.tensor(1))] == [1, 2, 3, 1] and len(rows.read([])) == 0
+    for wrong in (1.5, np.float32(1)):
+        with pytest.raises(TypeError, match=r"by a whole number, not by 1"):
+            rows[wrong]
+
+
+def test_text_and_tables_say_that_they_read_no_urls(tmp_path):
+    (tmp_path / "t.txt").write_text("hello world")
+    assert len(feed.text(f"file://{tmp_path}/t.txt", length=5)) == 2
+    for read in (partial(feed.text, length=5), partial(feed.table, numeric=["x"], target="y")):
+        with pytest.raises(ArgumentError, match=r"reads files of this machine, no URLs: copy memory://x/t.txt here first"):
+            read("memory://x/t.txt")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError("4096 requested and 0 written")])
+def test_a_full_disk_is_named(tmp_path, monkeypatch, error):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(sys.modules["ronde.feed.text"], "_tokenize", full)
+    (tmp_path / "t.txt").write_text("hello world")
+    with pytest.raises(ArgumentError, match=rf"{tmp_path}/kept: the disk is full \(.*give a folder on another disk with cache="):
+        feed.text(tmp_path / "t.txt", length=5, cache=tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_null_dates_are_the_smallest_number_as_the_docs_say(tmp_path):
+    days, times = pa.array([0, None, 3], pa.date32()), pa.array([1000, None, 5], pa.timestamp("ms"))
+    pq.write_table(pa.table({"d": days, "t": times}), tmp_path / "t.parquet")
+    found = torch.utils.data.default_collate(feed.parquet(tmp_path / "t.parquet").read([0, 1, 2]))
+    least = -9223372036854775808
+    assert found["d"].tolist() == [0, least, 3] and found["t"].tolist() == [1000, least, 5]
 
 
 def tar_bytes(files: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> bytes:

@@ -7,6 +7,7 @@ temporary files has left of a folder is made anew. What lies in between is not r
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ronde.feed.sources.storage import is_remote, local
 from ronde.world import ArgumentError
 
 __all__ = ["built", "cache_root", "files_of", "gone", "identity"]
@@ -61,7 +63,7 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
     Other processes of this machine that want the same wait for it. If ``make`` fails, nothing is left of it.
 
     Raises:
-        ArgumentError: nothing can be written below ``root``.
+        ArgumentError: nothing can be written below ``root``, or not all of it.
     """
     final = root / key
     if _whole(final):
@@ -87,12 +89,22 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if not (isinstance(error, OSError) and _whole(final)):
+                if _is_full(error):
+                    raise ArgumentError(
+                        f"{root}: the disk is full ({error}). Make room there, or give a folder on another disk with cache=."
+                    ) from error
                 raise
         finally:
             shutil.rmtree(final / damaged.name, ignore_errors=True)
             with contextlib.suppress(OSError):
                 os.unlink(root / f".{key}.lock")  # noqa: PTH108 - who still waits for it finds the folder, or makes it once more
     return final
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room. numpy says only how much it wrote."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and (error.errno in full or (error.errno is None and str(error).endswith(" written")))
 
 
 def _besides_built(files: list[Path]) -> list[Path]:
@@ -118,7 +130,10 @@ def files_of(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wh
         if not found:
             raise ArgumentError(f"{what} was given an empty list.")
         return found
-    place = Path(os.fspath(path)).expanduser()  # type: ignore[arg-type]
+    given = os.fspath(path)  # type: ignore[arg-type]
+    if is_remote(given):
+        raise ArgumentError(f"{what} reads files of this machine, no URLs: copy {given} here first.")
+    place = Path(local(given)).expanduser()
     if place.is_file():
         return [place]
     if place.is_dir():

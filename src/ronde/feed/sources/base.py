@@ -239,8 +239,12 @@ def check_ids(ids: Sequence[int], n: int) -> Ints:
 
     Raises:
         IndexError: one of them is not.
+        TypeError: one of them is no whole number.
     """
-    found = np.asarray(ids, dtype=np.int64).reshape(-1)
+    given = np.asarray(ids)
+    if given.dtype.kind in "fc" and given.size:  # numpy would cut off what is behind the point
+        raise TypeError(f"a sample is asked for by a whole number, not by {given.reshape(-1)[0].item()!r}")
+    found = given.astype(np.int64).reshape(-1)
     if found.size and (int(found.min()) < 0 or int(found.max()) >= n):
         wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
         raise IndexError(f"sample {wrong} is not in [0, {n})")

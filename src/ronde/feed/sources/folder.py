@@ -95,7 +95,7 @@ def folder(
     path: str | os.PathLike[str],
     *,
     labels: Labels | None = "folder",
-    suffixes: Sequence[str] | None = None,
+    suffixes: str | Sequence[str] | None = None,
     pattern: str | None = None,
     file_column: str | int = 0,
     label_column: str | int = 1,
@@ -111,7 +111,7 @@ def folder(
         labels: ``"folder"`` takes the first folder below ``path`` as the class, as torchvision's ImageFolder does; ``"none"`` or None
             gives none; the path of a CSV file with a header looks each file up in it, and the CSV then chooses: files that are not in
             it are left out; a function is called with each file's path below ``path``.
-        suffixes: endings that are taken, as ``(".jpg", ".png")``, in capitals or not. None takes every file.
+        suffixes: endings that are taken, as ``".jpg"`` or ``(".jpg", ".png")``, in capitals or not. None takes every file.
         pattern: a glob that the path below ``path`` must match, as ``"*/train_*.jpg"``; ``*`` also matches ``/``.
         file_column: of the CSV: name or number of the column that holds the file's path below ``path``, or its name without ending.
         label_column: likewise the label's. Numbers stay where all are numbers, written as ``7``, ``-1.5`` or ``2e-3``; otherwise every
@@ -133,6 +133,8 @@ def folder(
     """
     root = (os.fspath(path) if is_remote(os.fspath(path)) else local(path)).rstrip("/") or "/"
     store = Store(options)
+    if isinstance(suffixes, str):  # it would be one ending for each of its letters
+        suffixes = (suffixes,)
     endings = tuple(("." + s.lstrip(".")).lower() for s in suffixes) if suffixes is not None else None
     listed = _listed_remote(root, store) if is_remote(root) else _listed(root)
     found = sorted(
