@@ -409,3 +409,15 @@ def test_columns_whose_names_hold_dots(tmp_path, memory):
         assert columns["m"] == table["m"].take([2, 0, 1]).to_pylist()
         for name in table.column_names:  # Arrow would add "a.b" to "a", and a part of "a" to "a.b"
             assert list(feed.parquet(path, columns=[name]).take([0, 2])) == [name]
+
+
+def test_a_table_asks_for_room_before_it_is_written_through_a_map(tmp_path, monkeypatch):
+    """Without room the system ends the process."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    (tmp_path / "t.csv").write_text("x,y\n1.5,0\n2.5,1\n")
+    with pytest.raises(ArgumentError, match=rf"{tmp_path}/kept: the disk is full"):
+        feed.table(tmp_path / "t.csv", numeric=["x"], target="y", cache=tmp_path / "kept")

@@ -261,6 +261,14 @@ def _read(file: Path, found: _Columns) -> Iterator[Any]:
     return _batches(file, columns, frozenset(found.categorical), frozenset(found.numeric))
 
 
+def _mapped(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
+    """A new array on disk, with room for all of it: what is written through a map where there is none ends the process (SIGBUS)."""
+    found = np.lib.format.open_memmap(file, "w+", kind, shape)  # type: ignore[no-untyped-call]
+    with open(file, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    return found
+
+
 def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: str | float, folder: Path) -> None:
     """Write ``numeric.npy``, ``categorical.npy``, ``target.npy`` and ``about.json``."""
     import pyarrow as pa
@@ -270,10 +278,10 @@ def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: 
     if not found.rows:
         raise ArgumentError(f"feed.table: {files[0]} holds no row.")
     fills = np.asarray(found.mean if fill == "mean" else [np.nan if fill == "nan" else fill] * len(found.numeric), dtype=np.float64)
-    numeric = np.lib.format.open_memmap(folder / "numeric.npy", "w+", np.float32, (found.rows, len(found.numeric)))  # type: ignore[no-untyped-call]
-    codes = np.lib.format.open_memmap(folder / "categorical.npy", "w+", np.int32, (found.rows, len(found.categorical)))  # type: ignore[no-untyped-call]
+    numeric = _mapped(folder / "numeric.npy", np.float32, (found.rows, len(found.numeric)))
+    codes = _mapped(folder / "categorical.npy", np.int32, (found.rows, len(found.categorical)))
     kind = np.float32 if found.target_kind == "float" else np.int64
-    target = np.lib.format.open_memmap(folder / "target.npy", "w+", kind, (found.rows if found.target is not None else 0,))  # type: ignore[no-untyped-call]
+    target = _mapped(folder / "target.npy", kind, (found.rows if found.target is not None else 0,))
     vocabularies = {name: pa.array(values, type=pa.string()) for name, values in found.vocabularies.items()}
     at = 0
     for file in files:
