@@ -445,3 +445,7 @@ class StreamReader(IterableDataset[Any]):
             return next(stream)
         except StopIteration:
             raise ArgumentError(f"the data set says that its length is {self.length}, but it ended after {position} samples") from None
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            raise sendable(error)  # noqa: B904  (its cause is in it)
