@@ -39,6 +39,7 @@ _BRIEF: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("interleaved", 2))
 _TENSOR = (2, 4, 8, 16)
 _SIMPLER = 0.005  # of step time, for each mechanism more: between two plans as fast, the simpler one
 _DOUBT = 0.05  # of step time at most, for what is not simple: as much as the measurements were disturbed
+_INEXACT = 1.3  # how far a pipeline's closed form may be from its simulation: no more is ruled out by it
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Found:
         left_out: why the others were not, with how many.
         workers: of every plan.
         optimize: what best means.
+        like: the plan whose other settings all have.
     """
 
     plans: tuple[Prediction, ...]
@@ -62,6 +64,7 @@ class Found:
     left_out: dict[str, int] = field(default_factory=dict)
     workers: int = 1
     optimize: Literal["speed", "memory"] = "speed"
+    like: Plan | None = None
 
     @property
     def best(self) -> Prediction:
@@ -106,7 +109,7 @@ def search(
         optimize: the fastest step, or the least memory.
         simulate: how many plans are predicted in full at most, about; 0 for none, and an answer by closed form.
         brief: fewer schedules and micro-batches, for questions that are asked many times.
-        prune: leave out what cannot be the fastest, by its computation alone; families may then be missing.
+        prune: leave out what cannot be the fastest, by its computation alone: the same winner sooner, but families may be missing.
         like: a plan whose other settings (seed, precision, clipping …) all plans take.
 
     Raises:
@@ -126,7 +129,7 @@ def search(
     def look(plan: Plan) -> Prediction | None:
         nonlocal considered, fastest
         considered += 1
-        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest * (1.0 + min(noise, _DOUBT)):
+        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest:
             left_out["slower"] = left_out.get("slower", 0) + 1
             return None
         try:
@@ -137,7 +140,9 @@ def search(
         if quick.verdict == "does not fit":
             left_out["memory"] = left_out.get("memory", 0) + 1
         elif quick.verdict != "risky":
-            fastest = min(fastest, quick.step_seconds)
+            # This one's handicap, for what is not simple about it, counts; that of what it rules out does not, so that nothing is missed.
+            surely = rank_key(quick, optimize, noise)[1] * (_INEXACT if plan.pipeline > 1 else 1.0)
+            fastest = min(fastest, surely)
         drawer = kept.setdefault((plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), [])
         entry = (tuple(-k for k in rank_key(quick, optimize, noise)), -considered, quick)
         if len(drawer) < drawer_size:
@@ -153,17 +158,29 @@ def search(
             f"plan: no plan gives each of {workers} workers a sample of a global batch of {costs.batch_size}: "
             "use fewer workers or a larger batch."
         )
-    full = []
-    for quick in _choose(kept, simulate):
+    full: list[Prediction] = []
+    shortest = math.inf
+    chosen = _choose(kept, simulate)
+    if prune:
+        chosen.sort(key=lambda p: rank_key(p, optimize, noise))  # the likely winner first: it rules out the most
+    for quick in chosen:
+        least = (
+            max(predictor.floor_seconds(quick.plan), quick.step_seconds / (_INEXACT if quick.plan.pipeline > 1 else 1.0)) if prune else 0.0
+        )
+        if prune and optimize == "speed" and least >= shortest:
+            left_out["slower"] = left_out.get("slower", 0) + 1
+            continue
         made = _in_full(predictor, quick.plan, optimize) if simulate else quick
         if made is not None:
             full.append(made)
+            if _VERDICTS[made.verdict] == 0:
+                shortest = min(shortest, rank_key(made, optimize, noise)[1])
     full.sort(key=lambda p: rank_key(p, optimize, noise))
     families: dict[str, Prediction] = {}
     for k, made in enumerate(full):
         if made.plan.family not in families:
             families[made.plan.family] = full[k] = predictor(made.plan) if simulate and made.plan.pipeline > 1 else made
-    return Found(tuple(full), families, considered, len(full) if simulate else 0, left_out, workers, optimize)
+    return Found(tuple(full), families, considered, len(full) if simulate else 0, left_out, workers, optimize, like)
 
 
 def rank_key(prediction: Prediction, optimize: Literal["speed", "memory"] = "speed", noise: float = 0.0) -> tuple[float, ...]:
@@ -303,7 +320,8 @@ def _climb(ladder: list[Plan], look: Callable[[Plan], Prediction | None], optimi
 
     def fits(plan: Plan) -> bool:
         quick = look(plan)
-        return quick is not None and quick.verdict in ("fits", "unknown")
+        # What was left out as too slow counts as fitting: all that is smaller is slower still, so only larger ones are worth a look.
+        return quick is None or quick.verdict in ("fits", "unknown")
 
     if (fits(ladder[0]) and optimize == "speed") or len(ladder) == 1 or not fits(ladder[-1]):
         return
