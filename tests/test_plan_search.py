@@ -18,13 +18,13 @@ from ronde.plan import Added, Cluster, Costs, Fit, Layout, Line, Plan, Unit, cut
 from ronde.plan.chain import chain
 from ronde.plan.corrections import corrected, corrections_file, factors, record
 from ronde.plan.devices import cluster_of, device_named, speed_of
-from ronde.plan.explain import explain, find_flip, stretched, text
+from ronde.plan.explain import explain, find_flip, flips, stretched, text
 from ronde.plan.links import Group, collective, groups, scaled
 from ronde.plan.partition import ALPHA, Held
 from ronde.plan.picture import svg, terminal
 from ronde.plan.predict import KINDS, TERMS, Predictor, choose_micro_batches, predict
 from ronde.plan.schedules import Action, actions, allowed, bubble, forward_only, in_flight, stages_of, worker_of
-from ronde.plan.search import candidates, rank_key, search
+from ronde.plan.search import _climb, candidates, rank_key, search
 from ronde.plan.simulate import Times, run_step, simulate
 
 GIB = 2**30
@@ -893,6 +893,110 @@ def test_the_flip_in_the_batch_is_where_workers_get_no_sample():
     found = search(costs, cluster, 8)
     flip = next(f for f in explain(found, costs, cluster).flips if f.variable == "global batch" and f.direction == "down")
     assert flip.at == 7.0 and flip.to == "pipeline × replicate"
+
+
+def test_flips_are_what_a_whole_search_gives_there():
+    """Costs a step and a pass that do not grow with the batch: at a large batch, replicas win, which no factor of today's times tells."""
+    units = tuple(
+        unit(f"u{i}", 2e-5, 4e-5, parameters=5 * 10**5, crossing_bytes=Line(0, 1e3), crossing_grad_bytes=Line(0, 1e3)) for i in range(8)
+    )
+    costs = Costs(units, 32, optimizer="AdamW", action_seconds=1e-4)
+    cluster = wires(alpha=1e-4, beta=1e9, devices_per_node=2, action_seconds=1e-4, bucket_overlap=0.0)
+    found = search(costs, cluster, 2)
+    told = {(f.variable, f.direction): f for f in explain(found, costs, cluster).flips}
+
+    def family(batch):
+        return search(dataclasses.replace(costs, batch_size=batch), cluster, 2).best.plan.family
+
+    assert any(f.at is not None for (name, _), f in told.items() if name == "global batch")
+    for direction in ("down", "up"):
+        flip = told.get(("global batch", direction))
+        assert flip.complete
+        if flip.at is None:
+            assert all(family(b) == found.best.plan.family for b in (4, 2) if direction == "down")
+            assert all(family(b) == found.best.plan.family for b in (64, 128, 512, 2048) if direction == "up")
+        else:
+            assert family(round(flip.at)) == flip.to != found.best.plan.family == family(round(flip.holds))
+
+
+def test_a_flip_that_was_not_searched_is_not_said_to_be_none():
+    costs, cluster = even(8, batch=64, parameters=10**6), wires(devices_per_node=2, memory_bytes=80e9)
+    open_ = flips(search(costs, cluster, 2), costs, cluster, seconds=0.0)
+    assert all(f.at is None and not f.complete and f.sentence().endswith("was not searched, for lack of time") for f in open_)
+    halfway = dataclasses.replace(open_[1], holds=256.0)
+    assert halfway.sentence() == "global batch: not up to 256; further was not searched, for lack of time"
+    wide = dataclasses.replace(open_[1], holds=64.0, at=256.0, to="shard")
+    assert wide.sentence() == "global batch: flips to shard between 64 and 256 (now 64)"
+
+
+def test_there_is_no_flip_beyond_as_many_workers_as_are_looked_at():
+    costs = even(4, batch=8192)
+    told = flips(search(costs, wires(devices_per_node=8, nodes=512), 4096, simulate=1, brief=True), costs, wires(), seconds=0.0)
+    assert [f.direction for f in told if f.variable == "workers"] == ["down"]
+
+
+def test_a_flip_between_two_steps_is_found_where_the_first_comes_back():
+    flip = find_flip("memory", 64.0, lambda v: ("shard", "") if 100 < v < 200 else ("replicate", ""), "up")
+    assert flip.to == "shard" and 100 < flip.at <= 105 and flip.holds <= 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pruned_search_has_the_same_winner(seed):
+    draw = random.Random(seed)
+    for _ in range(6):
+        units = tuple(
+            unit(
+                f"u{i}",
+                10 ** draw.uniform(-5, -2),
+                10 ** draw.uniform(-5, -2),
+                int(10 ** draw.uniform(3, 8)),
+                10 ** draw.uniform(3, 7),
+                crossing_bytes=Line(0, 1e5),
+                crossing_grad_bytes=Line(0, 1e5),
+            )
+            for i in range(draw.choice([3, 6, 12]))
+        )
+        costs = Costs(units, draw.choice([8, 64, 256]), noise=draw.choice([0.0, 0.1]), optimizer_seconds=10 ** draw.uniform(-4, -1))
+        memory = draw.choice([0.0, 10 ** draw.uniform(8, 9.5)])
+        cluster = wires(10 ** draw.uniform(-6, -3), 10 ** draw.uniform(8, 11), devices_per_node=4, memory_bytes=memory)
+        workers = draw.choice([2, 4])
+        whole, pruned = (search(costs, cluster, workers, prune=prune).best for prune in (False, True))
+        assert pruned.plan.family == whole.plan.family and pruned.step_seconds == pytest.approx(whole.step_seconds)
+
+
+def test_a_ladder_whose_smallest_micro_batch_is_too_slow_is_climbed_all_the_same():
+    """The largest does not fit, one sample each is slower than what is known already: the winner lies between."""
+    seen = []
+
+    def look(plan):
+        seen.append(plan.micro_batch)
+        return None if plan.micro_batch == 1 else simple if plan.micro_batch <= 16 else dataclasses.replace(simple, verdict="does not fit")
+
+    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
+    _climb([Plan(2, 128, micro_batch=m) for m in (64, 32, 16, 8, 4, 2, 1)], look, "speed")
+    assert 16 in seen
+
+
+def test_one_device_is_advised_where_several_are_slower():
+    costs = even(4, batch=8, forward=1e-4, backward=2e-4, parameters=10**8)
+    slow = wires(beta=1e8, devices_per_node=2, memory_bytes=80e9, bucket_overlap=0.0, action_seconds=1.0)
+    found = search(costs, slow, 2)
+    assert found.best.speedup < 0.9
+    told = explain(found, costs, slow, with_flips=False).sentence
+    assert (
+        told.startswith(f"Use one device: 2 reach only {found.best.speedup:.2g}× of it, since of their step ") and "For 2: split " in told
+    )
+    assert "memory only" not in told
+    unknown = dataclasses.replace(slow, memory_bytes=0.0)
+    told = explain(search(costs, unknown, 2), costs, unknown, with_flips=False).sentence
+    assert told.startswith("Use one device, if its memory has room for ") and "memory only" not in told
+    # Where one has no room for it, several are worth it for the memory.
+    small = dataclasses.replace(slow, memory_bytes=predict(Plan(1, 8), costs, slow).memory_bytes * 0.9, device="cpu")
+    found = search(costs, small, 2)
+    assert found.best.verdict == "fits" and found.best.speedup < 0.9
+    told = explain(found, costs, small, with_flips=False).sentence
+    assert told.startswith("Split") and told.endswith("(does not fit): 2 are worth it for the memory only.")
+    assert f"One device alone would be {1 / found.best.speedup:.1f}× as fast, but needs" in told
 
 
 def test_longer_sequences_stretch_in_a_line():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = ["Explanation", "Flip", "explain", "find_flip", "flips", "render", "st
 _RANGE = 64.0  # how far each way a flip is looked for
 _GRID = 4.0  # steps in which it is
 _CLOSE = 1.05  # to what factor it is then narrowed
+_SECONDS = 4.0  # for all flips: what is not found by then is said to be open
+_NO_FASTER = 1.05  # speed-up up to which several devices are not worth it
 _HIDES = 0.05  # share of the step below which an exchange counts as hidden
 
 
@@ -34,11 +37,13 @@ class Flip:
         variable: what changes, everything else as it is.
         direction: ``"up"`` or ``"down"``.
         now: its value; 1 for the links, which are changed by a factor.
-        at: the value nearest to now at which another family wins; None where that never happens within the range.
+        at: the value nearest to now at which another family wins, as searched there; None where that was not found.
         to: family that wins there; empty where no plan is possible any more.
         spec: the plan.
-        limit: how far it was looked for.
+        limit: how far it is looked for.
         note: how the change was modelled.
+        holds: the value farthest from now, on this side of ``at``, at which the same family was found to win; now's where none was searched.
+        complete: whether the search came to its end: at the limit without a flip, or with ``holds`` next to ``at``.
     """
 
     variable: str
@@ -49,12 +54,20 @@ class Flip:
     spec: str
     limit: float
     note: str = ""
+    holds: float = math.nan
+    complete: bool = True
 
     def sentence(self) -> str:
         """In words."""
         show = _SHOW[self.variable]
-        if self.at is None:
+        if self.at is None and self.complete:
             return f"{self.variable}: never {self.direction} to {show(self.limit)}"
+        if self.at is None:
+            far = f"not {self.direction} to {show(self.holds)}; further" if self.holds != self.now else self.direction
+            return f"{self.variable}: {far} was not searched, for lack of time"
+        if not self.complete:
+            to = self.to or "no plan at all"
+            return f"{self.variable}: flips to {to} between {show(self.holds)} and {show(self.at)} (now {show(self.now)})"
         return f"{self.variable}: flips to {self.to or 'no plan at all'} at {show(self.at)} (now {show(self.now)})"
 
 
@@ -104,8 +117,10 @@ def explain(found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = 
         with_flips: whether it is searched again, many times, for when the answer would flip.
     """
     best = found.best
+    slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
+    alone = search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like).best if slow else None
     return Explanation(
-        sentence=_sentence(found, cluster),
+        sentence=_sentence(found, cluster) if alone is None else _beside_one(found, cluster, alone),
         decided=_decided(found),
         runner_up=_lost(found),
         flips=flips(found, costs, cluster) if with_flips else (),
@@ -137,7 +152,6 @@ def _sentence(found: Found, cluster: Cluster) -> str:
         return f"One device: the model{how} needs {needs} and trains {_rate(best)}."
     reach = f"reach {best.speedup:.1f}×"
     tail = _tail(best)
-    slow = "" if best.speedup > 1.05 else f" One device alone would be as fast: {found.workers} are worth it for the memory only."
     with_recompute = f", with {_WORDS[plan.recompute]}" if plan.recompute != "none" else ""
     if plan.pipeline > 1:
         shape = f"{plan.pipeline} stages" if plan.virtual == 1 else f"{plan.pipeline} workers with {plan.virtual} stages each"
@@ -147,12 +161,12 @@ def _sentence(found: Found, cluster: Cluster) -> str:
         why = _too_big(found, "one copy") or "time decides"
         return (
             f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} micro-batches{with_recompute}) need {needs} and "
-            f"{reach}; {tail}.{slow}"
+            f"{reach}; {tail}."
         )
     if plan.tensor > 1:
         why = _too_big(found, "one copy") or "time decides"
         shape = f"{plan.tensor} workers a layer × {plan.replicas} {'shards' if plan.shard != 'none' else 'replicas'}"
-        return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}.{slow}"
+        return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}."
     if plan.shard != "none":
         what = {"optimizer": "the optimizer's state", "gradients": "gradients and optimizer", "parameters": "all states"}[plan.shard]
         over = f"{plan.shard_within} neighbours each" if plan.shard_within else f"{plan.replicas} workers"
@@ -160,9 +174,36 @@ def _sentence(found: Found, cluster: Cluster) -> str:
         why = f", since {why}" if why else ", which is faster than whole replicas"
         return (
             f"Split the data, and share out {what} over {over}{why}: that needs {needs}{with_recompute}; "
-            f"{plan.replicas} workers {reach}; {tail}.{slow}"
+            f"{plan.replicas} workers {reach}; {tail}."
         )
-    return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}.{slow}"
+    return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}."
+
+
+def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
+    """The answer where the workers are hardly faster than one device, or slower."""
+    best, answer = found.best, _sentence(found, cluster)
+    # What one device is corrected by is known from runs of several workers: not by anything.
+    times = alone.raw_step_seconds / best.step_seconds
+    if alone.verdict in ("risky", "does not fit"):
+        speed = "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
+        return (
+            f"{answer} One device alone would {speed}, but needs {_gib(alone.memory_bytes)} of {_gib(alone.capacity_bytes)} "
+            f"({alone.verdict}): {found.workers} are worth it for the memory only."
+        )
+    if times > _NO_FASTER:
+        return answer  # it fits with recomputation or the like, which takes longer
+    reach = f"reach only {times:.2g}× of it" if times < 1 / _NO_FASTER else f"are no faster ({times:.2f}×)"
+    memory = "" if alone.capacity_bytes else f", if its memory has room for {_gib(alone.memory_bytes)}"
+    return f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For {found.workers}: {answer[0].lower()}{answer[1:]}"
+
+
+def _why_slow(best: Prediction, alone: Prediction) -> str:
+    """What the step of several workers has that an equal share of one device's does not."""
+    surplus = {k: best.terms[k] - alone.terms[k] / best.plan.workers for k in TERMS}
+    most = sorted(((v / best.raw_step_seconds, k) for k, v in surplus.items()), reverse=True)[:2]
+    whole = ("compute", "recompute", "optimizer")
+    said = [f"{100 * share:.0f} % is {_TERM_WORDS[k]}{' that does not divide' if k in whole else ''}" for share, k in most if share >= 0.1]
+    return f"of their step {' and '.join(said)}" if said else "nothing of the step becomes much shorter"
 
 
 def _too_big(found: Found, what: str) -> str:
@@ -263,27 +304,25 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 # When it would flip.
 
 
-def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
+def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECONDS) -> tuple[Flip, ...]:
     """When another family of plans would win, for each thing that may change, one at a time, both ways.
 
-    The searches are brief ones (1F1B and interleaved for pipelines, by closed form), each family scaled to what the full search
-    found for it now.
+    Each value is searched as ``found`` was, but for plans that cannot win. First outwards in all directions, then between the values where
+    the winner changes; what is not done after so many ``seconds`` is said to be open.
+
+    Args:
+        found: the search now.
+        costs, cluster: what it was about.
+        seconds: when no further search begins.
     """
-    brief = search(costs, cluster, found.workers, optimize=found.optimize, simulate=0, brief=True)
-    scale = dict(cluster.corrections)
-    for family, prediction in found.families.items():
-        if family in brief.families and brief.families[family].raw_step_seconds:
-            scale[family] = prediction.step_seconds / brief.families[family].raw_step_seconds
-    cluster = dataclasses.replace(cluster, corrections=scale)
+    ends = time.perf_counter() + seconds
 
     def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
         try:
-            best = search(costs, cluster, workers, optimize=found.optimize, simulate=0, brief=True, prune=True).best
+            best = search(costs, cluster, workers, optimize=found.optimize, prune=True, like=found.like).best
         except ArgumentError:
             return "", ""
-        if best.verdict == "does not fit":
-            return "", ""
-        return best.plan.family, best.plan.spec
+        return _named(best)
 
     workers = found.workers
     node = max(1, cluster.devices_per_node)
@@ -308,19 +347,15 @@ def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
     def at_sequence(value: float) -> tuple[str, str]:
         return winner(stretched(costs, value / costs.sequence), cluster, workers)
 
-    now = winner(costs, cluster, workers)
-    batch = float(costs.batch_size)
-    rows: list[Flip] = []
+    here = _named(found.best)[0]
+    hunts: list[_Hunt] = []
 
     def both(
         variable: str, value: float, at: Callable[[float], tuple[str, str]], whole: bool = False, doubling: bool = False, note: str = ""
     ) -> None:
-        for direction in ("down", "up"):
-            if whole and direction == "down" and value <= 1:
-                continue
-            rows.append(find_flip(variable, value, at, direction, now=now, whole=whole, doubling=doubling, note=note))
+        hunts.extend(_Hunt(variable, value, at, direction, here, whole, doubling, note) for direction in ("down", "up"))
 
-    both("global batch", batch, at_batch, whole=True)
+    both("global batch", float(costs.batch_size), at_batch, whole=True)
     if workers > 1 and cluster.links:
         both("link speed", 1.0, at_link, note="bandwidth of every link times this, latency as it is")
     both("workers", float(workers), at_workers, whole=True, doubling=True, note="doubled and halved; nodes of as many devices as now")
@@ -328,7 +363,15 @@ def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
         both("memory", cluster.memory_bytes, at_memory)
     if costs.sequence:
         both("sequence length", float(costs.sequence), at_sequence, whole=True, note="activations, messages and times in a line with it")
-    return tuple(rows)
+    hunts = [h for h in hunts if h.limit != h.value]
+    while (left := [h for h in hunts if h.following() is not None]) and time.perf_counter() < ends:
+        min(left, key=lambda h: (h.turn, h.asked)).ask()
+    return tuple(h.flip() for h in hunts)
+
+
+def _named(best: Prediction) -> tuple[str, str]:
+    """Family and plan; empty where nothing fits."""
+    return ("", "") if best.verdict == "does not fit" else (best.plan.family, best.plan.spec)
 
 
 def find_flip(
@@ -358,43 +401,100 @@ def find_flip(
         >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""), "down").at  # doctest: +ELLIPSIS
         2.9...
     """
-    here = (now or winner(value))[0]
-    limit = value * _RANGE if direction == "up" else value / _RANGE
-    if doubling and direction == "up":
-        limit = max(value, min(limit, 4096.0))
-    if whole:
-        limit = max(1.0, round(limit))
-    near = value
-    step = 2.0 if doubling else _GRID
-    while True:
-        far = near * step if direction == "up" else near / step
-        far = min(far, limit) if direction == "up" else max(far, limit)
-        if whole:
-            far = float(round(far))
-        if far == near:
-            return Flip(variable, direction, value, None, "", "", limit, note)
-        family, spec = winner(far)
-        if family != here:
-            break
-        near = far
-    while not doubling:
-        middle = math.sqrt(near * far)
-        if whole:
-            middle = float(round(middle))
-            if middle in (near, far):
-                middle = near + math.copysign(1.0, far - near)
-                if middle == far:
-                    break
-        elif max(near, far) / min(near, far) < _CLOSE:
-            break
-        found_family, found_spec = winner(middle)
-        if found_family == here:
-            near = middle
-        else:
-            far, family, spec = middle, found_family, found_spec
-        if whole and max(near, far) / min(near, far) < _CLOSE and value > 64:
-            break
-    return Flip(variable, direction, value, far, family, spec, limit, note)
+    hunt = _Hunt(variable, value, winner, direction, (now or winner(value))[0], whole, doubling, note)
+    while hunt.following() is not None:
+        hunt.ask()
+    return hunt.flip()
+
+
+class _Hunt:
+    """The search for one flip, value by value, so that several can take turns and be ended at any time."""
+
+    def __init__(
+        self,
+        variable: str,
+        value: float,
+        winner: Callable[[float], tuple[str, str]],
+        direction: str,
+        here: str,
+        whole: bool,
+        doubling: bool,
+        note: str,
+    ) -> None:
+        self.variable, self.value, self.winner, self.direction = variable, value, winner, direction
+        self.here, self.whole, self.doubling, self.note = here, whole, doubling, note
+        limit = value * _RANGE if direction == "up" else value / _RANGE
+        if doubling and direction == "up":
+            limit = max(value, min(limit, 4096.0))
+        self.limit = max(1.0, float(round(limit))) if whole else limit
+        self.near, self.far = value, math.nan  # the same family wins, another does
+        self.to = self.spec = ""
+        self.asked = 0
+        self.skipped: list[tuple[float, float]] = []  # between two steps, and the step before it
+
+    @property
+    def bracketed(self) -> bool:
+        """Whether a value at which another family wins is known."""
+        return not math.isnan(self.far)
+
+    def following(self) -> float | None:
+        """The value to ask about; None when done."""
+        if self.bracketed:
+            return self._between()
+        if self.near == self.limit:
+            return self.skipped[0][0] if self.skipped else None
+        step = 2.0 if self.doubling else _GRID
+        far = min(self.near * step, self.limit) if self.direction == "up" else max(self.near / step, self.limit)
+        far = float(round(far)) if self.whole else far
+        return far if far != self.near else None
+
+    def _between(self) -> float | None:
+        low, high = sorted((self.near, self.far))
+        if self.doubling or (not self.whole and high / low < _CLOSE):
+            return None
+        if not self.whole:
+            return math.sqrt(low * high)
+        if high - low <= 1 or (high / low < _CLOSE and self.value > 64):
+            return None
+        return min(max(float(round(math.sqrt(low * high))), low + 1), high - 1)
+
+    @property
+    def turn(self) -> int:
+        """What comes first: outwards, then between values of which one flips, then between steps of which none did."""
+        return 1 if self.bracketed else 2 if self.near == self.limit else 0
+
+    def ask(self) -> None:
+        """About that value."""
+        at = self.following()
+        assert at is not None
+        again = not self.bracketed and self.near == self.limit
+        before = self.skipped.pop(0)[1] if again else self.near
+        self.asked += 1
+        family, spec = self.winner(at)
+        if family != self.here:
+            self.near, self.far, self.to, self.spec = before, at, family, spec
+        elif not again:
+            middle = math.sqrt(self.near * at)
+            middle = float(round(middle)) if self.whole else middle
+            if not self.bracketed and not self.doubling and middle not in (self.near, at):
+                self.skipped.append((middle, self.near))
+            self.near = at
+
+    def flip(self) -> Flip:
+        """What is known so far."""
+        at = self.far if self.bracketed else None
+        return Flip(
+            self.variable,
+            self.direction,
+            self.value,
+            at,
+            self.to,
+            self.spec,
+            self.limit,
+            self.note,
+            holds=self.near,
+            complete=self.turn == 2 or self.following() is None,
+        )
 
 
 def stretched(costs: Costs, factor: float) -> Costs:
@@ -448,6 +548,8 @@ def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
             parts.append(Text("  " + flip.sentence(), style="dim" if flip.at is None else ""))
         if any(f.variable == "sequence length" for f in explanation.flips):
             parts.append(Text("  (sequence length: activations, messages and times in a line with it)", style="dim"))
+        if any(f.variable == "workers" and f.direction == "up" for f in explanation.flips):
+            parts.append(Text("  (workers: on more nodes of as many devices as now)", style="dim"))
     parts.append(Text())
     counts = f"{found.considered:,} plans looked at, {found.simulated} predicted in full"
     if found.left_out.get("memory"):
