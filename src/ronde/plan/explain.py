@@ -307,7 +307,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECONDS) -> tuple[Flip, ...]:
     """When another family of plans would win, for each thing that may change, one at a time, both ways.
 
-    Each value is searched as ``found`` was, but for plans that cannot win. First outwards in all directions, then between the values where
+    Each value is searched as ``found`` was: where the same family wins, without what cannot, and where another does, in whole. First outwards in all directions, then between the values where
     the winner changes; what is not done after so many ``seconds`` is said to be open.
 
     Args:
@@ -318,12 +318,18 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
     ends = time.perf_counter() + seconds
 
     def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
-        try:
-            best = search(costs, cluster, workers, optimize=found.optimize, prune=True, like=found.like).best
-        except ArgumentError:
-            return "", ""
-        return _named(best)
+        named = here, ""
+        # What is pruned may make room for plans that the whole search does not simulate: another winner counts where that names it too.
+        for prune in (True, False):
+            try:
+                named = _named(search(costs, cluster, workers, optimize=found.optimize, prune=prune, like=found.like).best)
+            except ArgumentError:
+                return "", ""
+            if named[0] == here:
+                break
+        return named
 
+    here = _named(found.best)[0]
     workers = found.workers
     node = max(1, cluster.devices_per_node)
 
@@ -347,7 +353,6 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
     def at_sequence(value: float) -> tuple[str, str]:
         return winner(stretched(costs, value / costs.sequence), cluster, workers)
 
-    here = _named(found.best)[0]
     hunts: list[_Hunt] = []
 
     def both(
