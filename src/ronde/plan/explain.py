@@ -313,7 +313,7 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
     Args:
         found: the search now.
         costs, cluster: what it was about.
-        seconds: when no further search begins.
+        seconds: after which no further value is begun.
     """
     ends = time.perf_counter() + seconds
 
