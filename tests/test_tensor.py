@@ -212,6 +212,22 @@ class Hooked(nn.Module):
         return self.head(self.norm(self.second[1](hidden)))
 
 
+class Reading(nn.Module):
+    """Weights of its first two blocks are read outside of their layers' calls too: with a gradient, and without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.tied, self.detached, self.plain = GatedMLP(), GatedMLP(), GatedMLP()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + F.linear(torch.tanh(self.tied(x)), self.tied.c.weight.t()) @ self.tied.c.weight.t()
+        x = x + F.linear(torch.tanh(self.detached(x)), self.detached.c.weight.detach().t()) @ self.detached.c.weight.detach().t()
+        return self.head(x + self.plain(x))
+
+
 class Dropped(nn.Module):
     """Dropout within the blocks and outside of them."""
 
@@ -332,6 +348,7 @@ MODELS = {
     "mlp": Model(MLP, _tokens, 2),
     "told": Model(Told, _tokens, 0, told=_told),
     "hooked": Model(Hooked, _tokens, 1),
+    "reading": Model(Reading, _tokens, 1),
     "dropped": Model(Dropped, _tokens, 2),
     "gpt2": Model(
         _language("GPT2/LMHeadModel", n_positions=12, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
@@ -614,6 +631,7 @@ OURS = [
     Case("mlp", clip=None, own=True),
     Case("told", "adamw", options="foreach"),
     Case("hooked"),
+    Case("reading"),
     Case("dropped"),
 ]
 OTHERS = [
@@ -654,6 +672,8 @@ def test_the_same_training_by_two_workers_that_hold_the_model_together(tmp_path)
     facts = _compare(OURS, 2, tmp_path)
     said = {case.model: fact["said"] for case, fact in zip(OURS, facts["cases"], strict=True)}
     assert "'second' (mlp): the gradient of" in said["hooked"][0]
+    assert "'tied' (mlp): 'tied.c.weight' is also read outside" in said["reading"][0]
+    assert "'detached' (mlp): 'detached.c.weight' is also read outside" in said["reading"][0]
     assert not said["encoder"]
     refused = facts["refusals"]
     assert "no attention and no MLP was found in Sequential" in refused["nothing"]
@@ -741,6 +761,8 @@ class _Bad(nn.Module):
             hidden = hidden * torch.ones(20, dtype=x.dtype)
         if self.way == "tied":
             return self.down(hidden) + self.again(x).sum()
+        if self.way == "read":
+            return self.down(hidden) + self.down.weight.sum()
         return self.down(hidden)
 
 
@@ -751,6 +773,7 @@ class _Bad(nn.Module):
         ("leaves", "also goes elsewhere (Sum)"),
         ("width", "must match the size"),
         ("tied", "'1.up.weight' is tied to '1.again.weight'"),
+        ("read", "'1.down.weight' is also read outside of its layer's call"),
     ],
 )
 def test_what_cannot_be_split_says_why(way, why):

@@ -387,14 +387,39 @@ def _sized(model: nn.Module, block: Block, trace: _Trace, samples: int) -> Block
     return dataclasses.replace(block, parameters=parameters, flops=flops, reduced_bytes=reduced)
 
 
-def _escapes(trace: _Trace, candidates: list[_Candidate]) -> None:
-    """Refuse what also goes elsewhere than into its row."""
+def _consumers(trace: _Trace) -> dict[Any, list[Any]]:
+    """Of each node of the graph, those that take what it made."""
     consumers: dict[Any, list[Any]] = {}
     everything, _ = _walk(trace.loss.grad_fn, set())
     for node in everything:
         for n, _ in node.next_functions:
             if n is not None:
                 consumers.setdefault(n, []).append(node)
+    return consumers
+
+
+def _read_elsewhere(model: nn.Module, trace: _Trace, candidates: list[_Candidate], consumers: Mapping[Any, list[Any]]) -> None:
+    """Refuse blocks with a weight that is read outside of its layer's call as well (a tied decoder's ``F.linear(z, layer.weight.t())``):
+    there it is needed whole."""
+    own: dict[str, set[Any]] = {}
+    for name, start, _, out in trace.calls:
+        own.setdefault(name, set()).update(_walk(out, {start})[0])
+    reads = {id(node.variable): found for node, found in consumers.items() if hasattr(node, "variable")}
+    for c in candidates:
+        if c.block.why_not:
+            continue
+        layers = set().union(*(own.get(name, ()) for name in (*c.block.column, c.block.row)))
+        divided, whole = split_dims(model, c.block)
+        for name in (*divided, *whole):
+            if name.rpartition(".")[0] in c.block.per_head:
+                continue  # an embedding, whose calls are not noted
+            if any(node not in layers for node in reads.get(id(model.get_parameter(name)), ())):
+                c.block = dataclasses.replace(c.block, why_not=f"{name!r} is also read outside of its layer's call")
+                break
+
+
+def _escapes(consumers: Mapping[Any, list[Any]], candidates: list[_Candidate]) -> None:
+    """Refuse what also goes elsewhere than into its row."""
     while True:
         closed = set().union(*(c.closure for c in candidates if not c.block.why_not))
         changed = False
@@ -598,7 +623,10 @@ def recognise(
         sums: dict[str, tuple[float, float]] = {}
         candidates = _candidates(model, trace, tensor)
         if trace.loss.grad_fn is not None:
-            _escapes(trace, candidates)
+            consumers = _consumers(trace)
+            _read_elsewhere(model, trace, candidates, consumers)
+            _escapes(consumers, candidates)
+            del consumers
             if gradients:
                 named = list(model.named_parameters())
                 grads = torch.autograd.grad(trace.loss, [p for _, p in named], allow_unused=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, part_gradients, trainable
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
@@ -36,6 +37,8 @@ from ronde.parallel.replicate import Replicate
 from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, refuse_hooks, step_locally
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
+from ronde.plan.intercept import not_an_event
+from ronde.plan.nested import tensors_in
 from ronde.world import ArgumentError, World
 from ronde.world.agree import broadcast_json, gather_json
 from ronde.world.groups import group_of, mesh_of
@@ -239,6 +242,36 @@ def _install(
     return stack, changed
 
 
+class _Reads(TorchFunctionMode):
+    """Notes which divided parameters the script's code computes with itself. A block's layers compute with their local parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._divided = {id(p): name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not not_an_event(func):
+            self.names.update(self._divided[id(t)] for t in tensors_in((args, kwargs or {})) if id(t) in self._divided)
+        return func(*args, **(kwargs or {}))
+
+
+def _checked(work: Work, run: Any, found: Recognised, mesh: DeviceMesh, partials: frozenset[str]) -> dict[str, Any]:
+    """What this worker finds wrong with a divided model: names as of :func:`_disagreeing`; or the error that the pass ends with, and
+    the divided parameters that the script's code computes with itself."""
+    reads = _Reads(work.model)
+    try:
+        with reads:
+            return {"bad": _disagreeing(work, run, found, mesh, partials)}
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        return {
+            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            "read": sorted(reads.names),
+        }
+
+
 def _disagreeing(work: Work, run: Any, found: Recognised, mesh: DeviceMesh, partials: frozenset[str]) -> list[str]:
     """Parameters whose gradient on the sample is not that of the whole model; ``""`` for the loss."""
     model = work.model
@@ -336,10 +369,26 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     while blocks:
         stack, changed = _install(model, blocks, mesh)
         partials = frozenset(n for b in blocks for n in (*b.inside, *split_dims(model, b)[1]))
-        bad = sorted({name for each in gather_json(me, _disagreeing(work, run, found, mesh, partials)) for name in each})
-        if not bad:
+        verdicts = gather_json(me, _checked(work, run, found, mesh, partials))
+        failed = next((v for v in verdicts if "error" in v), None)
+        bad = sorted({name for v in verdicts for name in v.get("bad", ())})
+        if not bad and failed is None:
             break
         stack.close()
+        if failed is not None:
+            read = {name for v in verdicts for name in v.get("read", ())}
+            ill = [b for b in blocks if read & set(split_dims(model, b)[0])]
+            if not ill:
+                names = ", ".join(repr(b.path or type(model).__name__) for b in blocks[:4])
+                raise ArgumentError(
+                    f"tensor={plan.tensor}: with {names} split, a forward and backward pass over two samples fails ({failed['error']}). Say with "
+                    "tensor_plan what to split, or split the data or the layers (replicate, shard, pipeline)."
+                )
+            for b in ill:
+                name = next(n for n in split_dims(model, b)[0] if n in read)
+                put_back.append(dataclasses.replace(b, why_not=f"{name!r} is also read outside of its layer's call"))
+            blocks = tuple(b for b in blocks if b not in ill)
+            continue
         # Gradients flow backwards: the last block with a wrong one is where it began, and others of its kind will be no better.
         wrong = [b for b in blocks if {*split_dims(model, b)[0], *split_dims(model, b)[1], *b.inside} & set(bad)]
         ill = [b for b in blocks if _kind(model, b) == _kind(model, wrong[-1])] if wrong else list(blocks)
