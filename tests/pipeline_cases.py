@@ -279,6 +279,41 @@ class Handed(nn.Module):
         return self.last(x)
 
 
+class Kept(nn.Module):
+    """No parameters, and a buffer that training alone fills in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            self.factor.fill_(1.5)
+        return x * self.factor
+
+
+class Branch(nn.Module):
+    """Layers that training alone calls, at one of which a stage begins; where ``ends``, nothing but the loss comes after them otherwise."""
+
+    ends = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.aside, self.read = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.kept, self.head = Kept(), nn.Linear(8, 5)
+
+    def forward(self, x):
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        out = self.head(h) if self.ends else h
+        noted = self.read(torch.tanh(self.aside(h))) if self.training else 0
+        return (out if self.ends else self.head(self.kept(torch.sigmoid(h)))) + 0.3 * noted
+
+
+class Ending(Branch):
+    ends = True
+
+
 class Joined(nn.Module):
     """What a stage makes of the batch alone goes on to the next, and also into what it makes of the stage before."""
 
@@ -294,7 +329,25 @@ class Joined(nn.Module):
 
 
 MODELS = {
-    m.__name__: m for m in (MLP, Residual, UNet, GPT, EncoderDecoder, LSTM, Odd, Frozen, Masked, Tables, Mixture, Dropping, Handed, Joined)
+    m.__name__: m
+    for m in (
+        MLP,
+        Residual,
+        UNet,
+        GPT,
+        EncoderDecoder,
+        LSTM,
+        Odd,
+        Frozen,
+        Masked,
+        Tables,
+        Mixture,
+        Dropping,
+        Handed,
+        Joined,
+        Branch,
+        Ending,
+    )
 }
 
 

@@ -505,6 +505,30 @@ def test_a_point_that_another_pass_lacks():
         bounds_of(followed(built), cut)
 
 
+@pytest.mark.parametrize("skipped", [{1}, {3}, {1, 2}, {2, 3}, {1, 2, 3}])
+def test_a_stage_that_begins_where_another_pass_does_not_come_by(skipped):
+    """It begins as late as the stage before it may go on, and may be left with nothing to do."""
+
+    class Skipping(Erratic):
+        def forward(self, x):
+            for i, layer in enumerate(self.layers):
+                x = x.cos() if self.skip and i in skipped else layer(x)
+            return x
+
+    built = Built(Skipping().double(), foreign.rows(4), foreign.square)
+    cut = [p for p in followed(built).points() if p.name in ("layers.1", "layers.2", "layers.3")]
+    built.model.skip = True
+    lacking = followed(built)
+    stage_of = {id(p): i for i, layer in enumerate(built.model.layers) for p in layer.parameters()}
+    bounds = bounds_of(lacking, cut, lambda stage, event: all(stage_of[id(p)] == stage for p in event.parameters))
+    made = program(lacking, bounds)
+    for stage, layer in enumerate(built.model.layers):
+        assert {id(p) for p in made.parameters(stage)} == (set() if stage in skipped else {id(p) for p in layer.parameters()})
+    check(built, made)
+    with pytest.raises(ArgumentError, match="which this forward pass does not call"):
+        bounds_of(lacking, cut, lambda stage, event: not event.parameters)
+
+
 @pytest.mark.parametrize("real", [False, True])
 def test_following_puts_everything_back(real):
     for name in ("state_in_self", "residual_cnn", "dropouts", "in_place", "checkpointed"):

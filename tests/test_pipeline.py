@@ -53,6 +53,8 @@ TWO = [
     case("Dropping", "pipeline=2,micro_batch=1"),
     case("Handed", "pipeline=2,micro_batch=2"),
     case("Joined", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["key", "later", "last"]),
+    case("Branch", "pipeline=2", split_at=["aside"]),
+    case("Ending", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["second", "aside", "read"]),
 ]
 FOUR = [
     case("MLP", "pipeline=4"),
@@ -92,7 +94,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
 
 
 # Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
-SAMPLE = {2: (0, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 19, 20, 23, 25, 27, 28, 29), 4: (1, 2, 3, 4, 6, 8, 9, 11, 13)}
+SAMPLE = {2: (0, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 19, 20, 23, 25, 27, 28, 29, 30, 31), 4: (1, 2, 3, 4, 6, 8, 9, 11, 13)}
 if os.environ.get("RONDE_TEST_ALL") != "1":
     TWO, FOUR = ([cases[i] for i in SAMPLE[n]] for n, cases in ((2, TWO), (4, FOUR)))
 

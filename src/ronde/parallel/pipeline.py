@@ -38,7 +38,7 @@ from ronde.plan.following import follow
 from ronde.plan.intercept import stay
 from ronde.plan.nested import tensors_in
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
-from ronde.plan.trace import Trace, bounds_of
+from ronde.plan.trace import Event, Trace, bounds_of
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
 from ronde.world.groups import group_of, mesh_of
@@ -198,7 +198,23 @@ class Pipeline(Strategy):
         return id(self._was.get(id(parameter), parameter))
 
     def _made(self, trace: Trace) -> Program:
-        return program(trace, bounds_of(trace, self.points))
+        return program(trace, bounds_of(trace, self.points, self._may_run() if self._holders else None))
+
+    def _may_run(self) -> Callable[[int, Event], bool]:
+        """Whether a stage's worker holds what an event uses: its parameters, and the buffers as training has left them."""
+        buffers = {id(b): self._buffer_of[n] for n, b in self.model.named_buffers(remove_duplicate=False) if n in self._buffer_of}
+
+        def may(stage: int, event: Event) -> bool:
+            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            if event.module is not None:
+                used = list(event.module.buffers())
+            else:
+                used = list(self.model.get_submodule(event.inside).buffers(recurse=False))
+            return all(worker in self._holders.get(self._key(p), {worker}) for p in event.parameters) and all(
+                buffers.get(id(b), -1) in (-1, worker) for b in used
+            )
+
+        return may
 
     def _program(self, batch: Any) -> Program:
         return self._path(_signature(batch, self.model.training, torch.is_grad_enabled()), self.work.compute, batch)

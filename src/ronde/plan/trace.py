@@ -6,6 +6,7 @@ makes and others read. A :class:`Trace` says for every place whether a stage may
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -300,23 +301,52 @@ class Trace:
         return out
 
 
-def bounds_of(trace: Trace, points: list[Point]) -> list[int]:
+def bounds_of(trace: Trace, points: list[Point], may: Callable[[int, Event], bool] | None = None) -> list[int]:
     """Where the same points are in another pass.
+
+    Args:
+        trace: the other pass.
+        points: where the stages after the first begin, in the pass that was cut.
+        may: whether a stage may run an event. Where it is given, a stage that begins at a module which this pass does not call (an
+            auxiliary head of training) begins as late as the stage before it may go on; there may be nothing left for it.
 
     Raises:
         ArgumentError: a module is not called there, or no stage may begin there in this pass.
     """
     places = {(c.path, c.nth): c.start for c in trace.calls}
     forbidden = trace._forbidden()
-    bounds: list[int] = []
+    found: list[int | None] = []
+    before = 0
     for point in points:
         at = places.get((point.path, point.nth))
+        if at is None and may is None:
+            raise _lacks(point)
+        if at is not None:
+            if at < before:
+                raise ArgumentError(f"a stage begins at {point.name}, which this forward pass calls before the stage before it begins.")
+            why = trace._why_not(at, trace.crossing(at), forbidden) if 0 < at < len(trace.events) else ""
+            if why:
+                raise ArgumentError(f"no stage can begin at {point.name} in this forward pass: {why}.")
+            before = at
+        found.append(at)
+    bounds = [at for at in found if at is not None]
+    if may is None or len(bounds) == len(points):
+        return bounds
+    bounds = []
+    for stage, at in enumerate(found, 1):
         if at is None:
-            raise ArgumentError(f"a stage begins at {point.name}, which this forward pass does not call.")
-        if bounds and at < bounds[-1]:
-            raise ArgumentError(f"a stage begins at {point.name}, which this forward pass calls before the stage before it begins.")
-        why = trace._why_not(at, trace.crossing(at), forbidden) if 0 < at < len(trace.events) else ""
-        if why:
-            raise ArgumentError(f"no stage can begin at {point.name} in this forward pass: {why}.")
+            low = bounds[-1] if bounds else 0
+            high = next((f for f in found[stage:] if f is not None), max(low, len(trace.events) - 1))
+            high = next((i for i in range(low, high) if not trace.events[i].shared and not may(stage - 1, trace.events[i])), high)
+            at = high
+            while at > low and trace._why_not(at, trace.crossing(at), forbidden):
+                at -= 1
         bounds.append(at)
+    for i, event in enumerate(trace.events):
+        if not event.shared and not may(sum(b <= i for b in bounds), event):
+            raise _lacks(next(p for p, at in zip(points, found, strict=True) if at is None))
     return bounds
+
+
+def _lacks(point: Point) -> ArgumentError:
+    return ArgumentError(f"a stage begins at {point.name}, which this forward pass does not call.")
