@@ -314,6 +314,30 @@ class Ending(Branch):
     ends = True
 
 
+class Fourier(nn.Module):
+    """Complex weights held as pairs of real ones: how they lie in memory is looked at in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4, 4, 2) / 3) for _ in range(4))
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 5)
+
+    def forward(self, x):
+        for weight, layer in zip(self.weights, self.layers, strict=True):
+            x = torch.tanh(layer(x) + torch.fft.irfft(torch.fft.rfft(x) @ torch.view_as_complex(weight), n=6))
+        return self.head(x)
+
+
+class Rescaled(MLP):
+    """Writes into its own weights, once they are evaluated."""
+
+    def forward(self, x):
+        if not self.training:
+            with torch.no_grad():
+                self.layers[-2].weight.div_(2)
+        return super().forward(x)
+
+
 class Joined(nn.Module):
     """What a stage makes of the batch alone goes on to the next, and also into what it makes of the stage before."""
 
@@ -347,6 +371,8 @@ MODELS = {
         Joined,
         Branch,
         Ending,
+        Fourier,
+        Rescaled,
     )
 }
 

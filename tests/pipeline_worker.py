@@ -16,7 +16,7 @@ rank = ronde.world().rank
 for i, case in enumerate(cases):
     try:
         held, run = by_ronde(case)
-    except ronde.ArgumentError as error:
+    except (ronde.ArgumentError, ronde.PlanError) as error:
         (out / f"{i}-{rank}.error").write_text(str(error))
         continue
     table = run._strategy.table() if hasattr(run._strategy, "table") else []

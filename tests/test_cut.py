@@ -11,6 +11,7 @@ from torch import nn
 
 import foreign_models as foreign
 from foreign_models import Built, build
+from ronde.parallel.pipeline import _hollow
 from ronde.parallel.staged import Diverged, Program, StageRun, program
 from ronde.plan.following import follow
 from ronde.plan.intercept import stay
@@ -527,6 +528,47 @@ def test_a_stage_that_begins_where_another_pass_does_not_come_by(skipped):
     check(built, made)
     with pytest.raises(ArgumentError, match="which this forward pass does not call"):
         bounds_of(lacking, cut, lambda stage, event: not event.parameters)
+
+
+def test_weights_of_other_workers_lie_in_memory_as_they_did():
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.pairs = nn.Parameter(torch.randn(6, 6, 2))
+            self.columns = nn.Parameter(torch.randn(6, 6).t())
+
+        def forward(self, x):
+            x = self.first(x) * self.columns.t().view(-1)[:6]
+            return self.last(torch.view_as_real(x.to(torch.complex128) @ torch.view_as_complex(self.pairs))[..., 0])
+
+    built = Built(Pairs().double(), foreign.rows(4), foreign.square)
+    wanted = followed(built)
+    for p in (built.model.pairs, built.model.columns):
+        _hollow(p)
+    trace = followed(built)
+    assert trace.faked
+    assert [(v.shape, v.dtype, v.like[1:]) for v in trace.values if v.like] == [
+        (v.shape, v.dtype, v.like[1:]) for v in wanted.values if v.like
+    ]
+    assert {id(p) for p in built.model.parameters()} == trace.reached
+
+
+def test_a_pass_that_writes_into_its_weights():
+    """It does not while it is followed; which stage would is known."""
+
+    class Writing(Erratic):
+        def forward(self, x):
+            with torch.no_grad():
+                self.layers[2].weight.mul_(0.5)
+            return super().forward(x)
+
+    built = Built(Writing().double(), foreign.rows(4), foreign.square)
+    before = built.model.layers[2].weight.detach().clone()
+    trace = followed(built)
+    assert trace.faked and torch.equal(built.model.layers[2].weight, before)
+    (written,) = program(trace, [usable(trace)[-1].at]).writes
+    assert written[0] == 0 and written[1] is built.model.layers[2].weight
 
 
 @pytest.mark.parametrize("real", [False, True])

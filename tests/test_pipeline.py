@@ -55,6 +55,7 @@ TWO = [
     case("Joined", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["key", "later", "last"]),
     case("Branch", "pipeline=2", split_at=["aside"]),
     case("Ending", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["second", "aside", "read"]),
+    case("Fourier", "pipeline=2"),
 ]
 FOUR = [
     case("MLP", "pipeline=4"),
@@ -94,7 +95,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
 
 
 # Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
-SAMPLE = {2: (0, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 19, 20, 23, 25, 27, 28, 29, 30, 31), 4: (1, 2, 3, 4, 6, 8, 9, 11, 13)}
+SAMPLE = {2: (0, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 19, 20, 23, 25, 27, 28, 29, 30, 31, 32), 4: (1, 2, 3, 4, 6, 8, 9, 11, 13)}
 if os.environ.get("RONDE_TEST_ALL") != "1":
     TWO, FOUR = ([cases[i] for i in SAMPLE[n]] for n, cases in ((2, TWO), (4, FOUR)))
 
@@ -127,6 +128,7 @@ def test_where_it_is_cut(tmp_path):
         case("GPT", "pipeline=2", split_at=["nowhere"]),
         case("GPT", "pipeline=2", split_at=["blocks.1", "blocks.2"]),
         case("MLP", "pipeline=2,schedule=interleaved,virtual=9"),
+        case("Rescaled", "pipeline=2", steps=1),
     ]
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
@@ -149,8 +151,9 @@ def test_where_it_is_cut(tmp_path):
     with safe_open(out / "1-1.safetensors", "pt") as file:
         table = json.loads(file.metadata()["table"])
     assert sum(row["parameters"] for row in table) == sum(p.numel() for p in MODELS["UNet"]().parameters())
-    texts = [(out / f"{i}-0.error").read_text() for i in (2, 3, 4)]
+    texts = [(out / f"{i}-0.error").read_text() for i in (2, 3, 4, 5)]
     assert "nowhere" in texts[0]
     assert "names 2 modules" in texts[1]
     assert "cannot be cut into 18 stages" in texts[2]
-    assert [(out / f"{i}-1.error").read_text() for i in (2, 3, 4)] == texts  # every rank says the same
+    assert "writes into 'layers.10.weight', in stage 0" in texts[3]
+    assert [(out / f"{i}-1.error").read_text() for i in (2, 3, 4, 5)] == texts  # every rank says the same

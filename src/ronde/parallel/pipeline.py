@@ -186,6 +186,7 @@ class Pipeline(Strategy):
                 if p is not None and p.is_meta:
                     empty = torch.zeros((), dtype=p.dtype, device=self.me.device).expand(p.shape)
                     stand_in = made.setdefault(id(p), nn.Parameter(empty, requires_grad=p.requires_grad))
+                    stand_in._ronde_strides = p.stride()  # type: ignore[attr-defined]
                     self._was[id(p)] = self._stand_ins[owner, name] = stand_in
             for name, b in owner._buffers.items():
                 if b is not None and b.is_meta:
@@ -233,6 +234,7 @@ class Pipeline(Strategy):
     def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
         made = self._made(trace)
         if self._holders:
+            self._check_written(made)
             self._check_held(made)
         with self._opened():
             guards = Guards(made).read(lambda: call(batch)) if has_guards(trace) else ()
@@ -254,6 +256,7 @@ class Pipeline(Strategy):
         mine, everyone = self.place.pipeline, list(self.model.parameters())
         self._beside(holders)
         self._holders = holders
+        self._check_written(made)
         self._kept = {id(p) for p in everyone if mine in holders[self._key(p)]}
         self._first = {id(p) for p in everyone if mine == min(holders[self._key(p)])}
         self._lost_names = {n for n, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in self._kept}
@@ -296,7 +299,7 @@ class Pipeline(Strategy):
                     if (owner, name) in self._stand_ins:
                         owner._parameters[name] = self._stand_ins.pop((owner, name))
                     else:
-                        p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+                        _hollow(p)
 
     def _own(self) -> None:
         """The parameters that this worker trains."""
@@ -350,7 +353,7 @@ class Pipeline(Strategy):
         adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
         for name, p in changed.items():
             self._was[id(after[name])] = self._was.pop(id(p), p)
-            p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)  # type: ignore[assignment]
+            _hollow(p)
         self._first |= {id(after[name]) for name, p in changed.items() if id(p) in self._first}
 
     @contextmanager
@@ -426,6 +429,16 @@ class Pipeline(Strategy):
                         f"stage {stage} of the pipeline uses {name!r} for this batch. It did not when the model was cut, and another worker "
                         "holds it. Let the first batches use all of the model, cut elsewhere with split_at, or use another plan."
                     )
+
+    def _check_written(self, made: Program) -> None:
+        """What a stage changes in place changes on its own worker alone."""
+        for stage, p in made.writes:
+            if not self._holders.get(self._key(p), set()) <= {worker_of(stage, self.plan.pipeline, self.plan.schedule)}:
+                name = next(n for n, q in self.model.named_parameters(remove_duplicate=False) if self._key(q) == self._key(p))
+                raise PlanError(
+                    f"the forward pass writes into {name!r}, in stage {stage} of the pipeline, and under plan={self.plan.spec!r} another worker holds it. "
+                    "Scale what the layer makes, not its weights; or use a plan under which every worker holds them all: replicate."
+                )
 
     def _stage_buffers(self, made: Program) -> None:
         """Which workers hold which buffers as they change: those of modules that run as a whole in one stage."""
@@ -776,6 +789,13 @@ class Pipeline(Strategy):
                     data = buffer.detach().contiguous()
                     dist.broadcast(data, source, group=self.data)
                     buffer.copy_(data)
+
+
+def _hollow(parameter: nn.Parameter) -> None:
+    """Let one element stand for all of it. How it lay in memory is kept for :mod:`ronde.plan.following`."""
+    strides = parameter.stride()
+    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)  # type: ignore[assignment]
+    parameter._ronde_strides = strides  # type: ignore[attr-defined]
 
 
 def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:

@@ -55,6 +55,7 @@ class Program:
         erratic: its path may depend on what it computes: the shapes that it makes are compared with those that were seen.
         sized: it looks at sizes that depend on what is in an activation.
         loose: some event reads what was made out of sight.
+        writes: ``(stage, parameter)`` where the pass changes one in place.
     """
 
     events: list[tuple[int, Event]]
@@ -69,6 +70,7 @@ class Program:
     erratic: bool = False
     sized: bool = False
     loose: bool = False
+    writes: tuple[tuple[int, nn.Parameter], ...] = ()
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those that a stage uses, each once."""
@@ -126,7 +128,10 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
         if event.erratic and any(values[v].reached for v in (*event.made, *(new for _, new in event.changes))):
             reached |= {id(p) for p in event.parameters if p.requires_grad}
     sized, loose = any(e.sized for _, e in events), any(e.loose for _, e in events)
-    return Program(events, values, stop, sends, takes_gradient, cloned, frozenset(reached), replaced, trace.kept, taken, sized, loose)
+    writes = tuple((sum(b <= i for b in bounds), p) for i, e in enumerate(trace.events) for p in e.writes)
+    return Program(
+        events, values, stop, sends, takes_gradient, cloned, frozenset(reached), replaced, trace.kept, taken, sized, loose, writes
+    )
 
 
 class StageRun(Interceptor):

@@ -70,6 +70,29 @@ def _changes_in_place(name: str, kwargs: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
+def _written(kind: str, name: str, args: Any) -> tuple[nn.Parameter, ...]:
+    """The parameter that a function changes in place."""
+    if kind != "op" or not args or not isinstance(args[0], nn.Parameter):
+        return ()
+    return (args[0],) if _changes_in_place(name, {}) else ()
+
+
+def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What is as long as ``tensor`` is, and lies in memory as it did, where one element stands for all of it; None where it is all there.
+
+    Some functions look at how a tensor lies in memory (``view_as_complex``).
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() < 2:
+        return None
+    if any(stride for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        return None
+    strides = getattr(tensor, "_ronde_strides", None)
+    with fake:
+        if strides is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
 def _look(value: Any, depth: int = 3) -> Any:
     """What can be compared with a later look, to tell whether an object was changed."""
     if isinstance(value, (torch.Tensor, nn.Module, *_IMMUTABLE)) or depth == 0:
@@ -249,7 +272,10 @@ class _Follower(Interceptor):
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: twins.get(id(t), t), (args, kwargs))
         before = [(_version(t), t.shape) for t in now]
         self.used.append({})
-        if pretend and self.fake is not None:
+        written = _written(kind, name, args)
+        if pretend and written:
+            result = None if name == "__setitem__" else args[0]  # torch does some of these for real, whatever the mode
+        elif pretend and self.fake is not None:
             try:
                 with self.fake:
                     result = function(*args, **kwargs)
@@ -332,7 +358,7 @@ class _Follower(Interceptor):
             Event(
                 kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
                 tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
-                tuple(self.frames.open), tuple(storages), sized=sized,
+                tuple(self.frames.open), tuple(storages), sized=sized, writes=written,
             )
         )  # fmt: skip
         if used and kind == "op":
@@ -609,7 +635,8 @@ def _faked_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[No
             if buffer is not None and buffer.device.type != "meta" and not isinstance(buffer, FakeTensor):
                 if id(buffer) not in twins:
                     assert fake is not None
-                    twins[id(buffer)] = fake.from_tensor(buffer.detach(), static_shapes=True)
+                    whole = _whole(fake, buffer)
+                    twins[id(buffer)] = fake.from_tensor(buffer.detach(), static_shapes=True) if whole is None else whole
                 was.append((module._buffers, name, buffer))
     try:
         for buffers, name, buffer in was:
@@ -672,6 +699,12 @@ def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> 
 
 
 def _follow(model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | None, ghosts: FakeTensorMode) -> Trace:
+    whole: list[Any] = []  # the mode refers to them weakly
+    for p in model.parameters() if fake is not None else ():
+        assert fake is not None
+        if (stands_for := _whole(fake, p)) is not None:
+            whole.append(stands_for)
+            fake.fake_tensor_converter.set_tensor_memo(p, whole[-1])
     with _faked_buffers(model, fake), _quiet():
         before = _Before(model)
         follower: _Follower | None = None

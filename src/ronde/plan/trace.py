@@ -106,6 +106,7 @@ class Event:
         erratic: what it uses may be other parameters another time: its path depends on what it computes, or on randomness.
         hands_on: its result holds a tensor that it was given.
         sized: it looks at a size that depends on what is in an activation.
+        writes: the parameter that it changes in place.
         forward_seconds, backward_seconds: where it was timed.
     """
 
@@ -131,6 +132,7 @@ class Event:
     saved_bytes: int = 0
     erratic: bool = False
     sized: bool = False
+    writes: tuple[nn.Parameter, ...] = ()
 
     def __post_init__(self) -> None:
         self.hands_on = any(isinstance(leaf, Given) and leaf.tensor for leaf in self.leaves)
