@@ -7,9 +7,8 @@ import re
 import pytest
 from rich.console import Console
 
-from ronde.cli.plan import _rendered
 from ronde.plan import Cluster, Costs, Fit, Line, Plan, Unit, tables
-from ronde.plan.explain import explain
+from ronde.plan.explain import explain, render
 from ronde.plan.predict import predict
 from ronde.plan.search import Found, search
 
@@ -74,7 +73,7 @@ def test_nothing_is_cut_at_any_width(explanation, width):
 
 
 def test_the_answer_of_the_command_fits_80_columns(explanation):
-    text = shown(_rendered(explanation), 80)
+    text = shown(render(explanation), 80)
     assert "e+0" not in text.partition("The answer")[0].partition("plan ")[2] and explanation.sentence.split()[0] in text
     assert "worke\n" not in text and "zero-bub\n" not in text
 

@@ -201,7 +201,9 @@ def _at_once(target: Any) -> int:
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
-    console.print(_rendered(explanation))
+    from ronde.plan.explain import render
+
+    console.print(render(explanation))
     timeline = _timeline(explanation, costs, target)
     if timeline is not None:
         from ronde.plan.picture import terminal
@@ -210,29 +212,6 @@ def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
         console.print()
         console.print(f"one step of {best.plan.spec}:", highlight=False)
         console.print(terminal(timeline, min(console.width, 100)))
-
-
-def _rendered(explanation: Any) -> Any:
-    """The answer, with its tables as wide as the terminal is: those of :func:`ronde.plan.explain.render` are for 100 columns."""
-    from rich.console import Group
-    from rich.table import Table
-
-    from ronde.plan import tables
-    from ronde.plan.explain import render
-
-    found = explanation.found
-    parts = []
-    for part in getattr(shown := render(explanation), "renderables", [shown]):
-        head = str(part.columns[0].header) if isinstance(part, Table) and part.columns else ""
-        if head == "plan":
-            parts.append(tables.times(found))
-        elif head.endswith("per device"):
-            parts.append(tables.memory(found))
-        elif head == "stage":
-            parts.append(tables.stages(found.best))
-        else:
-            parts.append(part)
-    return Group(*parts)
 
 
 def _best_pipeline(explanation: Any) -> Any:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from ronde.plan import tables
 from ronde.plan.cluster import Cluster
 from ronde.plan.cost import Costs, Line, Unit
 from ronde.plan.predict import TERMS, Prediction
@@ -136,12 +136,12 @@ def explain(found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = 
 
 def _sentence(found: Found, cluster: Cluster) -> str:
     best, plan = found.best, found.best.plan
-    room = f" of {_gib(cluster.memory_bytes)}" if cluster.memory_bytes else ""
-    needs = f"{_gib(best.memory_bytes)}{room}"
+    room = f" of {tables.size(cluster.memory_bytes)}" if cluster.memory_bytes else ""
+    needs = f"{tables.size(best.memory_bytes)}{room}"
     if best.verdict == "does not fit":
         least = min(found.plans, key=lambda p: p.memory_bytes)
         return (
-            f"Nothing fits {found.workers} workers of {_gib(cluster.memory_bytes)}: the least is {_gib(least.memory_bytes)}, "
+            f"Nothing fits {found.workers} workers of {tables.size(cluster.memory_bytes)}: the least is {tables.size(least.memory_bytes)}, "
             f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
         )
     if found.workers == 1:
@@ -187,13 +187,13 @@ def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
     if alone.verdict in ("risky", "does not fit"):
         speed = "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
         return (
-            f"{answer} One device alone would {speed}, but needs {_gib(alone.memory_bytes)} of {_gib(alone.capacity_bytes)} "
+            f"{answer} One device alone would {speed}, but needs {tables.size(alone.memory_bytes)} of {tables.size(alone.capacity_bytes)} "
             f"({alone.verdict}): {found.workers} are worth it for the memory only."
         )
     if times > _NO_FASTER:
         return answer  # it fits with recomputation or the like, which takes longer
     reach = f"reach only {times:.2g}× of it" if times < 1 / _NO_FASTER else f"are no faster ({times:.2f}×)"
-    memory = "" if alone.capacity_bytes else f", if its memory has room for {_gib(alone.memory_bytes)}"
+    memory = "" if alone.capacity_bytes else f", if its memory has room for {tables.size(alone.memory_bytes)}"
     return f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For {found.workers}: {answer[0].lower()}{answer[1:]}"
 
 
@@ -210,7 +210,7 @@ def _too_big(found: Found, what: str) -> str:
     whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
-        return f"{what} needs {_gib(least.memory_bytes)} of {_gib(least.capacity_bytes)}"
+        return f"{what} needs {tables.size(least.memory_bytes)} of {tables.size(least.capacity_bytes)}"
     if not whole and found.workers > found.best.plan.batch_size:
         return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
     return ""
@@ -233,21 +233,19 @@ def _decided(found: Found) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        return f"memory: {_gib(best.memory_bytes)} of {_gib(best.capacity_bytes)} at best"
+        return f"memory: {tables.size(best.memory_bytes)} of {tables.size(best.capacity_bytes)} at best"
     if second is None:
         if best.capacity_bytes:
-            return f"memory: {_gib(best.memory_bytes)} of {_gib(best.capacity_bytes)}, the only family of plans there is"
+            return f"memory: {tables.size(best.memory_bytes)} of {tables.size(best.capacity_bytes)}, the only family of plans there is"
         return "the only family of plans there is"
     if _verdict_decided(best, second):
-        return f"memory: {second.plan.family} needs {_gib(second.memory_bytes)} of {_gib(second.capacity_bytes)} ({second.verdict})"
+        return f"memory: {second.plan.family} needs {tables.size(second.memory_bytes)} of {tables.size(second.capacity_bytes)} ({second.verdict})"
     if found.optimize == "memory":
-        return f"memory: {_gib(best.memory_bytes)} against {_gib(second.memory_bytes)} of {second.plan.family}"
+        return f"memory: {tables.size(best.memory_bytes)} against {tables.size(second.memory_bytes)} of {second.plan.family}"
     name = _largest_difference(best, second)
     if second.step_seconds <= best.step_seconds:
         return f"step time is equal within {100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
-    return (
-        f"{_TERM_WORDS[name]}: {_time(second.terms[name])} a step in {second.plan.family}, {_time(best.terms[name])} in {best.plan.family}"
-    )
+    return f"{_TERM_WORDS[name]}: {tables.seconds(second.terms[name])} a step in {second.plan.family}, {tables.seconds(best.terms[name])} in {best.plan.family}"
 
 
 def _lost(found: Found) -> str:
@@ -260,8 +258,10 @@ def _lost(found: Found) -> str:
     if slower <= 0:
         return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
-    more = [f"{_TERM_WORDS[k]} +{_time(d)}" for d, k in differences if d > 0.1 * (second.step_seconds - best.step_seconds)][:3]
-    less = [f"{_TERM_WORDS[k]} −{_time(-d)}" for d, k in reversed(differences) if -d > 0.1 * (second.step_seconds - best.step_seconds)][:2]
+    more = [f"{_TERM_WORDS[k]} +{tables.seconds(d)}" for d, k in differences if d > 0.1 * (second.step_seconds - best.step_seconds)][:3]
+    less = [
+        f"{_TERM_WORDS[k]} −{tables.seconds(-d)}" for d, k in reversed(differences) if -d > 0.1 * (second.step_seconds - best.step_seconds)
+    ][:2]
     gains = f"; it gains {', '.join(less)}" if less else ""
     return (
         f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: {', '.join(more) or 'a little of everything'}{gains}."
@@ -279,7 +279,9 @@ def _largest_difference(best: Prediction, second: Prediction) -> str:
 
 def _memory_words(prediction: Prediction) -> str:
     kinds = sorted(((v, k) for k, v in prediction.memory.items() if v > 0), reverse=True)[:3]
-    return f"{_gib(prediction.memory_bytes)} of {_gib(prediction.capacity_bytes)}, " + ", ".join(f"{k} {_gib(v)}" for v, k in kinds)
+    return f"{tables.size(prediction.memory_bytes)} of {tables.size(prediction.capacity_bytes)}, " + ", ".join(
+        f"{k} {tables.size(v)}" for v, k in kinds
+    )
 
 
 def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str, ...]:
@@ -296,7 +298,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
     rows.extend(best.notes)
     if best.correction != 1.0:
         rows.append(
-            f"step time is corrected by {best.correction:.3g} from earlier runs here: {_time(best.raw_step_seconds)} → {_time(best.step_seconds)}"
+            f"step time is corrected by {best.correction:.3g} from earlier runs here: {tables.seconds(best.raw_step_seconds)} → {tables.seconds(best.step_seconds)}"
         )
     return tuple(rows)
 
@@ -528,7 +530,7 @@ def stretched(costs: Costs, factor: float) -> Costs:
 
 
 def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
-    """The answer, the tables and the notes, for a rich console of 100 columns.
+    """The answer, the tables and the notes, for a rich console of any width.
 
     Args:
         explanation: what to show.
@@ -539,14 +541,14 @@ def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
     parts.append(Text.assemble(("Decided by  ", "dim"), explanation.decided))
     parts.append(Text.assemble(("Runner-up   ", "dim"), explanation.runner_up))
     parts.append(Text())
-    parts.append(_times_table(found))
+    parts.append(tables.times(found))
     parts.append(Text())
-    parts.append(_memory_table(found))
+    parts.append(tables.memory(found))
     if found.best.placement:
         where = "; ".join(f"{name}: {place}" for name, place in found.best.placement.items())
         parts.append(Text.assemble(("Placement   ", "dim"), where))
     if found.best.stages:
-        parts.extend([Text(), _stage_table(found.best, stages)])
+        parts.extend([Text(), tables.stages(found.best, stages)])
     if explanation.flips:
         parts.extend([Text(), Text("The answer would flip", style="bold")])
         for flip in explanation.flips:
@@ -571,70 +573,6 @@ def text(explanation: Explanation, width: int = 100) -> str:
     return capture.get()
 
 
-def _times_table(found: Found) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("plan", overflow="fold", max_width=38)
-    for name in ("step", "samples/s", "speed-up", "eff.", "bubble", "sent", "verdict"):
-        table.add_column(name, justify="left" if name == "verdict" else "right", no_wrap=True)
-    for prediction in found.families.values():
-        table.add_row(
-            prediction.plan.spec.replace(",", ", "),
-            _time(prediction.step_seconds),
-            f"{prediction.samples_per_second:,.4g}" if prediction.samples_per_second < 1e4 else f"{prediction.samples_per_second:,.0f}",
-            f"{prediction.speedup:.1f}×",
-            f"{100 * prediction.efficiency:.0f} %",
-            f"{100 * prediction.bubble:.0f} %" if prediction.plan.pipeline > 1 else "–",
-            _bytes(prediction.exchanged_bytes) if prediction.exchanged_bytes else "–",
-            Text(prediction.verdict, style=_VERDICT_STYLES[prediction.verdict]),
-        )
-    return table
-
-
-def _memory_table(found: Found) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("GiB per device", overflow="fold", max_width=28)
-    for name in ("param.", "grad.", "optim.", "activ.", "buffers", "other", "sum", "of", "used"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for p in found.families.values():
-        m = p.memory
-        other = m["transient"] + m["communication"] + m["base"]
-        cells = [m["parameters"], m["gradients"], m["optimizer"], m["activations"], m["buffers"], other, p.memory_bytes]
-        used = f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %" if p.capacity_bytes else "?"
-        table.add_row(
-            p.plan.family, *(_number(v / 2**30) for v in cells), _number(p.capacity_bytes / 2**30) if p.capacity_bytes else "?", used
-        )
-    return table
-
-
-def _stage_table(best: Prediction, most: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    for name, right in (("stage", True), ("worker", True), ("from", False), ("to", False), ("units", True)):
-        table.add_column(name, justify="right" if right else "left", overflow="fold", max_width=24 if not right else None)
-    for name in ("forward", "backward", "memory", "in flight", "sends"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rows = list(best.stages)
-    shown = rows if len(rows) <= most else [*rows[: most - 2], *rows[-2:]]
-    slowest = max(r.forward_seconds + r.backward_seconds for r in rows)
-    for k, row in enumerate(shown):
-        if len(rows) > most and k == most - 2:
-            table.add_row("…")
-        style = "bold" if row.forward_seconds + row.backward_seconds == slowest else ""
-        table.add_row(
-            str(row.stage),
-            str(row.worker),
-            row.first,
-            row.last,
-            str(row.units),
-            _time(row.forward_seconds),
-            _time(row.backward_seconds),
-            _bytes(row.memory_bytes),
-            str(row.in_flight),
-            _bytes(row.send_bytes) if row.send_bytes else "–",
-            style=style,
-        )
-    return table
-
-
 _WORDS = {
     "full": "full recomputation",
     "selective": "selective recomputation",
@@ -642,7 +580,6 @@ _WORDS = {
     "offload parameters": "its parameters and optimizer's state in the host's memory",
 }
 _VERDICT_WORDS = {"fits": "fits", "unknown": "is of unknown size", "risky": "is risky", "does not fit": "does not fit"}
-_VERDICT_STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
 _TERM_WORDS = {
     "compute": "computation",
     "recompute": "recomputation",
@@ -658,27 +595,6 @@ _TERM_WORDS = {
 }
 
 
-def _number(value: float) -> str:
-    return "–" if value == 0 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
-
-
-def _gib(size: float) -> str:
-    return _bytes(size)
-
-
-def _bytes(size: float) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if size >= 0.995 * scale:
-            return f"{size / scale:.3g} {unit}" if size < 999 * scale else f"{size / scale:.0f} {unit}"
-    return f"{size / 2**10:.3g} KiB"
-
-
-def _time(seconds: float) -> str:
-    if abs(seconds) >= 1:
-        return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-
-
 def _rate(best: Prediction) -> str:
     return f"{best.samples_per_second:.4g} samples/s"
 
@@ -687,6 +603,6 @@ _SHOW: dict[str, Callable[[float], str]] = {
     "global batch": lambda v: f"{v:.0f}",
     "link speed": lambda v: f"× {v:.3g}",
     "workers": lambda v: f"{v:.0f}",
-    "memory": _bytes,
+    "memory": tables.size,
     "sequence length": lambda v: f"{v:.0f}",
 }
