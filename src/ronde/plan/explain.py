@@ -182,8 +182,10 @@ def _sentence(found: Found, cluster: Cluster) -> str:
 def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
     """The answer where the workers are hardly faster than one device, or slower."""
     best, answer = found.best, _sentence(found, cluster)
-    # What one device is corrected by is known from runs of several workers: not by anything.
-    times = alone.raw_step_seconds / best.step_seconds
+    # The speed-up of the table, but where one device needs another way to fit. What it is corrected by is known from runs of several
+    # workers alone: not by anything.
+    plain = alone.plan.recompute == "none" and alone.plan.offload == "none" and alone.micro_batches == 1
+    times = best.speedup if plain else alone.raw_step_seconds / best.step_seconds
     if alone.verdict in ("risky", "does not fit"):
         speed = "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
         return (
