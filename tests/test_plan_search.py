@@ -734,6 +734,9 @@ def test_verdicts_follow_the_memory():
 def test_a_correction_is_applied_and_the_raw_figure_kept():
     found = predict(Plan(2, 64), even(2), wires(corrections={"replicate": 1.2}))
     assert found.correction == 1.2 and found.step_seconds == pytest.approx(1.2 * found.raw_step_seconds)
+    # A disturbed run of one family does not make another, which has not run, the winner.
+    others = [search(even(4), wires(corrections=c), 2, simulate=8).best.plan.spec for c in ({}, {"replicate": 5.0}, {"pipeline": 5.0})]
+    assert len(set(others)) == 1
 
 
 def test_plans_that_cannot_be_predicted_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,19 @@ class Cluster:
     def devices(self) -> int:
         """How many in all."""
         return self.nodes * self.devices_per_node
+
+    def correction(self, family: str) -> float:
+        """What a predicted step time of this family of plans is multiplied by; where none has run here, what those that have were, in the geometric mean.
+
+        What disturbs a run (a busy host, say) disturbs a run of any: a family would otherwise be chosen for not having been tried.
+
+        Example:
+            >>> here = Cluster(corrections={"replicate": 4.0, "shard": 1.0})
+            >>> here.correction("replicate"), here.correction("pipeline"), Cluster().correction("pipeline")
+            (4.0, 2.0, 1.0)
+        """
+        found = self.corrections.get(family)
+        return statistics.geometric_mean(self.corrections.values()) if found is None and self.corrections else found or 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -159,7 +159,7 @@ class Predictor:
         wait = bubble(plan.schedule, plan.pipeline, plan.virtual, count) if plan.pipeline > 1 else 0.0
         if plan.pipeline > 1:
             total /= self.costs.contention  # at best nobody else works meanwhile
-        return count * total / plan.pipeline / (1.0 - wait) * self.cluster.corrections.get(plan.family, 1.0)
+        return count * total / plan.pipeline / (1.0 - wait) * self.cluster.correction(plan.family)
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""

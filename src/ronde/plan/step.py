@@ -290,7 +290,7 @@ class Step(Moments):
         return Prediction(
             plan=plan,
             raw_step_seconds=sum(terms.values()),
-            correction=self.cluster.corrections.get(plan.family, 1.0),
+            correction=self.cluster.correction(plan.family),
             terms=terms,
             one_device_seconds=self.owner.one_device_seconds(plan.batch_size),
             memory=memory,
