@@ -252,7 +252,7 @@ def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_predic
     whole, chosen = (load_file(tmp_path / f"{plan}.safetensors") for plan in ("replicate", "auto"))
     assert whole.keys() == chosen.keys() and all(torch.allclose(whole[k], chosen[k], rtol=1e-4, atol=1e-6) for k in whole)
     for text in told[1:]:
-        assert re.search(r"plan \S+: Split", text) and re.search(
+        assert re.search(r"plan \S+: (Use one device\b.*For 2: s|S)plit", text) and re.search(
             r"predicted [\d.]+ m?s a step.*, measured [\d.]+ m?s \([+-]\d+%\)", text
         ), text
         assert "the next prediction of" in text
