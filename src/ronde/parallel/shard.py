@@ -52,6 +52,27 @@ warnings.filterwarnings(
     "ignore", message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", category=FutureWarning
 )
 
+__all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
+
+_LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
+# The first forward passes in which the workers compare what they call, block by block. On a GPU that waits for it at every block, and the
+# steps by which a prediction is corrected come soon; on the CPU it takes some hundredths of a step.
+_LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 16, 3
+_LOOK_EVERY = 50  # steps
+_WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
+
+_REFUSED = {
+    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
+    "Rprop": "torch 2.13 cannot run it on shards",
+    "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
+    "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
+    "LBFGS": "it keeps a flat list of whole parameters of its own",
+}
+
+_BY_NUMBER = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")  # torch's own
+
+_NOT_FUSED = ("SGD", "Adagrad")  # torch 2.13 has no fused step of theirs for shards; the plain one computes the same
+
 
 def _let_gradients_miss() -> None:
     """What a block is given and does not use has no gradient, with FSDP2 either: the function that it puts there makes zeros of it, and a
@@ -81,27 +102,6 @@ def _let_gradients_miss() -> None:
 
 
 _let_gradients_miss()
-
-__all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
-
-_LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
-# The first forward passes in which the workers compare what they call, block by block. On a GPU that waits for it at every block, and the
-# steps by which a prediction is corrected come soon; on the CPU it takes some hundredths of a step.
-_LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 16, 3
-_LOOK_EVERY = 50  # steps
-_WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
-
-_REFUSED = {
-    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
-    "Rprop": "torch 2.13 cannot run it on shards",
-    "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
-    "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
-    "LBFGS": "it keeps a flat list of whole parameters of its own",
-}
-
-_BY_NUMBER = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")  # torch's own
-
-_NOT_FUSED = ("SGD", "Adagrad")  # torch 2.13 has no fused step of theirs for shards; the plain one computes the same
 
 
 # -- dividing a model ----------------------------------------------------------------------------------------------------------

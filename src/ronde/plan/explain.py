@@ -311,8 +311,8 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECONDS) -> tuple[Flip, ...]:
     """When another family of plans would win, for each thing that may change, one at a time, both ways.
 
-    Each value is searched as ``found`` was: where the same family wins, without what cannot, and where another does, in whole. First outwards in all directions, then between the values where
-    the winner changes; what is not done after so many ``seconds`` is said to be open.
+    Each value is searched as ``found`` was: where the same family wins, without what cannot, and where another does, in whole. First outwards
+    in all directions, then between the values where the winner changes; what is not done after so many ``seconds`` is said to be open.
 
     Args:
         found: the search now.

@@ -463,12 +463,15 @@ def distribute(
             f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
+    in_here = dataclasses.replace(taken.settings, num_workers=0)
+    sampled = Feed(taken.dataset, taken.order, in_here, seed)
+
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
         looked_at = apart(taken.dataset)
-        sampled = Feed(looked_at, taken.order, dataclasses.replace(taken.settings, num_workers=0), seed)
+        feed = sampled if looked_at is taken.dataset else Feed(looked_at, taken.order, in_here, seed)
         with let_go(looked_at):
-            return next(on_device(sampled, share, micros, me.device)[0] for _, micros in sampled.read(lambda: iter([share])))
+            return next(on_device(feed, share, micros, me.device)[0] for _, micros in feed.read(lambda: iter([share])))
 
     autocast = partial(torch.autocast, me.device.type, DTYPES[precision]) if precision in DTYPES else nullcontext
 

@@ -44,7 +44,7 @@ _TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller s
 _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
 _WAITS = 0.3  # share of a sample's time in the loaders without CPU: what it waits for may be all that is there
-_READ_NOTHING = ("augment", "collate")
+_READ_NOTHING = ("augment", "collate")  # stages that have all that they need: what they wait for is no storage
 _MOST_LOADERS = 64  # of all workers together
 _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 

@@ -29,7 +29,7 @@ LABELS = ("same bits", "same distribution", "changes the training")
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
 _MOST_LOADERS = 64
 _IDLE = 0.7  # share of the cores at work, below which loaders that give no more wait for something else
-_CROWDED = 0.85
+_CROWDED = 0.85  # of the best rate that fewer loaders gave, below which the last ones are in each other's way
 _MAKING = 3.0  # points lost in making samples, from which on more loaders may help
 
 

@@ -405,9 +405,9 @@ class Study:
         if meant is not None:
             return PlanVerdict(plan, "refused", error=meant, seconds=seconds)
         begun = any(many.steps(r) for r in range(many.size))
-        dealt = Plan.parse(plan).family != "replicate" and failure.kind == "LossError"  # a plan that looks at the loss beforehand
+        beforehand = Plan.parse(plan).family != "replicate" and failure.kind == "LossError"  # in the pass by which such a plan is laid out
         shared = failure.kind == "ArgumentError" and "divided over workers already" in failure.text  # by an earlier ronde.distribute
-        if failure.kind in ("PlanError", "Diverged") or shared or (not begun and (dealt or failure.kind == "ArgumentError")):
+        if failure.kind in ("PlanError", "Diverged") or shared or (not begun and (beforehand or failure.kind == "ArgumentError")):
             return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
         if told:
