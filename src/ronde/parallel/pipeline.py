@@ -29,6 +29,7 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.tensor import DTensor
 
 from ronde.parallel import cutting
+from ronde.parallel.absent import Keeper, element, let_go
 from ronde.parallel.base import Flags, Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
 from ronde.parallel.shard import adopt, local, refuse_hooks, replica_mesh
 from ronde.parallel.staged import Diverged, Guards, Program, StageRun, has_guards, program
@@ -112,7 +113,7 @@ class Pipeline(Strategy):
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._sharded: list[nn.Module] = []
         self._programs: dict[Any, list[_Path]] = {}
-        self._open = False  # whether modules are called for a stage, or to be followed
+        self._keeper = Keeper(plan.spec)  # open: modules are called for a stage, or to be followed
         self._holders: dict[int, set[int]] = {}  # identity of a parameter in the pass that was followed -> workers; none before the cut
         self._unsplit: set[tuple[Program, int]] = set()
         self._same_weights()
@@ -138,7 +139,7 @@ class Pipeline(Strategy):
                     tensor.data.copy_(data)
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
-        with self._undivided(), self._opened():
+        with self._undivided(), self._opened(), self._keeper.plain():
             return follow(self.model, lambda: call(batch))
 
     def _cut(self) -> None:
@@ -222,22 +223,24 @@ class Pipeline(Strategy):
 
     def _path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
         """The path that a batch takes through the model: one of those followed before, or a new one. The same on every worker."""
-        with self._opened():
-            for path in self._programs.get(key, ()):
-                if not path.guards or Guards(path.program, len(path.guards)).read(lambda: call(batch)) == path.guards:
-                    return path.program
+        for path in self._programs.get(key, ()):
+            if not path.guards or self._guards(path.program, call, batch, len(path.guards)) == path.guards:
+                return path.program
         if sum(map(len, self._programs.values())) > 64:
             self._programs.clear()
             self._weights_at.clear()
         return self._add(key, call, batch, self._follow(call, batch))
+
+    def _guards(self, made: Program, call: Callable[[Any], Any], batch: Any, until: int | None = None) -> tuple[Any, ...]:
+        with self._opened(), self._keeper.plain():
+            return Guards(made, until).read(lambda: call(batch))
 
     def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
         made = self._made(trace)
         if self._holders:
             self._check_written(made)
             self._check_held(made)
-        with self._opened():
-            guards = Guards(made).read(lambda: call(batch)) if has_guards(trace) else ()
+        guards = self._guards(made, call, batch) if has_guards(trace) else ()
         self._programs.setdefault(key, []).append(_Path(made, guards))
         return made
 
@@ -291,15 +294,18 @@ class Pipeline(Strategy):
 
     def _let_go(self) -> None:
         """One element stands for all of a parameter of another worker's: the shape stays, the memory goes."""
+        names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
         with torch.no_grad():
             for owner in self.model.modules():
                 for name, p in owner._parameters.items():
                     if p is None or id(p) in self._kept:
                         continue
+                    path = names[id(p)]
                     if (owner, name) in self._stand_ins:
-                        owner._parameters[name] = self._stand_ins.pop((owner, name))
+                        p = owner._parameters[name] = self._stand_ins.pop((owner, name))
                     else:
                         _hollow(p)
+                    let_go(p, path, self._keeper)
 
     def _own(self) -> None:
         """The parameters that this worker trains."""
@@ -384,9 +390,9 @@ class Pipeline(Strategy):
 
         def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not strategy._open:
+                if not keeper.open:
                     raise PlanError(
-                        f"the script calls {name or 'model'!r} itself, and under plan={strategy.plan.spec!r} this worker does not hold its weights. Let "
+                        f"the script calls {name or 'model'!r} itself, and under plan={keeper.plan!r} this worker does not hold its weights. Let "
                         "run.step() and run.evaluate() call the model, or use a plan under which the script can: replicate, shard or tensor."
                     )
                 return given(*args, **kwargs) if given is not None else type(self).forward(self, *args, **kwargs)
@@ -394,7 +400,7 @@ class Pipeline(Strategy):
             # Not a hook: modules with hooks are followed in another way.
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
-        strategy = self
+        keeper = self._keeper
         for name, module in self.model.named_modules():
             lost = any(p is not None and id(p) not in self._kept for p in module._parameters.values())
             if lost and not isinstance(module, torch.jit.ScriptModule):
@@ -402,11 +408,11 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        was, self._open = self._open, True
+        was, self._keeper.open = self._keeper.open, True
         try:
             yield
         finally:
-            self._open = was
+            self._keeper.open = was
 
     def _beside(self, holders: dict[int, set[int]]) -> None:
         """What the pass that was followed does not use another may: it goes where its nearest neighbours by name are used."""
@@ -794,7 +800,7 @@ class Pipeline(Strategy):
 def _hollow(parameter: nn.Parameter) -> None:
     """Let one element stand for all of it. How it lay in memory is kept for :mod:`ronde.plan.following`."""
     strides = parameter.stride()
-    parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)  # type: ignore[assignment]
+    parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)
     parameter._ronde_strides = strides  # type: ignore[attr-defined]
 
 

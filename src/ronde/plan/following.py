@@ -35,7 +35,7 @@ from ronde.plan.intercept import (
 from ronde.plan.nested import Opaque, build, flatten, tensors_in
 from ronde.plan.trace import ELSEWHERE, Call, Event, Given, Trace, Value
 
-__all__ = ["aside", "as_tuple", "follow", "following", "whole_size"]
+__all__ = ["as_tuple", "aside", "changes_in_place", "follow", "following", "whole_size"]
 
 _CONTAINERS = (
     nn.Sequential,
@@ -64,7 +64,8 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _changes_in_place(name: str, kwargs: Any) -> bool:
+def changes_in_place(name: str, kwargs: Any) -> bool:
+    """Whether a function of torch's, by its name and what it is called with, writes into what it is given."""
     if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
         return True
     return (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
@@ -74,7 +75,7 @@ def _written(kind: str, name: str, args: Any) -> tuple[nn.Parameter, ...]:
     """The parameter that a function changes in place."""
     if kind != "op" or not args or not isinstance(args[0], nn.Parameter):
         return ()
-    return (args[0],) if _changes_in_place(name, {}) else ()
+    return (args[0],) if changes_in_place(name, {}) else ()
 
 
 def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -262,7 +263,7 @@ class _Follower(Interceptor):
         now = [self._current(t) for t in inputs]
         reads = [self._value_of(t) for t in now]
         pretend = self.fake is not None and (module is not None or bool(parameters) or any(isinstance(t, FakeTensor) for t in now))
-        in_place = kind == "call" or _changes_in_place(name, kwargs)
+        in_place = kind == "call" or changes_in_place(name, kwargs)
         if pretend and not all(isinstance(t, FakeTensor) for t in now) and in_place:
             now = [t if isinstance(t, FakeTensor) else self._twin(t) for t in now]
         elif in_place and not pretend:
