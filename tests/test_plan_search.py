@@ -22,7 +22,7 @@ from ronde.plan.explain import explain, find_flip, flips, stretched, text
 from ronde.plan.links import Group, collective, groups, scaled
 from ronde.plan.partition import ALPHA, Held
 from ronde.plan.picture import svg, terminal
-from ronde.plan.predict import KINDS, TERMS, Predictor, choose_micro_batches, predict
+from ronde.plan.predict import KINDS, TERMS, Predictor, predict
 from ronde.plan.schedules import Action, actions, allowed, bubble, forward_only, in_flight, stages_of, worker_of
 from ronde.plan.search import _climb, candidates, rank_key, search
 from ronde.plan.simulate import Times, run_step, simulate
@@ -372,9 +372,6 @@ def test_what_a_schedule_does_not_allow_is_said():
     assert "take 8 or 10" in allowed("interleaved", 4, 2, 9)
     assert "not known" in allowed("1f2b", 4, 1, 8)
     assert "micro-batches of 1 or more" in allowed("gpipe", 4, 1, 0)
-    assert choose_micro_batches("interleaved", 4, 2, 9) == 8 and choose_micro_batches("1f1b", 8, 1, 3) == 3
-    with pytest.raises(ArgumentError, match="zbv needs virtual=2"):
-        choose_micro_batches("zbv", 4, 1, 8)
 
 
 def test_evaluation_runs_forward_only():
@@ -1035,7 +1032,7 @@ def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, 
     for name in found.families:
         assert name in shown
     values = json.loads(json.dumps(told.to_dict()))
-    assert values["sentence"] == told.sentence and values["plans"][0]["spec"] == found.best.plan.spec
+    assert values["sentence"] == told.sentence and values["plans"][0]["spec"] == told.found.best.plan.spec
 
 
 # -- corrections ---------------------------------------------------------------------------------------------------------------

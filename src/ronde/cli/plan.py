@@ -114,7 +114,7 @@ def register(app: typer.Typer) -> None:
                 costs, target, like = _elsewhere(command, device, devices, accept_noise, say)
             else:
                 planned = _target(cluster, devices)
-                costs, like = _measured(command, planned, accept_noise, say)
+                costs, like = _measured(command, planned, planned.devices, accept_noise, say)
                 target = planned if cluster is not None else _links_of(planned, say)  # last: a script that fails does so at once
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
@@ -126,6 +126,8 @@ def register(app: typer.Typer) -> None:
             drawn = _write(explanation, costs, target, file, picture, save)  # first: what is printed may go to a pipe that is closed
         finally:
             _print(console, explanation, costs, target)
+        if save is not None and explanation.found.best.verdict == "does not fit":
+            raise ArgumentError(f"--save {save}: nothing fits, so there is no plan to write.")
         if save is not None:
             console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
         if not drawn:
@@ -142,7 +144,7 @@ def _elsewhere(command: list[str], device: str, devices: int | None, accept_nois
     per_node = min(count, kind.per_node)
     if count % per_node:
         raise ArgumentError(f"--devices {count} does not divide into nodes of {per_node} {kind.name}.")
-    costs, like = _measured(command, Cluster(), accept_noise, say)
+    costs, like = _measured(command, Cluster(), count, accept_noise, say)
     return costs, cluster_of(device, count // per_node, per_node, costs), like
 
 
@@ -173,8 +175,8 @@ def _links_of(machine: Any, say: Any) -> Any:
     return default_cluster(machine.devices, tell=say)
 
 
-def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> Any:
-    """The script's costs, measured in a process of its own."""
+def _measured(command: list[str], target: Any, devices: int, accept_noise: bool, say: Any) -> Any:
+    """The script's costs, measured in processes of its own, for the batch that ``devices`` would train."""
     from ronde.study.forecast import load, threads_on
 
     def failed(error: str) -> str:
@@ -185,7 +187,7 @@ def _measured(command: list[str], target: Any, accept_noise: bool, say: Any) -> 
     say(f"starting {command[0] if command[0] != '-m' else command[1]}")
     threads = threads_on(target)
     environment = {"RONDE_PLAN": "replicate", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    options = json.dumps({"threads": threads, "accept_noise": accept_noise})
+    options = json.dumps({"threads": threads, "accept_noise": accept_noise, "devices": devices})
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
         return load(examine("plan", command, _at_once(target), Path(folder), options, say, failed, environment))
 
@@ -233,7 +235,7 @@ def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
-    if save is not None:
+    if save is not None and explanation.found.best.verdict != "does not fit":
         from ronde.study.forecast import carried_out
 
         carried_out(explanation.found.best).save(save)

@@ -16,7 +16,7 @@ from ronde.plan.plan import SPLIT_FIELDS, Layout, Place, Plan
 if TYPE_CHECKING:
     from ronde.plan.explain import Explanation, Flip
     from ronde.plan.partition import Cut, StageCost, cut, cut_at, cut_equal
-    from ronde.plan.predict import Prediction, Predictor, choose_micro_batches
+    from ronde.plan.predict import Prediction, Predictor
     from ronde.plan.search import Found, unsupported
     from ronde.plan.simulate import Timeline, Times, run_step
 
@@ -41,7 +41,6 @@ __all__ = [
     "Timeline",
     "Times",
     "Unit",
-    "choose_micro_batches",
     "cut",
     "cut_at",
     "cut_equal",
@@ -61,7 +60,6 @@ _LATER = {
     "cut_equal": "partition",
     "Prediction": "predict",
     "Predictor": "predict",
-    "choose_micro_batches": "predict",
     "Found": "search",
     "unsupported": "search",
     "Explanation": "explain",

@@ -116,8 +116,10 @@ class Cluster:
         """How many in all."""
         return self.nodes * self.devices_per_node
 
-    def correction(self, family: str) -> float:
+    def correction(self, family: str, workers: int = 2) -> float:
         """What a predicted step time of this family of plans is multiplied by; where none has run here, what those that have were, in the geometric mean.
+
+        One device alone has none: what was not predicted of several is mostly what is between them.
 
         What disturbs a run (a busy host, say) disturbs a run of any: a family would otherwise be chosen for not having been tried.
 
@@ -126,6 +128,8 @@ class Cluster:
             >>> here.correction("replicate"), here.correction("pipeline"), Cluster().correction("pipeline")
             (4.0, 2.0, 1.0)
         """
+        if workers == 1:
+            return 1.0
         found = self.corrections.get(family)
         return statistics.geometric_mean(self.corrections.values()) if found is None and self.corrections else found or 1.0
 

@@ -117,6 +117,11 @@ def explain(found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = 
         with_flips: whether it is searched again, many times, for when the answer would flip.
     """
     best = found.best
+    if best.verdict == "does not fit" and found.optimize == "speed":
+        # What comes nearest is not among the fastest.
+        nearest = search(costs, cluster, found.workers, optimize="memory", like=found.like)
+        found = dataclasses.replace(found, plans=tuple(sorted(nearest.plans, key=lambda p: p.memory_bytes)), families=nearest.families)
+        best = found.best
     slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
     alone = search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like).best if slow else None
     return Explanation(
@@ -139,7 +144,7 @@ def _sentence(found: Found, cluster: Cluster) -> str:
     room = f" of {tables.size(cluster.memory_bytes)}" if cluster.memory_bytes else ""
     needs = f"{tables.size(best.memory_bytes)}{room}"
     if best.verdict == "does not fit":
-        least = min(found.plans, key=lambda p: p.memory_bytes)
+        least = _least(found)
         return (
             f"Nothing fits {found.workers} workers of {tables.size(cluster.memory_bytes)}: the least is {tables.size(least.memory_bytes)}, "
             f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
@@ -153,30 +158,34 @@ def _sentence(found: Found, cluster: Cluster) -> str:
     reach = f"reach {best.speedup:.1f}×"
     tail = _tail(best)
     with_recompute = f", with {_WORDS[plan.recompute]}" if plan.recompute != "none" else ""
+    if best.micro_batches > 1 and plan.pipeline == 1:
+        with_recompute += f", in {best.micro_batches} micro-batches of {best.micro_samples}"
     if plan.pipeline > 1:
         shape = f"{plan.pipeline} stages" if plan.virtual == 1 else f"{plan.pipeline} workers with {plan.virtual} stages each"
         if plan.replicas > 1:
             shape += f" × {plan.replicas} replicas"
             shape += ", which share out their states," if plan.shard != "none" else ""
-        why = _too_big(found, "one copy") or "time decides"
+        why = _too_big(found, "one copy") or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
         return (
             f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} micro-batches{with_recompute}) need {needs} and "
             f"{reach}; {tail}."
         )
     if plan.tensor > 1:
-        why = _too_big(found, "one copy") or "time decides"
+        why = _too_big(found, "one copy") or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
         shape = f"{plan.tensor} workers a layer × {plan.replicas} {'shards' if plan.shard != 'none' else 'replicas'}"
         return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}."
     if plan.shard != "none":
         what = {"optimizer": "the optimizer's state", "gradients": "gradients and optimizer", "parameters": "all states"}[plan.shard]
         over = f"{plan.shard_within} neighbours each" if plan.shard_within else f"{plan.replicas} workers"
-        why = _too_big(found, "a whole replica")
-        why = f", since {why}" if why else ", which is faster than whole replicas"
         return (
-            f"Split the data, and share out {what} over {over}{why}: that needs {needs}{with_recompute}; "
+            f"Split the data, and share out {what} over {over}{_not_whole(found)}: that needs {needs}{with_recompute}; "
             f"{plan.replicas} workers {reach}; {tail}."
         )
     return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}."
+
+
+def _least(found: Found) -> Prediction:
+    return min(found.plans, key=lambda p: p.memory_bytes)
 
 
 def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
@@ -208,6 +217,22 @@ def _why_slow(best: Prediction, alone: Prediction) -> str:
     return f"of their step {' and '.join(said)}" if said else "nothing of the step becomes much shorter"
 
 
+def _not_whole(found: Found) -> str:
+    """Why states are shared out, and replicas not left whole."""
+    too_big = _too_big(found, "a whole replica")
+    if too_big:
+        return f", since {too_big}"
+    whole = next((p for p in found.plans if p.plan.family == "replicate"), None)
+    if whole is None:
+        return ""
+    if found.optimize == "memory":
+        return f", which takes less memory than whole replicas ({tables.size(whole.memory_bytes)})"
+    if whole.step_seconds > found.best.step_seconds:
+        how = f" with {_WORDS[whole.plan.recompute]}, as they would fit" if whole.plan.recompute != "none" else ""
+        return f", which is faster than whole replicas{how}"
+    return f", since a whole replica needs {tables.size(whole.memory_bytes)} of {tables.size(whole.capacity_bytes)} ({whole.verdict})"
+
+
 def _too_big(found: Found, what: str) -> str:
     whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
@@ -235,7 +260,7 @@ def _decided(found: Found) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        return f"memory: {tables.size(best.memory_bytes)} of {tables.size(best.capacity_bytes)} at best"
+        return f"memory: {tables.size(_least(found).memory_bytes)} of {tables.size(best.capacity_bytes)} at best"
     if second is None:
         if best.capacity_bytes:
             return f"memory: {tables.size(best.memory_bytes)} of {tables.size(best.capacity_bytes)}, the only family of plans there is"
@@ -257,6 +282,9 @@ def _lost(found: Found) -> str:
     if _verdict_decided(best, second):
         return f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
+    if found.optimize == "memory" and second.memory_bytes > best.memory_bytes:
+        faster = f"is {-100 * slower:.0f} % faster, but" if slower < 0 else f"is {100 * slower:.0f} % slower, and"
+        return f"{second.plan.family} ({second.plan.spec}) {faster} needs {_memory_words(second)}; here {tables.size(best.memory_bytes)}."
     if slower <= 0:
         return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
@@ -349,7 +377,10 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
 
     def at_workers(value: float) -> tuple[str, str]:
         count = max(1, round(value))
-        return winner(costs, dataclasses.replace(cluster, nodes=max(1, math.ceil(count / node))), count)
+        grown = costs
+        if found.like is not None and found.like.batch == "grow":
+            grown = dataclasses.replace(costs, batch_size=max(1, round(costs.batch_size * count / workers)))
+        return winner(grown, dataclasses.replace(cluster, nodes=max(1, math.ceil(count / node))), count)
 
     def at_memory(value: float) -> tuple[str, str]:
         return winner(costs, dataclasses.replace(cluster, memory_bytes=value), workers)

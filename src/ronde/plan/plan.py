@@ -188,8 +188,8 @@ class Plan:
         for name in ("recompute", "offload"):
             if getattr(self, name) != "none":
                 parts.append(f"{name}={getattr(self, name)}")
-        if self.micro_batch and self.pipeline > 1:
-            parts.append(f"micro_batch={self.micro_batch}")
+        if self.micro_batch:
+            parts = [*(parts or ["replicate"]), f"micro_batch={self.micro_batch}"]
         return ",".join(parts) or "replicate"
 
     @property

@@ -35,14 +35,14 @@ from ronde.plan.cluster import Added, Cluster
 from ronde.plan.cost import Costs
 from ronde.plan.links import Group, Link, collective, groups
 from ronde.plan.partition import Cut, Held, cut_at, cut_chain
-from ronde.plan.plan import Plan, Schedule
+from ronde.plan.plan import Plan
 from ronde.plan.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
-from ronde.plan.schedules import allowed, bubble
+from ronde.plan.schedules import allowed, bubble, micro_batches_of
 from ronde.plan.simulate import Timeline
 from ronde.plan.step import Step
 from ronde.world import ArgumentError
 
-__all__ = ["FITS", "KINDS", "RISKY", "TERMS", "Prediction", "Predictor", "StageRow", "Verdict", "choose_micro_batches", "predict"]
+__all__ = ["FITS", "KINDS", "RISKY", "TERMS", "Prediction", "Predictor", "StageRow", "Verdict", "predict"]
 
 
 def predict(plan: Plan, costs: Costs, cluster: Cluster) -> Prediction:
@@ -57,23 +57,6 @@ def predict(plan: Plan, costs: Costs, cluster: Cluster) -> Prediction:
         ArgumentError: the plan does not divide its workers, or its pipeline cannot be cut or scheduled so.
     """
     return Predictor(costs, cluster)(plan)
-
-
-def choose_micro_batches(schedule: Schedule, workers: int, virtual: int, samples: int, target: int | None = None) -> int:
-    """How many micro-batches a replica's ``samples`` are cut into: four per worker of the pipeline, or fewer where there are not so many.
-
-    Raises:
-        ArgumentError: the schedule allows none.
-
-    Example:
-        >>> choose_micro_batches("1f1b", 4, 1, 64), choose_micro_batches("interleaved", 4, 2, 7)
-        (16, 7)
-    """
-    want = min(samples, target or 4 * workers)
-    for count in range(max(1, want), 0, -1):
-        if allowed(schedule, workers, virtual, count) is None:
-            return count
-    raise ArgumentError(f"pipeline: {allowed(schedule, workers, virtual, 1)}.")
 
 
 class Predictor:
@@ -134,14 +117,14 @@ class Predictor:
             raise ArgumentError(f"plan: shard_within={plan.shard_within} does not divide {plan.replicas} replicas.")
         share = math.ceil(plan.batch_size / plan.replicas)
         if plan.pipeline > 1:
-            micro_batches = math.ceil(share / plan.micro_batch) if plan.micro_batch else plan.accumulation
-            if not plan.micro_batch and plan.accumulation == 1:
-                micro_batches = choose_micro_batches(plan.schedule, plan.pipeline, plan.virtual, share)
+            micro_batches = plan.accumulation
+            if plan.micro_batch or plan.accumulation == 1:
+                micro_batches = micro_batches_of(plan, share)
             reason = allowed(plan.schedule, plan.pipeline, plan.virtual, micro_batches)
             if reason:
                 raise ArgumentError(f"plan: {reason}.")
         else:
-            micro_batches = math.ceil(share / plan.micro_batch) if plan.micro_batch else min(plan.accumulation, share)
+            micro_batches = micro_batches_of(plan, share) if plan.micro_batch else min(plan.accumulation, share)
         largest = math.ceil(share / micro_batches)
         plan = dataclasses.replace(
             plan, accumulation=micro_batches, micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch
@@ -153,13 +136,13 @@ class Predictor:
     def floor_seconds(self, plan: Plan) -> float:
         """What a plan's computation alone takes at least, in equal stages if it is a pipeline: to leave plans out early."""
         share = math.ceil(plan.batch_size / plan.replicas)
-        count = math.ceil(share / plan.micro_batch) if plan.micro_batch else max(1, min(plan.accumulation, share))
+        count = micro_batches_of(plan, share) if plan.micro_batch else max(1, min(plan.accumulation, share))
         group = groups(plan.layout, self.cluster)["tensor"] if plan.tensor > 1 else Group(1, "node", 1, 1)
         total = float(self.chain_of(plan, share / count, group).seconds.sum())
         wait = bubble(plan.schedule, plan.pipeline, plan.virtual, count) if plan.pipeline > 1 else 0.0
-        if plan.pipeline > 1:
+        if plan.pipeline > 1 or plan.workers == 1:
             total /= self.costs.contention  # at best nobody else works meanwhile
-        return count * total / plan.pipeline / (1.0 - wait) * self.cluster.correction(plan.family)
+        return count * total / plan.pipeline / (1.0 - wait) * self.cluster.correction(plan.family, plan.workers)
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
@@ -225,8 +208,9 @@ class Predictor:
             fit = min(max(1, fit), batch_size)
             count = math.ceil(batch_size / fit)
             made = self.chain_of(plan, batch_size / count, alone)
-            once = self.costs.optimizer_seconds + (count - 1) * self.costs.accumulate_seconds
-            self._one_device[batch_size] = count * float(made.seconds.sum()) + once / self.cluster.speed
+            further = (count - 1) * self.costs.accumulate_seconds / self.cluster.speed
+            once = (self.costs.optimizer_seconds + self.costs.clip_seconds) / self.cluster.speed
+            self._one_device[batch_size] = (count * float(made.seconds.sum()) + further) / self.costs.contention + once
         return self._one_device[batch_size]
 
     def verdict(self, memory_bytes: float) -> Verdict:

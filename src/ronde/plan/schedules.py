@@ -14,10 +14,22 @@ import functools
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
-from ronde.plan.plan import Schedule
+from ronde.plan.plan import Plan, Schedule
 from ronde.world import ArgumentError
 
-__all__ = ["Action", "Kind", "actions", "allowed", "bubble", "forward_only", "in_flight", "stages_of", "worker_of", "zbv_gaps"]
+__all__ = [
+    "Action",
+    "Kind",
+    "actions",
+    "allowed",
+    "bubble",
+    "forward_only",
+    "in_flight",
+    "micro_batches_of",
+    "stages_of",
+    "worker_of",
+    "zbv_gaps",
+]
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 """Forward; whole backward; backward for the input, for the weights; send and receive activations (F) and their gradients (B)."""
@@ -58,6 +70,30 @@ def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> li
         [0, 3]
     """
     return [s for s in range(workers * virtual) if worker_of(s, workers, schedule) == worker]
+
+
+def micro_batches_of(plan: Plan, samples: int) -> int:
+    """How many micro-batches a worker's share of a step is cut into: what ``micro_batch`` asks for, or what keeps a pipeline busy.
+
+    Args:
+        plan: which.
+        samples: of the largest share that a replica gets.
+
+    Example:
+        >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2, workers=2), 64)
+        (3, 8)
+        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4), 20)  # in rounds of four
+        8
+    """
+    if plan.micro_batch is not None:
+        count = -(-samples // plan.micro_batch)
+    else:
+        count = min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+    if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
+        count = -(-count // plan.pipeline) * plan.pipeline  # these go round in groups of as many as there are workers
+    if plan.pipeline > 1 and plan.schedule == "zbv":
+        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
+    return count
 
 
 def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:

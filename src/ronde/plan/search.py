@@ -17,7 +17,7 @@ from ronde.plan.cluster import Cluster
 from ronde.plan.cost import Costs
 from ronde.plan.plan import Plan, Schedule, ShardLevel
 from ronde.plan.predict import Prediction, Predictor
-from ronde.plan.schedules import allowed
+from ronde.plan.schedules import allowed, micro_batches_of
 from ronde.world import ArgumentError
 
 __all__ = ["Found", "candidates", "rank_key", "search", "unsupported"]
@@ -294,11 +294,11 @@ def candidates(base: Plan, costs: Costs, cluster: Cluster, brief: bool = False) 
                             shard=shard,
                             recompute=recompute,
                             micro_batch=micro,
-                            accumulation=math.ceil(share / micro),
                             tensor=1,
                             shard_within=None,
                             offload="none",
                         )
+                        one = dataclasses.replace(one, accumulation=micro_batches_of(one, share))
                         if unsupported(one, costs, cluster) is None:
                             yield [one]
 
@@ -339,13 +339,13 @@ def _climb(ladder: list[Plan], look: Callable[[Plan], Prediction | None], optimi
 def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: bool) -> list[int]:
     """Sizes of micro-batches worth a look: about as many of them as the pipeline has workers, twice as many, …, and one sample each."""
     wanted = [pipeline * f for f in ((2, 8) if brief else (1, 2, 4, 8, 16))]
-    sizes = {max(1, math.ceil(share / n)) for n in wanted} | {1}
-    fine = []
-    for size in sorted(sizes, reverse=True):
-        count = math.ceil(share / size)
+    fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
+    for asked in {max(1, math.ceil(share / n)) for n in wanted} | {1}:
+        plan = Plan(workers=pipeline, pipeline=pipeline, virtual=virtual, schedule=schedule, micro_batch=asked)
+        count = micro_batches_of(plan, share)
         if allowed(schedule, pipeline, virtual, count) is None:
-            fine.append(size)
-    return fine
+            fine[count] = math.ceil(share / count)
+    return sorted(fine.values(), reverse=True)
 
 
 def _choose(kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]], simulate: int) -> list[Prediction]:
@@ -367,8 +367,10 @@ def _in_full(predictor: Predictor, plan: Plan, optimize: Literal["speed", "memor
         made = predictor(plan, split_waits=False)
     except ArgumentError:
         return None
-    if plan.pipeline > 1 and optimize == "speed" and made.verdict in ("risky", "does not fit"):
-        evener = predictor(dataclasses.replace(plan, optimize="memory"), split_waits=False)
-        if rank_key(evener, optimize) < rank_key(made, optimize):
-            return evener
+    if plan.pipeline > 1 and (optimize == "memory" or made.verdict in ("risky", "does not fit")):
+        # A cut weighs time and memory against each other: either may need less memory where it is fullest.
+        other: Literal["speed", "memory"] = "memory" if optimize == "speed" else "speed"
+        cut_else = predictor(dataclasses.replace(plan, optimize=other), split_waits=False)
+        if rank_key(cut_else, optimize) < rank_key(made, optimize):
+            return cut_else
     return made

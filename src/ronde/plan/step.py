@@ -32,8 +32,10 @@ class Step(Moments):
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
         terms = dict.fromkeys(TERMS, 0.0)
-        terms["compute"] = times * (forward + backward - recompute - reduce) + (times - 1) * self._accumulated(float(made.trainable.sum()))
-        terms["recompute"] = times * recompute
+        alone = self.costs.contention if self.plan.workers == 1 else 1.0  # nobody else computes meanwhile
+        further = (times - 1) * self._accumulated(float(made.trainable.sum()))
+        terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
+        terms["recompute"] = times * recompute / alone
         terms["tensor"] = times * reduce
         if self.plan.tensor > 1:  # its workers wait for each other in every block
             terms["tensor"] += (self.costs.lockstep - 1.0) * times * (forward + backward - reduce)
@@ -47,7 +49,7 @@ class Step(Moments):
             terms["exchange"] += (self.costs.lockstep - 1.0) * times * (forward + backward) + self.all_reduce.alpha  # the loss is summed
             gathers = 2 if self.plan.shard == "parameters" else 1
             sent += times * (gathers * parameters + trainable) * ring(self.parts) / 2.0
-            sent += times * trainable / self.parts * ring(self.at["copies"].ranks)
+            sent += trainable / self.parts * ring(self.at["copies"].ranks)
         elif replicas > 1:
             exposed, hidden = self._buckets()
             terms["exchange"] = exposed
@@ -94,13 +96,21 @@ class Step(Moments):
         """Seconds of gathering so many bytes of parameters by FSDP2."""
         return self.gather(size) + self.added["gather"](size, tensors)
 
-    def _reduced(self, size: float, tensors: float) -> float:
-        """Seconds of reducing so many bytes of gradients by FSDP2."""
-        return self.scatter(size) + self.copies(size / self.parts) + self.added["reduce"](size, tensors)
+    def _reduced(self, size: float, tensors: float, last: bool) -> float:
+        """Seconds of reducing so many bytes of gradients by FSDP2: over the copies with the last micro-batch only."""
+        return self.scatter(size) + (self.copies(size / self.parts) if last else 0.0) + self.added["reduce"](size, tensors)
 
     def _sharded(self, terms: dict[str, float]) -> float:
         """Adds the seconds of gathering parameters and scattering gradients that are exposed; gives those that are hidden."""
-        made, times, overlap, slower = self.made, self.micro_batches, self.cluster.overlap, self.cluster.interference - 1.0
+        kinds = ((1, True), (self.micro_batches - 1, False))
+        found = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
+        terms["gather"] = sum(times * gather for times, gather, _, _ in found)
+        terms["exchange"] = sum(times * exchange for times, _, exchange, _ in found)
+        return sum(times * hidden for times, _, _, hidden in found)
+
+    def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
+        """Of one micro-batch: seconds of gathering and of scattering that are exposed, and of both that are hidden."""
+        made, overlap, slower = self.made, self.cluster.overlap, self.cluster.interference - 1.0
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
 
@@ -113,8 +123,8 @@ class Step(Moments):
         tensors = grouped(self.owner.tensors) * inside
         others = float(self.owner.tensors.sum() - tensors.sum())
         gather = np.array([self._gathered(float(p), float(n)) for p, n in zip(parameters, tensors, strict=True)])
-        reduce = np.array([self._reduced(float(g), float(n)) for g, n in zip(trainable, tensors, strict=True)])
-        rest_gather, rest_reduce = self._gathered(rest, others), self._reduced(rest_gradients, others)
+        reduce = np.array([self._reduced(float(g), float(n), last_pass) for g, n in zip(trainable, tensors, strict=True)])
+        rest_gather, rest_reduce = self._gathered(rest, others), self._reduced(rest_gradients, others, last_pass)
         forward, backward = grouped(made.forward), grouped(made.backward)
         nothing = np.zeros(1)
         again = self.plan.shard == "parameters"
@@ -133,8 +143,7 @@ class Step(Moments):
             gathers + reduces
         )
         part = gathers / (gathers + reduces) if gathers + reduces else 0.0
-        terms["gather"], terms["exchange"] = times * shown * part, times * shown * (1.0 - part)
-        return times * max(0.0, gathers + reduces - shown)
+        return shown * part, shown * (1.0 - part), max(0.0, gathers + reduces - shown)
 
     def _accumulated(self, trainable: float) -> float:
         """Seconds of adding the gradients of so many bytes of parameters to those of the micro-batch before."""
@@ -227,10 +236,9 @@ class Step(Moments):
                 # Each module of a stage is gathered when it is called, and reduced when its backward pass is done, micro-batch by micro-batch.
                 times_gathered = self.micro_batches * (2 if plan.shard == "parameters" else 1)
                 gather[w] = times_gathered * (self._gathered(p, n) + more * (self.gather.alpha + self.added["gather"].call))
-                one = self._reduced(g, n) + more * (self.scatter.alpha + self.copies.alpha + self.added["reduce"].call)
+                one = self._reduced(g, n, last=False) + more * (self.scatter.alpha + self.added["reduce"].call)
                 exchange[w] = self.micro_batches * one
-                once = g * ring(self.parts) / 2.0 + g / self.parts * ring(self.at["copies"].ranks)
-                sent[w] += times_gathered * p * ring(self.parts) / 2.0 + self.micro_batches * once
+                sent[w] += (times_gathered * p + self.micro_batches * g) * ring(self.parts) / 2.0
             elif plan.replicas > 1:
                 exchange[w] = math.ceil(g / _BUCKET) * self.all_reduce.alpha + self.all_reduce.seconds_per_byte * g
                 sent[w] += g * ring(plan.replicas)
@@ -290,7 +298,7 @@ class Step(Moments):
         return Prediction(
             plan=plan,
             raw_step_seconds=sum(terms.values()),
-            correction=self.cluster.correction(plan.family),
+            correction=self.cluster.correction(plan.family, plan.workers),
             terms=terms,
             one_device_seconds=self.owner.one_device_seconds(plan.batch_size),
             memory=memory,

@@ -26,6 +26,7 @@ from ronde.feed.handles import apart, let_go
 from ronde.parallel import Work, batchnorms, carry_out, converted, spectral_norms
 from ronde.parallel.materialise import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
+from ronde.plan.schedules import micro_batches_of
 from ronde.run import checks, hooks, rates
 from ronde.run.compare import Comparison, Forecast
 from ronde.run.evaluation import on_device, to_device
@@ -123,20 +124,10 @@ def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, A
 
 
 def _accumulate(plan: Plan) -> Plan:
-    """How many micro-batches a step has: what ``micro_batch`` asks for, or what keeps a pipeline busy."""
+    """With the number of micro-batches that a step has."""
     largest = split(0, plan.batch_size, plan.replicas)[0][1]
-    if plan.pipeline == 1:
-        count = 1 if plan.micro_batch is None else -(-largest // plan.micro_batch)
-        return dataclasses.replace(plan, accumulation=count)
-    if plan.micro_batch is not None:
-        count = -(-largest // plan.micro_batch)
-    else:
-        count = min(largest, 4 * plan.pipeline)  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
-    if plan.schedule not in ("gpipe", "1f1b"):
-        count = -(-count // plan.pipeline) * plan.pipeline  # these go round in groups of as many as there are workers
-    if plan.schedule == "zbv":
-        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
-    return dataclasses.replace(plan, accumulation=count, micro_batch=-(-largest // count))
+    count = micro_batches_of(plan, largest)
+    return dataclasses.replace(plan, accumulation=count, micro_batch=-(-largest // count) if plan.pipeline > 1 else plan.micro_batch)
 
 
 def _sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:

@@ -67,13 +67,17 @@ class Gauge(hooks.Observer):
     """Measures at ``distribute``, writes what it found, and ends the process.
 
     Args:
-        options: ``threads``, ``accept_noise``.
+        options: ``threads``, ``accept_noise``, ``devices`` that are planned for.
         file: where the costs and the batch contract are written, as JSON.
     """
 
     def __init__(self, options: dict[str, Any], file: Path) -> None:
         self.options = options
         self.file = file
+
+    def workers(self, found: int) -> int:
+        """See :class:`Observer`: those that are planned for, not those that measure."""
+        return int(self.options.get("devices") or found)
 
     def planned(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
