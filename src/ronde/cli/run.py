@@ -139,9 +139,9 @@ def _plan(text: str, workers: int) -> str:
         if not file.is_file():
             raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
         found = Plan.load(file)
-        found.check_workers(workers)
         if found.workers not in (1, workers):
             raise ArgumentError(f"--plan {text}: it is for {found.workers} workers: start it with ronde run --workers {found.workers}.")
+        found.check_workers(workers)
         return str(file.absolute())
     Plan.parse(text).check_workers(workers)
     return text
