@@ -99,7 +99,8 @@ def _run_script(path: str) -> None:
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
     sys.path[0] = str(Path(path).resolve().parent)
-    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+    # Without this file's own ``from __future__ import``: a script's annotations stay what they are.
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _share_folder() -> None:

@@ -45,7 +45,8 @@ def _as_main(command: list[str]) -> None:
     main.__file__ = path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+    # Without this file's own ``from __future__ import``: a script's annotations stay what they are.
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _shown(error: BaseException) -> str:
