@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
 
-from cases import FAULTS, HEALTHY, LATER, NEWER, healthy_command, judge  # noqa: E402
+from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
 
 from ronde.study.prove import Study, chosen_plans  # noqa: E402
 from ronde.study.prove_pool import Pool  # noqa: E402
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    faults = [f for f in [*FAULTS, *LATER, *NEWER] if not given.names or f.fault in given.names]
+    faults = [f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN] if not given.names or f.fault in given.names]
     healthy = [h for h in HEALTHY if not given.names or h in given.names]
     rows = []
     began = time.monotonic()

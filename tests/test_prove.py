@@ -18,10 +18,11 @@ from processes import child, ronde, ronde_run
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "prove_scripts"))
 
-from cases import FAULTS, HEALTHY, LATER, NEWER, healthy_command, judge  # noqa: E402
+from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
 
 from ronde.study.prove import Study, chosen_plans, prove  # noqa: E402
 from ronde.study.prove_causes import CAUSES, disagreement  # noqa: E402
+from ronde.study.prove_observer import _last_batch
 from ronde.study.prove_pool import Pool  # noqa: E402
 from ronde.study.prove_trace import Comparison, _Judge  # noqa: E402
 from ronde.study.prove_values import probe  # noqa: E402
@@ -29,6 +30,7 @@ from ronde.world import ArgumentError  # noqa: E402
 
 # One of each kind: order, data, contract, forward, loss, gradients, a plan's own, update, schedule, between steps, evaluation.
 SAMPLE = [
+    *(f.fault for f in HIDDEN),
     "unseeded_sampler",
     "data_length_by_rank",
     "batchnorm",
@@ -70,7 +72,7 @@ SAMPLE = [
     "second_training",
 ]
 SOUND = ["residual", "gpt", "packed", "accumulated", "own", "complex", "synced", "asks_its_process"]
-CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER]}
+CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +160,7 @@ def test_a_cause_that_a_plan_brings_out(pool: Pool, name: str, plan: str, cause:
 
 def test_the_grid_is_as_large_as_is_said() -> None:
     assert len({f.fault for f in FAULTS}) >= 40 and len(LATER) >= 20 and len(HEALTHY) >= 12
-    assert {f.cause for f in [*FAULTS, *LATER, *NEWER]} <= set(CAUSES) and len({f.cause for f in FAULTS}) >= 20
+    assert {f.cause for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]} <= set(CAUSES) and len({f.cause for f in FAULTS}) >= 20
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -253,6 +255,35 @@ def test_a_head_that_was_replaced_may_stay_in_the_optimizer(pool: Pool, tmp_path
     assert missed.status == "differs" and missed.cause is not None and missed.cause.id == "stale-optimizer"
 
 
+ANNOTATED = """
+import argparse
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+    epochs: int = 2
+
+parser = argparse.ArgumentParser()
+for field in dataclasses.fields(Config):
+    parser.add_argument("--" + field.name, type=field.type, default=field.default)
+given = parser.parse_args(["--rate", "0.2"])
+import torch, ronde
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=given.rate)
+ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8).fit(given.epochs)
+"""
+
+
+@pytest.mark.parametrize("command", [["prove", "--steps", "2"], ["run", "--workers", "1"]], ids=lambda c: c[0])
+def test_a_scripts_annotations_are_types_as_under_python(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "train.py").write_text(ANNOTATED)
+    done = ronde_run([*command, "train.py"], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals = signal.SIGINT) -> None:
     (tmp_path / "train.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(100)\n")
     with child(ronde("prove", "train.py"), tmp_path) as started:
@@ -340,6 +371,20 @@ def test_what_kind_of_function_a_loss_is(kind: str, loss) -> None:
     for seed in range(40):
         torch.manual_seed(seed)
         assert probe(loss, (torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,))), 9) == kind
+
+
+@pytest.mark.parametrize("workers", range(2, 9))
+def test_an_epoch_that_is_cut_keeps_its_last_batch_or_gets_an_uneven_one(workers: int) -> None:
+    for size in range(1, 40):
+        for samples in range(1, 3 * size):
+            last = _last_batch(samples, size, workers)
+            assert last == samples % size if samples % size else last % workers or last == size
+    assert [_last_batch(63, 10, workers), _last_batch(49, 8, workers), _last_batch(6, 1, workers), _last_batch(6, 2, workers)] == [
+        3,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_a_disagreement_of_ranks_is_read() -> None:

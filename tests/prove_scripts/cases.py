@@ -160,6 +160,17 @@ NEWER = [
     ]
 ]
 
+# Of a second such review: what was called equal, or named wrongly.
+HIDDEN = [
+    Fault(name, *what, script="hidden_faults.py")
+    for name, *what in [
+        ("hand_synced", "mean-of-means", "outputs", "1", 3),
+        ("rate_of_means", "mean-of-means", "learning rate", "learning rate of group 0", 3),
+        ("empty_counted", "mean-of-means", "outputs", "", 4),
+        ("empty_exchange", "rank-dependent-loop", "steps", "what the workers exchange", 3),
+    ]
+]
+
 HEALTHY = [
     "mlp",
     "cnn",

@@ -421,6 +421,12 @@ class Study:
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers wait for", None, None, failure.text)
             return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", failure.text), error=failure.text, seconds=seconds)
+        exchanges = sorted({n.split("|", 1)[1].replace("@", " at ") for n in many.notes().get("exchange", [])})
+        if exchanges and "collective mismatch" in failure.text:
+            step = min(c[0] for c in counts) + 1
+            d = Difference("steps", step, "what the workers exchange", None, None, failure.text)
+            asks = f"the script calls {', '.join(exchanges[:3])}; a worker without samples of a batch does not call the model in run.step()"
+            return PlanVerdict(plan, "differs", d, cause("rank-dependent-loop", asks), error=failure.text, seconds=seconds)
         if _reads_rank(many) and failure.kind != "killed":  # who was killed by something else is not the loop's doing
             blind = self._again(plan, "blind")
             if blind is not None and blind.steps() and compare(one, blind).difference is None:
@@ -476,7 +482,8 @@ class Study:
             found.append(f"The script ended after {len(one.steps())} of {self.steps} steps: those were compared.")
         short, whole = opening.get("short"), opening.get("epoch_samples")
         if short is not None and short < whole:
-            found.append(f"Epochs were cut to {short} of {whole} samples, to have an uneven last batch and ends of epochs among the steps.")
+            last = f"a last batch of {opening['last']} and " if opening.get("last") else ""
+            found.append(f"Epochs were cut to {short} of {whole} samples, to have {last}ends of epochs among the steps.")
         left = sorted(set(opening.get("names", [])) - set(opening.get("held", [])))
         if left:
             found.append(f"The optimizer does not hold {', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained.")

@@ -153,6 +153,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "and all_reduce adds gradients up that ronde averages as well.",
         "Leave averaging to ronde; gather outputs with torch.distributed.nn.functional.all_gather, which is differentiated.",
     ),
+    "mean-of-means": (
+        "The script averages over workers what each has computed of its own samples, as if all of them had equally many: of the last batch they have "
+        "not, and one may have none (it is given one sample that does not count).",
+        "Exchange sums and numbers of samples and divide then; leave losses, gradients and metrics to ronde, which weighs them.",
+    ),
     "batch-dependent-gradients": (
         "The backward pass mixes the samples of its batch (a custom autograd function, a backward hook).",
         "Make the gradient of each sample independent of the others.",
@@ -358,6 +363,9 @@ def diagnose(case: Case) -> Cause:
     ranked = _of_rank(case)
     if ranked is not None:
         return ranked
+    of_shares = _of_uneven_shares(case) if case.replicated and case.difference.phase not in ("order", "data", "evaluation") else None
+    if of_shares is not None:
+        return of_shares
     iterating = case.one.first("opening").get("iterating", [])
     if iterating and _several_passes(case) and case.difference.phase in ("outputs", "loss", "gradients", "buffers"):
         return cause("state-of-each-pass", f"{iterating[0]!r} is normalised by its spectrum")
@@ -369,6 +377,22 @@ def diagnose(case: Case) -> Cause:
         moved = _moves(case) if d.phase in ("outputs", "loss", "gradients", "buffers") else None
         return cause("state-of-each-pass", moved) if moved else cause("plan")
     return _BY_PHASE.get(case.difference.phase, _unknown)(case)
+
+
+def _of_uneven_shares(case: Case) -> Cause | None:
+    """The cause, if all is equal until the workers have unlike numbers of samples, and the script exchanges something itself."""
+    exchanges = _noted(case, "exchange", "step", "between", "update")
+    uneven = next((k for k, sizes in enumerate(_shares(case)) if len(set(sizes)) > 1), None)
+    if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
+        return None
+    told = f"until step {uneven} all workers have equally many samples, and it is equal; in step {uneven + 1} they have {_shares(case)[uneven]}"
+    return cause("mean-of-means", told, f"the script calls {', '.join(exchanges[:3])}")
+
+
+def _shares(case: Case) -> list[list[int]]:
+    """How many samples each worker has, step by step."""
+    said = [case.many.steps(r) for r in range(case.many.size)]
+    return [[sum(high - low for low, high in step["micro"]) for step in steps] for steps in zip(*said, strict=False)]
 
 
 def _several_passes(case: Case) -> bool:

@@ -115,6 +115,18 @@ class _NotedStream(IterableDataset[Any]):
         return copy.deepcopy(self._inner, memo)  # to take samples of beforehand
 
 
+def _last_batch(samples: int, size: int, workers: int) -> int:
+    """How many samples the last batch of an epoch that is cut short has: as many as the real one, which is what the training meets, be it
+    even or too small for every worker to have one. Where that is a whole batch, as nearly half of one as workers cannot share evenly.
+
+    Example:
+        >>> _last_batch(63, 10, 2), _last_batch(49, 8, 2), _last_batch(64, 8, 2), _last_batch(60, 6, 4)
+        (3, 1, 5, 3)
+    """
+    uneven = [n for n in range(1, size) if n % workers]
+    return samples % size or min(uneven, key=lambda n: (abs(n - size // 2 - 0.5), -n), default=size)
+
+
 def _asks_for_its_process(dataset: Any) -> bool:
     """Whether a data set's own code looks at ``get_worker_info``: in the training process there is none."""
     kinds = [k for k in type(dataset).__mro__ if k.__module__.partition(".")[0] != "torch"]
@@ -253,13 +265,13 @@ class Watch(hooks.Observer):
         self._steps_per_epoch = -(-order.epoch_samples // size)
         short = order.epoch_samples
         if settings.steps >= 4 and self._steps_per_epoch >= settings.steps:
-            # An uneven last batch, an end of an epoch and an evaluation are to be among the steps.
-            short = min(short, (settings.steps // 2 - 1) * size + size // 2 + 1)
+            # The last batch of an epoch, its end and an evaluation are to be among the steps.
+            short = min(short, (settings.steps // 2 - 1) * size + _last_batch(short, size, settings.workers))
         if taken.drop_last:
             short = min(order.epoch_samples, max(short, size))
         loader = _wide_loader(taken.settings, taken.dataset, lambda found: self.note("collate", ", ".join(found)))
         if self._mine:
-            self._open(given, short)
+            self._open(given, short, size)
             noted = _NotedStream if isinstance(taken.dataset, IterableDataset) else _Noted
             taken = dataclasses.replace(taken, dataset=noted(taken.dataset, self._note_sample))
         if self._trainings > 1:
@@ -285,7 +297,7 @@ class Watch(hooks.Observer):
         if settings.sync_batchnorm is not None:
             given.sync_batchnorm = settings.sync_batchnorm
 
-    def _open(self, given: hooks.Opening, short: int) -> None:
+    def _open(self, given: hooks.Opening, short: int, size: int) -> None:
         model, optimizer, taken = given.model, given.optimizer, given.taken
         named = dict(model.named_parameters())
         self._names = list(named)
@@ -323,6 +335,7 @@ class Watch(hooks.Observer):
             samples=taken.order.n,
             epoch_samples=taken.order.epoch_samples,
             short=short,
+            last=0 if taken.drop_last else short % size,
             names=self._names,
             held=sorted(self._held),
             modules=mean,
@@ -630,7 +643,8 @@ class Watch(hooks.Observer):
         if run is self.run:
             self._evaluation_samples = order.epoch_samples
         if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
-            order = dataclasses.replace(order, length=_EVALUATE_SAMPLES)
+            left_over = (_EVALUATE_SAMPLES - order.epoch_samples) % (taken.batch_size or 1)  # the last batch stays as large as it is
+            order = dataclasses.replace(order, length=max(_EVALUATE_SAMPLES - left_over, 1))
         loader = _wide_loader(taken.settings, taken.dataset, lambda found: None)
         dataset = taken.dataset
         if run is self.run and not isinstance(dataset, IterableDataset):

@@ -216,7 +216,8 @@ def _patch_ranks(watch: Watch) -> None:
 
     def exchanging(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            where = _place(True)
+            differentiated = sys._getframe(1).f_code.co_filename.endswith("/distributed/nn/functional.py")
+            where = _place(not differentiated)
             if where:
                 watch.note("exchange", f"{what}@{where}")
             return original(*args, **kwargs)
