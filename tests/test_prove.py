@@ -22,7 +22,7 @@ from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge 
 
 from ronde.study.prove import Study, chosen_plans, prove  # noqa: E402
 from ronde.study.prove_causes import CAUSES, disagreement  # noqa: E402
-from ronde.study.prove_observer import _last_batch
+from ronde.study.prove_observer import _last_batch  # noqa: E402
 from ronde.study.prove_pool import Pool  # noqa: E402
 from ronde.study.prove_trace import Comparison, _Judge  # noqa: E402
 from ronde.study.prove_values import probe  # noqa: E402

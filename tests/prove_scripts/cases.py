@@ -168,6 +168,15 @@ HIDDEN = [
         ("rate_of_means", "mean-of-means", "learning rate", "learning rate of group 0", 3),
         ("empty_counted", "mean-of-means", "outputs", "", 4),
         ("empty_exchange", "rank-dependent-loop", "steps", "what the workers exchange", 3),
+        ("unseeded_data", "unseeded-data", "data", "sample", 1),
+        ("unseeded_split", "unseeded-data", "data", "sample", 1),
+        ("unseeded_target", "unseeded-script", "outputs", "(argument 2 of the loss)", 1),
+        ("unseeded_rate", "unseeded-script", "distribute", "the optimizer's lr", 0),
+        ("own_centres", "state-outside-the-model", "loss", "loss", 2),
+        ("remembered_outputs", "state-outside-the-model", "loss", "loss", 4),
+        ("seen_temperature", "state-outside-the-model", "outputs", "(argument 1 of the loss)", 2),
+        ("hidden_state", "state-outside-the-model", "outputs", "cells[0]"),
+        ("by_another_name", "unknown", "outputs", "(argument 1 of the loss)", 1),
     ]
 ]
 

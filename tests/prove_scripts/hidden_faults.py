@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import torch
@@ -107,6 +108,104 @@ def empty_exchange() -> None:
     for _ in run.epochs(3):
         for batch in run.batches():
             run.step(batch)
+
+
+# -- nothing seeds it --------------------------------------------------------------------------------------------------
+
+
+def unseeded_data() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(41, 6), torch.randint(0, 3, (41,)))
+    distributed(network(), data)[1].fit(3)
+
+
+def unseeded_split() -> None:
+    train, _ = torch.utils.data.random_split(samples(60), [48, 12])
+    distributed(network(), train)[1].fit(3)
+
+
+def unseeded_target() -> None:
+    """A network beside the model, which ronde.distribute does not see."""
+    target = nn.Linear(6, 3)
+    distributed(network(), samples(), forward=lambda m, b: (m(b[0]), target(b[0]).detach()), loss=F.mse_loss)[1].fit(3)
+
+
+def unseeded_rate() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=random.choice([0.1, 0.2, 0.3, 0.4]))
+    ronde.distribute(model, optimizer, samples(), loss=F.cross_entropy, batch_size=8).fit(3)
+
+
+# -- carried from batch to batch ---------------------------------------------------------------------------------------
+
+
+def own_centres() -> None:
+    """Of the loss, with an optimizer that ronde does not know."""
+    torch.manual_seed(0)
+    centres = nn.Parameter(torch.randn(3, 3))
+    theirs = torch.optim.SGD([centres], lr=0.5)
+    _, run = distributed(network(), samples(), loss=lambda out, y: F.cross_entropy(out, y) + 0.5 * (out - centres[y]).pow(2).sum(1).mean())
+    for _ in run.epochs(3):
+        for batch in run.batches():
+            theirs.zero_grad()
+            run.step(batch)
+            theirs.step()
+
+
+def remembered_outputs() -> None:
+    """By sample, in a dictionary of each process."""
+    known: dict[int, torch.Tensor] = {}
+    model, data = network(), samples(20)
+    numbered = torch.utils.data.TensorDataset(*data.tensors, torch.arange(20))
+    _, run = distributed(model, numbered, forward=lambda m, b: (m(b[0]), b[1]))
+    for _ in run.epochs(4):
+        for x, y, i in run.batches():
+            out = model(x)
+            before = torch.stack([known.get(int(j), out[r].detach()) for r, j in enumerate(i)])
+            run.backward(F.cross_entropy(out, y) + F.mse_loss(out, before))
+            run.update()
+            known.update({int(j): out[r].detach() for r, j in enumerate(i)})
+
+
+def seen_temperature() -> None:
+    model, seen = network(), 0
+    model.temperature = 1.0
+    _, run = distributed(model, samples(), forward=lambda m, b: (m(b[0]) / m.temperature, b[1]))
+    for _ in run.epochs(3):
+        for batch in run.batches():
+            run.step(batch)
+            seen += len(batch[0])
+            model.temperature = 1 / (1 + 0.01 * seen)
+
+
+class Recurrent(nn.Module):
+    """Goes on from where the last batch ended."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.cells, self.head, self.state = nn.GRU(6, 8, batch_first=True), nn.Linear(8, 3), None
+
+    def forward(self, x):
+        known = self.state is not None and self.state.shape[1] >= len(x)
+        out, state = self.cells(x[:, None], self.state[:, : len(x)] if known else None)
+        if self.training:
+            self.state = state.detach()
+        return self.head(out[:, -1])
+
+
+def hidden_state() -> None:
+    distributed(Recurrent(), torch.utils.data.DataLoader(samples(), 8), batch_size=None)[1].fit(3)
+
+
+def by_another_name() -> None:
+    """It asks for its rank where nobody sees it."""
+    group = dist.distributed_c10d
+
+    def forward(m, batch):
+        me = group._get_default_group().rank() if group.GroupMember.WORLD is not None else 0
+        return m(batch[0]) * (1.0 + me), batch[1]
+
+    distributed(network(), samples(), forward=forward)[1].fit(3)
 
 
 globals()[FAULT]()

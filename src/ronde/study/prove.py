@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ronde.plan import Plan
 from ronde.plan.meaning import meaning
-from ronde.study.prove_causes import GONE, Case, Cause, cause, diagnose, disagreement
+from ronde.study.prove_causes import GONE, SEEDED, Case, Cause, cause, diagnose, disagreement
 from ronde.study.prove_pool import CONSEQUENCES, Failure, Launch, Pool
 from ronde.study.prove_trace import Comparison, Difference, Trace, compare
 from ronde.world import ArgumentError
@@ -412,6 +412,9 @@ class Study:
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
         if told:
             reads = sorted({n for r in range(many.size) for n in _read_early(many, r)})
+            alike = self._again(plan, "alike")
+            if alike is not None and alike.steps() and compare(one, alike).difference is None:
+                return PlanVerdict(plan, "differs", told[0], cause("unseeded-script", SEEDED), error=failure.text, seconds=seconds)
             return PlanVerdict(plan, "differs", told[0], cause(told[1], *(f"the script reads {n}" for n in reads[:3])), seconds=seconds)
         counts = [(len(many.steps(r)), sum(e["kind"] in ("evaluating", "evaluated") for e in many.events[r])) for r in range(many.size)]
         ended = {any(e["kind"] == "end" for e in many.events[r]) for r in range(many.size)} if failure.kind != "killed" else set()
@@ -449,6 +452,7 @@ class Study:
                     "split": "one process that splits the batch",
                     "twice": "one process that computes every forward pass twice",
                     "blind": "workers that are told that they are alone",
+                    "alike": "workers that start with one seed",
                     "whole": "without micro-batches",
                     "replicate": "replicate, to compare with",
                 }.get(what, f"with {what}")
@@ -458,7 +462,9 @@ class Study:
                 launch = self._start(what, "replicate", [0], reference=True, apart=apart, **{what: True})
             else:
                 alone: dict[str, Any] = {"blind": True, "alone": self._alone}
-                changed = {"replicate": {}, "whole": {"whole": True}, "blind": alone}.get(what, {"sync_batchnorm": True})
+                changed = {"replicate": {}, "whole": {"whole": True}, "blind": alone, "alike": {"alike": True}}.get(
+                    what, {"sync_batchnorm": True}
+                )
                 launch = self._start(what, plan, list(range(self.pool.workers)), **changed)
             launch.limit_seconds = self._limit
             self.pool.wait(launch)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ronde.study.prove_trace import BATCH, EPOCHS, Difference, Trace, compare
 
-__all__ = ["CAUSES", "GONE", "Case", "Cause", "diagnose", "disagreement"]
+__all__ = ["CAUSES", "GONE", "SEEDED", "Case", "Cause", "diagnose", "disagreement"]
 
 CAUSES: dict[str, tuple[str, str]] = {
     "unseeded-sampler": (
@@ -19,7 +19,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "unseeded-data": (
         "The same sample has other values in every run or on every worker: the data set is made or augmented with what nothing seeds.",
-        "Seed before the data set is made (torch.manual_seed); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde; a generator of its own is made there, from them.",
+        "torch.manual_seed(0) at the top of the script, before the data set is made, split or shuffled (numpy.random.seed and random.seed where these are "
+        "drawn from); within __getitem__, torch's, numpy's and random's own generators are seeded by ronde; a generator of its own is made there, from them.",
     ),
     "data-not-by-index": (
         "A sample has other values on another worker: they come from more than its index, from what was read before it (a counter, a generator or a "
@@ -32,8 +33,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Initialise from these generators, or from one with a fixed seed.",
     ),
     "unseeded-script": (
-        "Two runs of the script with one process pass other arguments to ronde.distribute.",
-        "Look for the clock and for unseeded choices.",
+        "The script draws from what nothing seeds, before the training or beside it (arguments, a second network, targets, a choice): it is another one on "
+        "every worker, or in every run.",
+        "torch.manual_seed(0) at the top of the script, before the data, the model or a second network are made (numpy.random.seed and random.seed where "
+        "these are drawn from). What another run of one process has otherwise comes from the clock or a generator of the script's own.",
     ),
     "nondeterministic-kernel": (
         "Two runs with one process, same samples, same weights, differ: something computes another result each time.",
@@ -120,8 +123,8 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Return the mean of what each sample contributes. What must see the whole batch cannot be split over workers.",
     ),
     "state-outside-the-model": (
-        "The loss depends on something outside the model that changes from call to call, on each worker by its own calls and samples (a counter, a "
-        "running scale, a temperature with an optimizer of its own).",
+        "The forward pass or the loss depends on something outside the model's parameters and buffers that changes from call to call, on each worker by its "
+        "own calls and samples (a counter, a running scale, a hidden state, a temperature or centres with an optimizer of their own).",
         "Make it a parameter or a buffer of the model, or change it by what is the same on all workers.",
     ),
     "loss-pair": (
@@ -323,6 +326,44 @@ GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like o
 """What was seen where the script's asking for its rank is the cause."""
 
 
+SEEDED = "where all workers begin with the same seed, it is equal"
+"""What was seen where nothing seeds the script."""
+_SEEDS = (
+    "initial buffers",
+    "order",
+    "data",
+    "weights between steps",
+    "outputs",
+    "loss",
+    "gradients",
+    "learning rate",
+    "evaluation",
+    "steps",
+)
+
+
+def _of_seeds(case: Case) -> Cause | None:
+    """The cause, if it is gone where workers begin with the same seed."""
+    d = case.difference
+    if d.phase not in _SEEDS:
+        return None
+    alike = case.again("alike")
+    if alike is None or not alike.steps():
+        return None
+    left = compare(case.one, alike).difference
+    if left is not None and left.place <= d.place:
+        return None
+    told = (
+        f"where all workers begin with the same seed, the next difference is: {left.phase}, step {left.step}, {left.name}"
+        if left
+        else SEEDED
+    )
+    drawn = _draws(case) if d.phase in ("outputs", "loss", "gradients") else None
+    if drawn:  # in every step: that is more than what is made once
+        return cause("randomness", drawn, told)
+    return cause("unseeded-data" if d.phase == "data" or d.name.startswith("sample ") else "unseeded-script", told)
+
+
 def _of_rank(case: Case) -> Cause | None:
     """The cause, if it is that the script asks for its rank or the number of workers."""
     d = case.difference
@@ -363,6 +404,9 @@ def diagnose(case: Case) -> Cause:
     ranked = _of_rank(case)
     if ranked is not None:
         return ranked
+    of_seeds = _of_seeds(case)
+    if of_seeds is not None:
+        return of_seeds
     of_shares = _of_uneven_shares(case) if case.replicated and case.difference.phase not in ("order", "data", "evaluation") else None
     if of_shares is not None:
         return of_shares
@@ -487,6 +531,26 @@ def _given(case: Case, name: str) -> bool:
     return False
 
 
+def _of_state(case: Case) -> Cause | None:
+    """The cause, if it is what each worker carries from batch to batch: equal at first, with as many samples as where it differs.
+
+    A layer that mixes samples differs as soon as they are dealt out.
+    """
+    k, shares = case.difference.step - 1, _shares(case)
+    if not 0 < k < len(shares) or shares[k] not in shares[:k] or _asks(case, "step", "between"):
+        return None
+    return cause("state-outside-the-model", f"{_count(k)} {'is' if k == 1 else 'are'} equal, with as many samples on each worker")
+
+
+def _not_of_splitting(case: Case, by_rank: str) -> Cause:
+    """One process that splits the batch as the workers do does not differ: the rank's doing if the script asks for it."""
+    reads = _asks(case, "step", "between") or _asks(case)
+    told = "one process that splits the batch alike does not differ"
+    if reads:
+        return cause(by_rank, reads, told)
+    return _of_state(case) or cause("unknown", f"{told}, and the script was not seen to ask for its rank")
+
+
 def _of_outputs(case: Case) -> Cause:
     drawn = _draws(case)
     if drawn:
@@ -510,7 +574,7 @@ def _of_outputs(case: Case) -> Cause:
     if "(call " in d.name and any(t.steps(r)[k].get("rewritten") for t in (case.one, case.many) for r in range(t.size)):
         return cause("weights-changed-by-script", "weights are written to within the step, between two forward passes")
     if splitting is False and name not in opening.get("batchnorms", []):
-        return cause("rank-dependent-forward", _reads(case, "step"), "one process that splits the batch alike does not differ")
+        return _not_of_splitting(case, "rank-dependent-forward")
     if name in opening.get("batchnorms", []) and opening.get("contract", {}).get("sync_batchnorm"):
         text = "sync_batchnorm=True is on: what it normalises over is not the global batch, but a micro-batch or a piece of it"
         return cause("batchnorm", what, text)
@@ -534,6 +598,9 @@ def _of_outputs(case: Case) -> Cause:
     moved = _moves(case)
     if moved:
         return cause("state-of-each-pass", moved)
+    kept = _of_state(case)
+    if kept is not None:
+        return kept
     if splitting is None:
         reads = _reads(case, "step")
         return cause("rank-dependent-forward", reads) if reads else cause("batch-dependent-layer", what)
@@ -616,21 +683,20 @@ def _of_loss(case: Case) -> Cause:
         return cause("accumulation", "without micro-batches it is equal")
     splitting = _splitting(case)
     if splitting is False:
-        return cause("rank-dependent-forward", _reads(case, "step"), "one process that splits the batch alike does not differ")
+        return _not_of_splitting(case, "rank-dependent-forward")
     related = _related(case)
     if related:
         return cause("loss-over-the-batch", related)
     padded = _padded(case)
     if padded:
         return cause("padding", padded)
-    if kind in ("mean", "pair") and splitting is None:
+    if kind in ("mean", "pair") and splitting is None and _asks(case, "step"):
         return cause("rank-dependent-forward", _reads(case, "step"))
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
         return _of_outputs(case)  # of a pipeline's stages no outputs are noted
-    if kind == "mean" and case.difference.step > 1:
-        return cause(
-            "state-outside-the-model", "asked about parts of a batch, the loss answers like a mean, and the steps before are equal"
-        )
+    kept = _of_state(case) if kind == "mean" else None
+    if kept is not None:
+        return kept
     by_gradients = _loss_by_gradients(case)
     if by_gradients is not None:
         return by_gradients
@@ -743,10 +809,10 @@ def _of_gradients(case: Case) -> Cause:
     hooked = [n for n in opening.get("hooked", []) if n in (d.name, *d.others) or any(x.startswith(f"{n}.") for x in (d.name, *d.others))]
     names = set(opening.get("names", []))
     hooked += [n for n in opening.get("hooked", []) if n not in names and n not in hooked]  # a module's changes what is below it too
-    if (reads and splitting is not False) or (splitting is False and not hooked):
-        return cause(
-            "rank-dependent-gradients", reads, None if splitting is not False else "one process that splits the batch alike does not differ"
-        )
+    if splitting is False and not hooked:
+        return _not_of_splitting(case, "rank-dependent-gradients")
+    if reads and splitting is not False:
+        return cause("rank-dependent-gradients", reads)
     if not hooked and case.one.loss_kind() in ("state", "over-batch"):
         kind = case.one.loss_kind()
         return cause(_LOSSES[kind], _LOSS_ANSWERS[kind])

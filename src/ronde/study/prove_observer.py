@@ -56,6 +56,7 @@ class Settings:
         apart: the script owns its loop and was written for one batch a step: with ``split`` it is handed the parts one after the other.
         blind: answer the script that it is rank 0 of 1, whenever it asks.
         alone: what ``run.plan`` is then, as :meth:`Plan.to_dict` gives it.
+        alike: every rank starts with the seed of rank 0.
         training: which of the script's calls of ``ronde.distribute`` is watched, from 0.
         clock: seconds by which the script's clock is ahead.
     """
@@ -73,6 +74,7 @@ class Settings:
     apart: bool = False
     blind: bool = False
     alone: dict[str, Any] | None = None
+    alike: bool = False
     training: int = 0
     clock: float = 0.0
 

@@ -320,9 +320,10 @@ def install(settings: Settings, rank: int) -> Watch:
     watch = Watch(settings, rank)
     hooks.observer = watch
     # A script that seeds nothing has other numbers on every worker, but in every study the same.
-    torch.manual_seed(rank)
-    random.seed(rank)
-    np.random.seed(rank)
+    seed = 0 if settings.alike else rank
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
     torch.set_default_dtype(torch.float64)
     _patch_casts()
     _patch_dropout(watch)
