@@ -177,6 +177,7 @@ HIDDEN = [
         ("seen_temperature", "state-outside-the-model", "outputs", "(argument 1 of the loss)", 2),
         ("hidden_state", "state-outside-the-model", "outputs", "cells[0]"),
         ("by_another_name", "unknown", "outputs", "(argument 1 of the loss)", 1),
+        ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]
 

@@ -208,4 +208,18 @@ def by_another_name() -> None:
     distributed(network(), samples(), forward=forward)[1].fit(3)
 
 
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def gradient_noise() -> None:
+    model = network()
+    _, run = distributed(model, samples())
+    for _ in run.epochs(3):
+        for x, y in run.batches():
+            run.backward(F.cross_entropy(model(x), y))
+            for p in model.parameters():
+                p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+            run.update()
+
+
 globals()[FAULT]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -164,6 +164,11 @@ CAUSES: dict[str, tuple[str, str]] = {
     "batch-dependent-gradients": (
         "The backward pass mixes the samples of its batch (a custom autograd function, a backward hook).",
         "Make the gradient of each sample independent of the others.",
+    ),
+    "replicas-drift": (
+        "Each worker changes gradients or weights by other random numbers, after the exchange: they no longer train one model, but drift apart, and what "
+        "is saved is one of them.",
+        "Draw what is the same on every worker: from a generator that is seeded by the step, torch.Generator().manual_seed(run.state.step).",
     ),
     "tied-weights": (
         "Two parameters share their memory without being one parameter: a plan that moves or splits them separates them.",
@@ -401,6 +406,31 @@ def _module_of(name: str) -> str:
 
 def diagnose(case: Case) -> Cause:
     """The cause of a difference."""
+    found, drift = _diagnosed(case), _drift(case)
+    if drift is None:
+        return found
+    if found.id == "randomness":  # which would be no fault if all had the same weights
+        return cause("replicas-drift", *found.evidence, drift)
+    return replace(found, evidence=(*found.evidence, drift))
+
+
+def _drift(case: Case) -> str | None:
+    """Whether workers that each hold the whole model have other weights than each other after the step that differs."""
+    d = case.difference
+    if not case.replicated or not 0 < d.step <= min(len(case.many.steps(r)) for r in range(case.many.size)):
+        return None
+    first = case.many.of(0, d.step - 1, "weight")
+    for rank in range(1, case.many.size):
+        for name, theirs in case.many.of(rank, d.step - 1, "weight").items():
+            mine = first.get(name, theirs)
+            if mine.shape == theirs.shape and not np.allclose(
+                mine, theirs, rtol=0.0, atol=1e-9 * float(np.abs(mine).max(initial=0.0)), equal_nan=True
+            ):
+                return f"after step {d.step} the workers' own weights differ: {name!r} of rank {rank} is not that of rank 0"
+    return None
+
+
+def _diagnosed(case: Case) -> Cause:
     ranked = _of_rank(case)
     if ranked is not None:
         return ranked
