@@ -177,6 +177,9 @@ HIDDEN = [
         ("seen_temperature", "state-outside-the-model", "outputs", "(argument 1 of the loss)", 2),
         ("hidden_state", "state-outside-the-model", "outputs", "cells[0]"),
         ("by_another_name", "unknown", "outputs", "(argument 1 of the loss)", 1),
+        ("scaled_between", "gradients-changed", "gradients", "0.weight", 1),
+        ("signs_between", "gradients-changed", "gradients", "0.weight", 1),
+        ("decay_between", "gradients-changed", "gradients", "0.weight", 1),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]

@@ -211,6 +211,31 @@ def by_another_name() -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
+def between_parts(change) -> None:
+    model = network()
+    _, run = distributed(model, samples(), micro_batch=2)
+    for _ in run.epochs(3):
+        for parts in run.batches():
+            for x, y in parts:
+                run.backward(F.cross_entropy(model(x), y))
+                norm = float(sum(p.grad.pow(2).sum() for p in model.parameters())) ** 0.5
+                for p in model.parameters():
+                    change(p, norm)
+            run.update()
+
+
+def scaled_between() -> None:
+    between_parts(lambda p, norm: p.grad.mul_(min(1.0, 0.01 / norm)))
+
+
+def signs_between() -> None:
+    between_parts(lambda p, norm: p.grad.data.sign_())
+
+
+def decay_between() -> None:
+    between_parts(lambda p, norm: p.grad.add_(p.detach(), alpha=0.01))
+
+
 def gradient_noise() -> None:
     model = network()
     _, run = distributed(model, samples())

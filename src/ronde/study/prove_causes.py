@@ -139,6 +139,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The script clears gradients between the micro-batches of a step: only the last ones are left.",
         "Leave zero_grad() out: run.update() clears them.",
     ),
+    "gradients-changed": (
+        "The script changes gradients between the micro-batches of a step: of a part of the batch, and what was accumulated before once more.",
+        "Change them after the last run.backward() of a step and before run.update(): there they are of the global batch. clip_norm= in ronde.distribute "
+        "clips, an optimizer's weight_decay= decays.",
+    ),
     "gradient-hook": (
         "A hook changes the gradients of one worker's samples before they are averaged.",
         "Change gradients after the exchange: between run.backward() and run.update(), or with clip_norm=.",
@@ -709,8 +714,8 @@ def _of_loss(case: Case) -> Cause:
     kind = case.one.loss_kind()
     if kind in _LOSSES:
         return cause(_LOSSES[kind], _LOSS_ANSWERS[kind])
-    if _without_micro(case):
-        return cause("accumulation", "without micro-batches it is equal")
+    if _without_micro(case) and _proportional(case):
+        return cause("accumulation", "without micro-batches it is equal", _proportional(case))
     splitting = _splitting(case)
     if splitting is False:
         return _not_of_splitting(case, "rank-dependent-forward")
@@ -815,6 +820,20 @@ def _without_micro(case: Case) -> bool:
     return left is None or ((left.phase, left.step) > (case.difference.phase, case.difference.step) and left.step > case.difference.step)
 
 
+def _proportional(case: Case) -> str | None:
+    """Whether all gradients differ by one and the same factor."""
+    k = case.difference.step - 1
+    one, many = case.one.merged(k, "gradient"), case.many.merged(k, "gradient")
+    names = [n for n in one if n in many and one[n].shape == many[n].shape]
+    if not names:
+        return None
+    a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
+    factor = float(a @ b) / (float(a @ a) or 1.0)
+    if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=1e-6 * float(np.abs(b).max(initial=0.0))):
+        return None
+    return f"all gradients are {factor:.4g} times those of one process"
+
+
 def _of_gradients(case: Case) -> Cause:
     drawn = _draws(case)
     if drawn:
@@ -830,8 +849,11 @@ def _of_gradients(case: Case) -> Cause:
     cleared = _noted(case, "cleared", "step")
     if cleared:
         return cause("gradients-cleared", f"zero_grad() at {cleared[0]}")
-    if _without_micro(case):
-        return cause("accumulation", "without micro-batches it is equal")
+    regraded = sorted({n for r in range(case.many.size) for n in case.many.steps(r)[d.step - 1].get("regraded", [])})
+    if regraded:
+        return cause("gradients-changed", f"that of {regraded[0]!r}", *(f"by {place}" for place in _noted(case, "regraded", "step")[:2]))
+    if _without_micro(case) and _proportional(case):
+        return cause("accumulation", "without micro-batches it is equal", _proportional(case))
     exchanges = _noted(case, "exchange", "step")
     if exchanges:
         return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")

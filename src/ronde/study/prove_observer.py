@@ -117,6 +117,13 @@ class _NotedStream(IterableDataset[Any]):
         return copy.deepcopy(self._inner, memo)  # to take samples of beforehand
 
 
+def _states(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What tells whether a gradient was written to: also through ``.data``, which leaves its version as it is."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        held = {n: p.grad for n, p in model.named_parameters() if p.grad is not None and not hasattr(p.grad, "full_tensor")}
+        return {n: (g._version, float(g.norm()), float(g.sum())) for n, g in held.items()}
+
+
 def _last_batch(samples: int, size: int, workers: int) -> int:
     """How many samples the last batch of an epoch that is cut short has: as many as the real one, which is what the training meets, be it
     even or too small for every worker to have one. Where that is a whole batch, as nearly half of one as workers cannot share evenly.
@@ -359,6 +366,7 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.ready`."""
         if self._mine and self.run is None:
             self.run = run
+            self._watch_gradients(run)
             if self.settings.apart:
                 self._keep_gradients(run)
             self.event("ready", plan=plan.to_dict())
@@ -403,6 +411,22 @@ class Watch(hooks.Observer):
                 clear(set_to_none)
 
         run.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _watch_gradients(self, run: Run) -> None:
+        """Note which ones a script that owns its loop changes between the micro-batches of a step."""
+        backward = run.backward
+        left: dict[str, tuple[Any, ...]] = {}
+
+        def watched(loss: Any) -> None:
+            if 0 < run._backwards < len(self._sizes):
+                changed = [n for n, found in _states(run.model).items() if n in left and left[n] != found]
+                self._step.setdefault("regraded", []).extend(changed)
+            backward(loss)
+            left.clear()
+            if run._backwards < len(self._sizes):
+                left.update(_states(run.model))
+
+        run.backward = watched  # type: ignore[method-assign]
 
     def _note_sample(self, i: int, value: Any) -> None:
         self._read.setdefault(int(i), []).append(digest(value))

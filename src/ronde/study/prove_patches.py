@@ -90,6 +90,10 @@ def _place(direct: bool) -> str | None:
 _CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
 
 
+def _in_place(name: str) -> bool:
+    return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _from_module() -> bool:
     """Whether a call comes from one of torch's modules, and not from the script's own forward function."""
     frame = sys._getframe(2)
@@ -118,6 +122,8 @@ class _Wide(TorchFunctionMode):
                 self._watch.note("batch_norm", _place(False))
             elif name in _CLAMPS and self._watch.phase == "step" and args and self._watch.is_gradient(args[0]):
                 self._watch.note("clamps", f"{name}@{_place(False)}")
+            elif _in_place(name) and args and self._watch.is_between_parts() and self._watch.is_gradient(args[0]):
+                self._watch.note("regraded", f"{name}@{_place(False)}")
         if any(isinstance(a, torch.dtype) and a in HALVES for a in args):
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in HALVES else a for a in args)
         dtype = kwargs.get("dtype")
