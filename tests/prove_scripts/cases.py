@@ -180,6 +180,10 @@ HIDDEN = [
         ("scaled_between", "gradients-changed", "gradients", "0.weight", 1),
         ("signs_between", "gradients-changed", "gradients", "0.weight", 1),
         ("decay_between", "gradients-changed", "gradients", "0.weight", 1),
+        ("metric_of_a_probe", "state-outside-the-model", "evaluation", "probe", 3),
+        ("kept_for_evaluation", "state-outside-the-model", "evaluation", "loss", 3),
+        ("late_standardise", "batch-dependent-layer", "outputs", "(argument 1 of the loss)", 2),
+        ("standardised_evaluation", "evaluation-depends-on-batch", "evaluation", "loss", 3),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]

@@ -197,6 +197,60 @@ def hidden_state() -> None:
     distributed(Recurrent(), torch.utils.data.DataLoader(samples(), 8), batch_size=None)[1].fit(3)
 
 
+class Remembering(nn.Module):
+    """What it has seen in training changes evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.mean = network(), torch.zeros(3)
+
+    def forward(self, x):
+        out = self.inner(x)
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * out.detach().mean(0)
+        return out if self.training else out - self.mean
+
+
+def kept_for_evaluation() -> None:
+    data = samples()
+    distributed(Remembering(), data)[1].fit(3, validate=data)
+
+
+def metric_of_a_probe() -> None:
+    """One value for each sample, by a probe that each worker trains on its own."""
+    model, data = network(), samples()
+    probe = nn.Linear(3, 3)
+    theirs = torch.optim.SGD(probe.parameters(), lr=0.1)
+    _, run = distributed(model, data)
+    for _ in run.epochs(3):
+        for x, y in run.batches():
+            run.step((x, y))
+            theirs.zero_grad()
+            F.cross_entropy(probe(model(x).detach()), y).backward()
+            theirs.step()
+        run.evaluate(data, metrics={"probe": lambda out, y: F.cross_entropy(probe(out), y, reduction="none")})
+
+
+def late_standardise() -> None:
+    """Samples are mixed from the second step on: no state, though the first is equal."""
+    holds: list[ronde.Run] = []
+
+    def forward(m, batch):
+        out = m(batch[0])
+        return out + (0.1 * holds[0].state.step if holds else 0.0) * out.mean(0), batch[1]
+
+    _, run = distributed(network(), samples(), forward=forward)
+    holds.append(run)
+    run.fit(3)
+
+
+def standardised_evaluation() -> None:
+    model, data = network(), samples()
+    distributed(model, data, forward=lambda m, b: ((out := m(b[0])) - (0 if m.training else 1) * out.mean(0), b[1]))[1].fit(
+        3, validate=data
+    )
+
+
 def by_another_name() -> None:
     """It asks for its rank where nobody sees it."""
     group = dist.distributed_c10d

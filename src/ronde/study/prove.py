@@ -451,13 +451,14 @@ class Study:
                 {
                     "split": "one process that splits the batch",
                     "twice": "one process that computes every forward pass twice",
+                    "parts": "one process that computes parts of batches as well",
                     "blind": "workers that are told that they are alone",
                     "alike": "workers that start with one seed",
                     "whole": "without micro-batches",
                     "replicate": "replicate, to compare with",
                 }.get(what, f"with {what}")
             )
-            if what in ("split", "twice"):
+            if what in ("split", "twice", "parts"):
                 apart = what == "split" and self._owns_its_loop
                 launch = self._start(what, "replicate", [0], reference=True, apart=apart, **{what: True})
             else:

@@ -123,7 +123,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Return the mean of what each sample contributes. What must see the whole batch cannot be split over workers.",
     ),
     "state-outside-the-model": (
-        "The forward pass or the loss depends on something outside the model's parameters and buffers that changes from call to call, on each worker by its "
+        "The forward pass, the loss or a metric depends on something outside the model's parameters and buffers that changes from call to call, on each worker by its "
         "own calls and samples (a counter, a running scale, a hidden state, a temperature or centres with an optimizer of their own).",
         "Make it a parameter or a buffer of the model, or change it by what is the same on all workers.",
     ),
@@ -271,7 +271,7 @@ class Case:
 
     Attributes:
         again: ``again("split")`` runs one process over micro-batches like the workers' shares; ``"twice"`` one process with each forward
-            pass computed twice; ``"blind"`` the workers, of which each is told that it is rank 0 of 1 where the script asks; ``"whole"`` the workers without the script's micro-batches; ``"sync_batchnorm"`` with it on. None where
+            pass computed twice; ``"parts"`` one process that computes a part of each batch by itself as well; ``"blind"`` the workers, of which each is told that it is rank 0 of 1 where the script asks; ``"whole"`` the workers without the script's micro-batches; ``"sync_batchnorm"`` with it on. None where
             that run failed.
         replicated: whether the plan only splits the data.
         replicate_equal: whether plain replicate was found equal.
@@ -574,7 +574,16 @@ def _of_state(case: Case) -> Cause | None:
     k, shares = case.difference.step - 1, _shares(case)
     if not 0 < k < len(shares) or shares[k] not in shares[:k] or _asks(case, "step", "between"):
         return None
+    if case.difference.phase == "outputs" and _mixes(case, "step", k):
+        return None
     return cause("state-outside-the-model", f"{_count(k)} {'is' if k == 1 else 'are'} equal, with as many samples on each worker")
+
+
+def _mixes(case: Case, during: str, step: int) -> bool | None:
+    """Whether what is computed of a sample depends on the other samples, with the same weights and state. None: that cannot be asked."""
+    parts = case.again("parts")
+    found = [e["mixes"] for e in parts.events[0] if e["kind"] == "mixes" and (e["during"], e["step"]) == (during, step)] if parts else []
+    return any(found) if found else None
 
 
 def _not_of_splitting(case: Case, by_rank: str) -> Cause:
@@ -929,10 +938,19 @@ def _of_evaluation(case: Case) -> Cause:
     reads = _reads(case, "evaluate")
     if reads:
         return cause("evaluation-depends-on-workers", reads)
-    if d.name != "loss":
+    shape = next((e["metrics"].get(d.name) for e in case.one.evaluations()), None)
+    if shape is not None and not _mixes(case, "evaluate", d.step):
+        return cause("state-outside-the-model", f"the metric {d.name!r} returns {shape}: these values depend on what a worker has kept")
+    if d.name != "loss" and shape is None:
         return cause("metric-not-a-mean")
     kind = case.one.loss_kind()
-    return cause(_LOSSES[kind]) if kind in _LOSSES else cause("evaluation-depends-on-batch")
+    if kind in _LOSSES and shape is None:
+        return cause(_LOSSES[kind])
+    if _mixes(case, "evaluate", d.step) is False:
+        return cause(
+            "state-outside-the-model", "a sample's output in evaluation does not depend on the others: on what a worker has kept of its own"
+        )
+    return cause("evaluation-depends-on-batch")
 
 
 def _of_steps(case: Case) -> Cause:

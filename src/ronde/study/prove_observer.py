@@ -30,7 +30,7 @@ from ronde.plan.following import following
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
-from ronde.study.prove_values import cast, digest, generators, moved, per_sample, probe, tensors_of, written
+from ronde.study.prove_values import cast, digest, generators, half_of, moved, per_sample, probe, tensors_of, written
 
 __all__ = ["Settings", "Watch"]
 
@@ -49,6 +49,7 @@ class Settings:
         reference: whether this is the one-process run: its global batch is one batch.
         split: the one-process run in this many micro-batches after all, each as large as a worker's share.
         twice: compute each forward pass once before, for what it changes in the model's layers.
+        parts: compute each forward pass for a part of its samples as well, with a copy of the model: does a sample's output depend on the others?
         perturb: move every weight by one unit in its last place before each step.
         whole: leave out the script's micro-batches.
         sync_batchnorm: what to set it to; None leaves it.
@@ -67,6 +68,7 @@ class Settings:
     reference: bool = False
     split: bool = False
     twice: bool = False
+    parts: bool = False
     perturb: bool = False
     whole: bool = False
     sync_batchnorm: bool | None = None
@@ -176,10 +178,24 @@ class _Loss(LossCall):
         if self._watch.computes_twice():
             with torch.no_grad(), self._watch.unseen():
                 super().arguments(model, copied([batch])[0])  # a forward function may work in place
+        part = self._of_part(model, batch) if self._watch.asks_parts() else None
         values = super().arguments(model, batch)
+        if part is not None:
+            self._watch.mixes(values, part)
         with torch._C.DisableTorchFunction():
             self._watch.given_to_loss(values)
         return values
+
+    def _of_part(self, model: nn.Module, batch: Any) -> tuple[Any, ...] | None:
+        """What the loss would be given of the first half of the samples, by a copy of the model that is as it was."""
+        before = torch.get_rng_state()
+        try:
+            with torch.no_grad(), self._watch.unseen():
+                return super().arguments(copy.deepcopy(model), half_of(copied([batch])[0]))
+        except Exception:  # a batch of a kind that cannot be parted, a model that cannot be copied
+            return None
+        finally:
+            torch.set_rng_state(before)
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`LossCall.check`."""
@@ -222,6 +238,7 @@ class Watch(hooks.Observer):
         self.notes: dict[str, list[str]] = {}
         self.clips_itself = False
         self._evaluated: dict[int, str] = {}
+        self._metrics: dict[str, str] = {}
 
     # -- notes -----------------------------------------------------------------------------------------------------
 
@@ -516,6 +533,25 @@ class Watch(hooks.Observer):
         """Whether the forward pass of this step is to be computed once before."""
         return self.settings.twice and self._looks()
 
+    def asks_parts(self) -> bool:
+        """Whether the forward pass is to be computed for a part of its samples as well."""
+        return self.settings.parts and (self._looks() or (self.phase == "evaluate" and not following()))
+
+    def mixes(self, values: tuple[Any, ...], part: tuple[Any, ...]) -> None:
+        """Note whether what was computed of a part of the samples is what was computed of all."""
+        alike = []
+        for (_, whole), (_, some) in zip(tensors_of(list(values)), tensors_of(list(part)), strict=False):
+            if whole.dim() and whole.is_floating_point() and 0 < some.shape[0] < whole.shape[0] and whole.shape[1:] == some.shape[1:]:
+                floor = 1e-9 * float(whole.detach().abs().max())
+                alike.append(torch.allclose(whole.detach()[: len(some)], some, rtol=0.0, atol=floor))
+        if alike:
+            self.event("mixes", during=self.phase, step=self.run.state.step if self.run is not None else 0, mixes=not all(alike))
+
+    def metric(self, name: str, value: Any, samples: int) -> None:
+        """What a metric returned for some samples of an evaluation."""
+        if samples > 1 and isinstance(value, torch.Tensor) and value.dim():
+            self._metrics[name] = "one value per sample"
+
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """What is computed within is not noted."""
@@ -696,6 +732,7 @@ class Watch(hooks.Observer):
                 step=run.state.step,
                 result=result,
                 samples=samples,
+                metrics=dict(self._metrics),
                 drawn=moved(self._marks),
                 digests=sorted(self._evaluated.items()),
             )

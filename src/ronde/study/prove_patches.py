@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ronde.plan import Plan
-from ronde.run import hooks
+from ronde.run import evaluation, hooks
 from ronde.run.run import Run
 from ronde.study.prove_observer import Settings, Watch
 from ronde.study.prove_values import HALVES
@@ -321,6 +321,17 @@ def _patch_own_generators(watch: Watch) -> None:
     np.random.default_rng = default_rng
 
 
+def _patch_metrics(watch: Watch) -> None:
+    """Note whether a metric gives one value for each sample."""
+    original = evaluation._sum_and_weight
+
+    def sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
+        watch.metric(name, value, samples)
+        return original(name, value, samples)
+
+    evaluation._sum_and_weight = sum_and_weight
+
+
 def install(settings: Settings, rank: int) -> Watch:
     """Watch the script that this process is going to run."""
     watch = Watch(settings, rank)
@@ -345,6 +356,7 @@ def install(settings: Settings, rank: int) -> Watch:
     def out(self: Any, *_: Any) -> bool:
         return False
 
+    _patch_metrics(watch)
     torch.autocast.__enter__ = off  # type: ignore[method-assign]
     torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
 

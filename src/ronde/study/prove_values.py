@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["HALVES", "cast", "digest", "generators", "moved", "per_sample", "probe", "tensors_of", "written"]
+__all__ = ["HALVES", "cast", "digest", "generators", "half_of", "moved", "per_sample", "probe", "tensors_of", "written"]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
@@ -150,6 +150,13 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
         return v
 
     return tuple(pytree.tree_map_only(torch.Tensor, cut, v) for v in values)
+
+
+def half_of(batch: Any) -> Any:
+    """The first half of a batch: of every tensor that has as many rows as the first one."""
+    samples = next(len(t) for _, t in tensors_of(batch) if t.dim())
+    (half,) = _slice((batch,), samples, 0, -(-samples // 2))
+    return half
 
 
 def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: int, part: int) -> bool:
