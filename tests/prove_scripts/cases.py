@@ -184,6 +184,10 @@ HIDDEN = [
         ("kept_for_evaluation", "state-outside-the-model", "evaluation", "loss", 3),
         ("late_standardise", "batch-dependent-layer", "outputs", "(argument 1 of the loss)", 2),
         ("standardised_evaluation", "evaluation-depends-on-batch", "evaluation", "loss", 3),
+        ("dropout_by_world", "model-depends-on-workers", "contract", "the dropout of '1'", 0),
+        ("dropout_on_rank_0", "model-depends-on-workers", "contract", "the dropout of '1'", 0),
+        ("lstm_dropout_by_world", "model-depends-on-workers", "contract", "the dropout of 'cells'", 0),
+        ("functional_dropout", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]

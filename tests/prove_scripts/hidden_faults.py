@@ -262,6 +262,30 @@ def by_another_name() -> None:
     distributed(network(), samples(), forward=forward)[1].fit(3)
 
 
+# -- dropout drops nothing in the proof, but its rate counts -----------------------------------------------------------
+
+
+def dropout_by_world() -> None:
+    distributed(network(nn.Dropout(0.2 / ronde.world().size)), samples())[1].fit(3)
+
+
+def dropout_on_rank_0() -> None:
+    me = ronde.world()
+    distributed(network(nn.Dropout(0.5 if me.rank == 0 and me.size > 1 else 0.0)), samples())[1].fit(3)
+
+
+def lstm_dropout_by_world() -> None:
+    model = Recurrent()
+    model.cells = nn.GRU(6, 8, 2, dropout=0.4 / ronde.world().size, batch_first=True)
+    model.register_forward_pre_hook(lambda module, _: setattr(module, "state", None))
+    distributed(model, samples())[1].fit(3)
+
+
+def functional_dropout() -> None:
+    rate = 0.1 * (1 + ronde.world().rank)
+    distributed(network(), samples(), forward=lambda m, b: (F.dropout(m(b[0]), rate, training=m.training), b[1]))[1].fit(3)
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 

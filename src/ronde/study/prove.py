@@ -209,6 +209,7 @@ class Study:
         self._owns_its_loop = False
         self._chaos: Difference | None = None
         self._logged: str | None = None
+        self._dropped: list[str] = []  # where workers called for dropout
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
         settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
@@ -295,7 +296,7 @@ class Study:
         found.notes = self._notes(one)
         self._alone = one.first("ready").get("plan")
         self._owns_its_loop = not one.steps()[0]["given"] and one.first("opening").get("micro_batch") is None
-        self._chaos, self._logged = None, None
+        self._chaos, self._logged, self._dropped = None, None, []
         self._itself(found, one, rounded)
         if found.status == "differs":
             return trainings
@@ -349,7 +350,8 @@ class Study:
             found.difference = Difference("optimizer", stale[0], stale[1][0], others=tuple(stale[1][1:6]))
             found.cause = cause("stale-optimizer", f"the optimizer does not hold {stale[1][0]!r} as it is used in step {stale[0]}")
             return
-        active = [n.split("|", 1)[1] for n in one.notes().get("dropout", []) if n.startswith("evaluate|")]
+        noted = [*one.notes().get("dropout", []), *self._dropped]
+        active = [n.split("|", 1)[1] for n in noted if n.startswith("evaluate|")]
         if active:
             where = active[0] or "in the model"
             step = one.evaluations()[0]["step"] if one.evaluations() else 0
@@ -366,6 +368,7 @@ class Study:
         many = Trace(launch.folder, self.pool.workers)
         if launch.failure:
             return self._failed(plan, launch.failure, launch.seconds, one, many)
+        self._dropped += many.notes().get("dropout", [])
         result = compare(one, many, rounded)
         d = result.difference
         if d is None:

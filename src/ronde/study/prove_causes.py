@@ -303,6 +303,7 @@ _BY_RANK = {
     "order": "sampler-depends-on-workers",
     "data": "data-depends-on-rank",
     "weights between steps": "weights-changed-by-script",
+    "dropout": "rank-dependent-forward",
     "outputs": "rank-dependent-forward",
     "loss": "rank-dependent-forward",
     "gradients": "rank-dependent-gradients",
@@ -343,6 +344,7 @@ _SEEDS = (
     "order",
     "data",
     "weights between steps",
+    "dropout",
     "outputs",
     "loss",
     "gradients",
@@ -495,7 +497,7 @@ def _contract_id(name: str) -> str:
         return "learning-rate-depends-on-workers"
     if name == "batch_size":
         return "batch-size-depends-on-workers"
-    return "model-depends-on-workers" if name.startswith(("parameter", "buffer")) else "arguments-depend-on-workers"
+    return "model-depends-on-workers" if name.startswith(("parameter", "buffer", "the dropout")) else "arguments-depend-on-workers"
 
 
 def disagreement(text: str) -> tuple[Difference, str] | None:
@@ -539,6 +541,13 @@ def _of_data(case: Case) -> Cause:
 def _loads_elsewhere(case: Case) -> bool:
     """Whether samples were read where they could not be noted: in loading processes of the script's own."""
     return not any(s["digests"] for s in case.one.steps())
+
+
+def _of_dropout(case: Case) -> Cause:
+    drawn, reads = _draws(case), _asks(case)
+    if drawn:
+        return cause("randomness", drawn)
+    return cause("rank-dependent-forward", reads) if reads else _of_state(case) or cause("unknown")
 
 
 def _of_between(case: Case) -> Cause:
@@ -964,6 +973,7 @@ _BY_PHASE: dict[str, Callable[[Case], Cause]] = {
     "order": _of_order,
     "data": _of_data,
     "weights between steps": _of_between,
+    "dropout": _of_dropout,
     "outputs": _of_outputs,
     "loss": _of_loss,
     "gradients": _of_gradients,

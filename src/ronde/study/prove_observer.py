@@ -119,6 +119,16 @@ class _NotedStream(IterableDataset[Any]):
         return copy.deepcopy(self._inner, memo)  # to take samples of beforehand
 
 
+def _dropout_of(model: nn.Module) -> dict[str, float]:
+    """The rate of every layer that drops something, by its name."""
+    found = {}
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else getattr(module, "dropout", None)
+        if isinstance(rate, int | float):
+            found[f"the dropout of {name!r} ({type(module).__name__})"] = float(rate)
+    return found
+
+
 def _states(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """What tells whether a gradient was written to: also through ``.data``, which leaves its version as it is."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -274,6 +284,7 @@ class Watch(hooks.Observer):
                     held.data = held.data.to(torch.complex128)
         for state in optimizer.state.values():
             state.update({k: cast(v) for k, v in state.items()})
+        dropout = _dropout_of(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and module.dropout:
                 self.note("dropout", None)
@@ -297,7 +308,7 @@ class Watch(hooks.Observer):
             short = min(order.epoch_samples, max(short, size))
         loader = _wide_loader(taken.settings, taken.dataset, lambda found: self.note("collate", ", ".join(found)))
         if self._mine:
-            self._open(given, short, size)
+            self._open(given, short, size, dropout)
             noted = _NotedStream if isinstance(taken.dataset, IterableDataset) else _Noted
             taken = dataclasses.replace(taken, dataset=noted(taken.dataset, self._note_sample))
         if self._trainings > 1:
@@ -323,7 +334,7 @@ class Watch(hooks.Observer):
         if settings.sync_batchnorm is not None:
             given.sync_batchnorm = settings.sync_batchnorm
 
-    def _open(self, given: hooks.Opening, short: int, size: int) -> None:
+    def _open(self, given: hooks.Opening, short: int, size: int, given_dropout: dict[str, float]) -> None:
         model, optimizer, taken = given.model, given.optimizer, given.taken
         named = dict(model.named_parameters())
         self._names = list(named)
@@ -346,6 +357,7 @@ class Watch(hooks.Observer):
             for key, value in group.items():
                 if isinstance(value, bool | int | float):
                     contract[f"the optimizer's {key} (group {i})"] = value
+        contract.update(given_dropout)
         hooked = [n for n, p in named.items() if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
         hooked += [n for n, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
         storages: dict[int, list[str]] = {}
@@ -456,6 +468,15 @@ class Watch(hooks.Observer):
         """Whether some micro-batches of a step have gone backward, and others have not."""
         return self.phase == "step" and self.run is not None and 0 < self.run._backwards < len(self._sizes)
 
+    def dropped(self, rate: float, where: str | None) -> None:
+        """Dropout was called for, at this rate."""
+        if rate:
+            self.note("dropout", where)
+        if self.phase == "step":
+            held = self._step["dropout"].setdefault(where or "", [])
+            if rate not in held and len(held) < 64:
+                held.append(rate)
+
     def scheduler_stepped(self) -> None:
         """The script, or Ronde for it, has stepped a scheduler."""
         self._scheduled += 1
@@ -479,6 +500,7 @@ class Watch(hooks.Observer):
             "place": [place.pipeline, place.replica, place.tensor],
             "digests": [[i, d] for i, found in ids.items() for d in found] if not isinstance(run._taken.dataset, _NotedStream) else [],
             "local": [],
+            "dropout": {},
             "shapes": {},
             "given": False,  # to the loss by run.step: a script that owns its loop calls its loss itself
             "drawn": [],

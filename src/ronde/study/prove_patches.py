@@ -156,8 +156,8 @@ def _patch_dropout(watch: Watch) -> None:
 
     def keeps(trains: bool) -> Callable[..., torch.Tensor]:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> torch.Tensor:
-            if training and p:
-                watch.note("dropout", _place(False))
+            if training:
+                watch.dropped(float(p), _place(False))
             return input if inplace else input.clone()
 
         return dropout
@@ -167,11 +167,11 @@ def _patch_dropout(watch: Watch) -> None:
     attention = functional.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > 4 and args[4]:
-            watch.note("dropout", _place(False))
+        if len(args) > 4:
+            watch.dropped(float(args[4]), _place(False))
             args = (*args[:4], 0.0, *args[5:])
-        if kwargs.get("dropout_p"):
-            watch.note("dropout", _place(False))
+        if "dropout_p" in kwargs:
+            watch.dropped(float(kwargs["dropout_p"]), _place(False))
             kwargs = {**kwargs, "dropout_p": 0.0}
         return attention(*args, **kwargs)
 

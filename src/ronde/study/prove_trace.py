@@ -29,6 +29,7 @@ PHASES = (
     "order",
     "data",
     "weights between steps",
+    "dropout",
     "outputs",
     "loss",
     "gradients",
@@ -53,7 +54,7 @@ class Difference:
     """The first thing that differs.
 
     Attributes:
-        phase: ``"contract"``, ``"initial weights"``, ``"order"``, ``"data"``, ``"weights between steps"``, ``"outputs"``, ``"loss"``,
+        phase: ``"contract"``, ``"initial weights"``, ``"order"``, ``"data"``, ``"weights between steps"``, ``"dropout"``, ``"outputs"``, ``"loss"``,
             ``"gradients"``, ``"clipped gradients"``, ``"learning rate"``, ``"weights"``, ``"scheduler"``, ``"buffers"``,
             ``"evaluation"``, ``"steps"``, ``"optimizer"`` or ``"distribute"``.
         step: optimizer step, from 1; 0 before the first.
@@ -369,6 +370,12 @@ def _step(one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge, f
             if i in known and digest not in known[i]:
                 yield Difference("data", k + 1, f"sample {i}", rank)
     yield from _starts(one, many, floor, k, judge, found)
+    for rank, other in enumerate(theirs):
+        for where, rates in other["dropout"].items():
+            mine = said["dropout"].get(where, rates)
+            unlike = [rate for rate in rates if rate not in mine]
+            if unlike:
+                yield Difference("dropout", k + 1, f"the rate at {where}", rank or None, mine[0], unlike[0])
     yield from _outputs(one, many, floor, k, judge)
     losses = _scalar(said["loss"])
     rounded = _scalar(floor.steps()[k]["loss"]) if floor and k < len(floor.steps()) else None
