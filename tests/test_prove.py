@@ -119,6 +119,15 @@ def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
     assert "'accuracy' after step 1 is" in note and "'loss'" not in note and "'seconds'" not in note, note
 
 
+@pytest.mark.parametrize(("name", "step", "before"), [("nothing_but_nan", 1, False), ("nan_later", 3, True)])
+def test_what_is_not_finite_on_both_sides_is_not_called_equal(pool: Pool, name: str, step: int, before: bool) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "hidden_faults.py"), name], 6, 120).verdict(["replicate"])
+    assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None, verdict
+    assert (
+        f"from step {step} on the loss or every weight is not finite" in verdict.error and ("What comes before" in verdict.error) == before
+    )
+
+
 SPLIT = "shard=gradients"
 CARRIED = [
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),

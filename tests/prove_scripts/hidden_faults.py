@@ -286,6 +286,25 @@ def functional_dropout() -> None:
     distributed(network(), samples(), forward=lambda m, b: (F.dropout(m(b[0]), rate, training=m.training), b[1]))[1].fit(3)
 
 
+# -- no numbers --------------------------------------------------------------------------------------------------------
+
+
+def nothing_but_nan() -> None:
+    """A sum, too, which nobody can see."""
+    distributed(network(), samples(), loss=lambda out, y: F.cross_entropy(out / (out * 0), y, reduction="sum"), on_nan="ignore")[1].fit(3)
+
+
+def nan_later() -> None:
+    model = network()
+    _, run = distributed(model, samples(), on_nan="ignore")
+    for _ in run.epochs(3):
+        for batch in run.batches():
+            run.step(batch)
+            if run.state.step == 2:
+                with torch.no_grad():
+                    model[0].weight.fill_(float("nan"))
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 

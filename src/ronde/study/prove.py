@@ -21,7 +21,7 @@ from ronde.plan import Plan
 from ronde.plan.meaning import meaning
 from ronde.study.prove_causes import GONE, SEEDED, Case, Cause, cause, diagnose, disagreement
 from ronde.study.prove_pool import CONSEQUENCES, Failure, Launch, Pool
-from ronde.study.prove_trace import Comparison, Difference, Trace, compare
+from ronde.study.prove_trace import Comparison, Difference, Trace, compare, lost_from
 from ronde.world import ArgumentError
 
 __all__ = ["ALL_PLANS", "PlanVerdict", "Verdict", "prove"]
@@ -371,6 +371,14 @@ class Study:
         self._dropped += many.notes().get("dropout", [])
         result = compare(one, many, rounded)
         d = result.difference
+        lost = lost_from(one, many)
+        if lost is not None and (d is None or d.step >= lost):
+            verdict = _verdict(plan, "cannot", result, launch.seconds)
+            error = (
+                f"from step {lost} on the loss or every weight is not finite (nan or infinite), with one process and with {self.pool.workers} workers: "
+                f"nothing is left to compare.{' What comes before is equal.' if lost > 1 else ''}"
+            )
+            return dataclasses.replace(verdict, difference=None, error=error)
         if d is None:
             self._logged = self._logged or _logged_otherwise(one, rounded, many)
             return _verdict(plan, "equal", result, launch.seconds)

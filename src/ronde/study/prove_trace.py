@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "Trace", "compare"]
+__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "Trace", "compare", "lost_from"]
 
 Array = npt.NDArray[np.float64]
 
@@ -270,6 +270,24 @@ def compare(one: Trace, many: Trace, floor: Trace | None = None, tolerance: floa
     single = "float32" in one.notes() or "float32" in many.notes()
     found.difference = next(_differences(one, many, floor, found, _Judge(found, tolerance, single)), None)
     return found
+
+
+def lost_from(one: Trace, many: Trace) -> int | None:
+    """The step, from 1, from which on neither run has numbers that could be compared: the loss or all weights are not finite."""
+    steps = min(len(one.steps()), *(len(many.steps(r)) for r in range(many.size)))
+    first = None
+    for k in reversed(range(steps)):
+        if not (_lost(one, k) and _lost(many, k)):
+            break
+        first = k + 1
+    return first
+
+
+def _lost(run: Trace, k: int) -> bool:
+    if not any(np.isfinite(run.steps(r)[k]["loss"]) for r in range(run.size)):
+        return True
+    weights = run.merged(k, "weight").values()
+    return any(v.size for v in weights) and not any(np.isfinite(v).any() for v in weights)
 
 
 def _differences(one: Trace, many: Trace, floor: Trace | None, found: Comparison, judge: _Judge) -> Iterator[Difference]:
