@@ -165,6 +165,7 @@ HIDDEN = [
     Fault(name, *what, script="hidden_faults.py")
     for name, *what in [
         ("hand_synced", "mean-of-means", "outputs", "1", 3),
+        ("fails_later", "batchnorm", "outputs", "1", 1),
         ("rate_of_means", "mean-of-means", "learning rate", "learning rate of group 0", 3),
         ("empty_counted", "mean-of-means", "outputs", "", 4),
         ("empty_exchange", "rank-dependent-loop", "steps", "what the workers exchange", 3),

@@ -49,6 +49,11 @@ def hand_synced() -> None:
     distributed(network(Standardised()), samples(63), batch_size=10)[1].fit(3)
 
 
+def fails_later() -> None:
+    """Of the last batch each worker has one sample, which batch normalisation refuses; it was wrong before."""
+    distributed(network(nn.BatchNorm1d(8)), samples(42))[1].fit(3)
+
+
 def rate_of_means() -> None:
     model = network()
     optimizer, run = distributed(model, samples(63), batch_size=10)

@@ -30,6 +30,7 @@ ALL_PLANS = ("replicate", "shard=optimizer", "shard=gradients", "shard=parameter
 _HYBRIDS = ("pipeline=2,shard=optimizer", "pipeline=2,shard=parameters", "tensor=2,shard=parameters")
 _FILES = 5_000  # at most so many are looked at
 _AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
+_COMPUTED = ("outputs", "loss", "gradients", "clipped gradients", "weights", "buffers")
 _TRAININGS = 3  # so many of a script's calls of ronde.distribute are compared
 _CLOCK_SECONDS = 86_413.37  # by which the second run's clock is ahead: what is seeded by the time is then another one
 _LOST = 1e3  # times what rounding does: a difference up to that is no error where a training magnifies rounding
@@ -366,7 +367,7 @@ class Study:
         launch.limit_seconds = self._limit
         self.pool.wait(launch)
         many = Trace(launch.folder, self.pool.workers)
-        if launch.failure:
+        if launch.failure and not _differed_before(one, many, rounded):
             return self._failed(plan, launch.failure, launch.seconds, one, many)
         self._dropped += many.notes().get("dropout", [])
         result = compare(one, many, rounded)
@@ -545,6 +546,12 @@ def _logged_otherwise(one: Trace, rounded: Trace, many: Trace) -> str | None:
                     "are of all workers."
                 )
     return None
+
+
+def _differed_before(one: Trace, many: Trace, rounded: Trace) -> bool:
+    """Whether a run that failed had computed something else in a step before, which is then what is told."""
+    d = compare(one, many, rounded).difference if all(many.steps(r) for r in range(many.size)) else None
+    return d is not None and d.step > 0 and d.phase in _COMPUTED
 
 
 def _reads_rank(many: Trace) -> list[str]:
