@@ -71,7 +71,7 @@ SAMPLE = [
     "replacement",
     "second_training",
 ]
-SOUND = ["residual", "gpt", "packed", "accumulated", "own", "complex", "synced", "asks_its_process"]
+SOUND = ["residual", "gpt", "packed", "accumulated", "own", "complex", "synced", "asks_its_process", "of_a_record", "of_a_mapping"]
 CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
 import sys
 
@@ -347,6 +349,40 @@ def gradient_noise() -> None:
             for p in model.parameters():
                 p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
             run.update()
+
+
+# -- sound -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    y: torch.Tensor
+    name: str = "batch"
+
+    def to(self, *where, **how):
+        return dataclasses.replace(self, x=self.x.to(*where, **how), y=self.y.to(*where, **how))
+
+
+def in_batches_of(kind, forward) -> None:
+    """Of single precision, from a file or from numpy."""
+    x, y = samples().tensors
+    single = torch.utils.data.TensorDataset(torch.from_numpy(x.numpy().astype("float32")), y)
+
+    def collate(rows):
+        return kind(x=torch.stack([r[0] for r in rows]), y=torch.stack([r[1] for r in rows]))
+
+    data = torch.utils.data.DataLoader(single, 8, shuffle=True, collate_fn=collate)
+    _, run = distributed(network(), data, batch_size=None, forward=forward)
+    run.fit(3, validate=data)
+
+
+def of_a_record() -> None:
+    in_batches_of(Batch, lambda m, b: (m(b.x), b.y))
+
+
+def of_a_mapping() -> None:
+    in_batches_of(collections.UserDict, lambda m, b: (m(b["x"]), b["y"]))
 
 
 globals()[FAULT]()

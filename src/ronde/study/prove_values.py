@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,14 @@ _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger 
 HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+
+
 def cast(value: Any) -> Any:
     """Every floating tensor of a batch in float64, whatever it is made of."""
     if isinstance(value, torch.Tensor):
@@ -28,11 +38,16 @@ def cast(value: Any) -> Any:
         return type(value)(*(cast(v) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(cast(v) for v in value)
-    if isinstance(value, dict):
+    if isinstance(value, MutableMapping):  # a dict, and what is like one: UserDict, transformers' BatchEncoding
         changed = {k: cast(v) for k, v in value.items()}
         for k, v in changed.items():
             value[k] = v
         return value
+    if _is_record(value):
+        made = copy.copy(value)
+        for name, held in _fields(value).items():
+            object.__setattr__(made, name, cast(held))  # a frozen one too: the copy is nobody else's yet
+        return made
     if isinstance(value, nn.utils.rnn.PackedSequence):
         return value.double() if value.data.dtype in HALVES else value
     return value
@@ -50,6 +65,9 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
     elif isinstance(value, list | tuple):
         for i, v in enumerate(value):
             yield from tensors_of(v, f"{path}[{i}]")
+    elif _is_record(value):
+        for k, v in _fields(value).items():
+            yield from tensors_of(v, f"{path}.{k}")
 
 
 _signs: dict[int, torch.Tensor] = {}
@@ -117,6 +135,8 @@ def digest(value: Any) -> str:
         elif isinstance(v, list | tuple):
             for part in v:
                 add(part)
+        elif _is_record(v):
+            add(_fields(v))
         elif v is None or isinstance(v, str | bytes | int | float | bool | np.generic):
             found.update(repr(v).encode())
         else:
