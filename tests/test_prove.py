@@ -130,6 +130,11 @@ def test_what_is_not_finite_on_both_sides_is_not_called_equal(pool: Pool, name: 
 
 SPLIT = "shard=gradients"
 CARRIED = [
+    (
+        "early",
+        ["replicate", "pipeline=2"],
+        {"pipeline=2": "in the pass by which ronde.distribute lays this plan out, the script fails: NameError"},
+    ),
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
     ("heads", ["replicate", SPLIT, "pipeline=2"], {}),
     ("checked", ["pipeline=2"], {}),
@@ -218,6 +223,23 @@ def test_a_script_that_fails_is_shown_with_its_traceback(pool: Pool, tmp_path: P
     verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])
     assert verdict.exit_status == 2 and "no such column" in verdict.error and "line 3, in f" in verdict.error
     assert "prove_worker" not in verdict.error
+
+
+def test_what_a_script_expects_after_its_last_step_is_no_failure(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(TRAIN + "assert run.state.step == 3 * run.steps_per_epoch, 'too few'\n")
+    (tmp_path / "early.py").write_text(TRAIN.replace("run.fit", "assert run.world_size == 1, 'alone'\nrun.fit"))
+    late = Study(pool, [str(tmp_path / "late.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert late.status == "equal" and any("AssertionError: too few" in n for n in late.notes), late
+    early = Study(pool, [str(tmp_path / "early.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert early.status != "equal" and early.exit_status, early
+
+
+def test_a_script_may_write_into_its_run_directory(pool: Pool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN.replace("run.fit", "(run.dir.path / f'{run.rank}.txt').write_text(run.dir.name)\nrun.fit"))
+    verdict = Study(pool, [str(tmp_path / "train.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert verdict.status == "equal", verdict
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_run_that_takes_too_long_is_ended(pool: Pool, tmp_path: Path) -> None:

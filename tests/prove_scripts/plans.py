@@ -134,6 +134,8 @@ elif NAME == "pairs":
     forward, loss = (lambda model, batch: (model(batch[0]),)), lambda out: F.cross_entropy(out, torch.arange(len(out)))
 elif NAME == "checked":
     loss = checked
+elif NAME == "early":  # run is not there yet while a plan is laid out
+    loss = lambda out, target: F.cross_entropy(out, target) + 0.01 * run.state.step * out.square().mean()  # noqa: E731
 elif NAME == "slope":
     forward, loss = smooth, lambda out, slope, target: F.cross_entropy(out, target) + slope.square().mean()
 elif NAME == "hooked":

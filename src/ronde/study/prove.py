@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -210,6 +211,7 @@ class Study:
         self._owns_its_loop = False
         self._chaos: Difference | None = None
         self._logged: str | None = None
+        self._ended: str | None = None
         self._dropped: list[str] = []  # where workers called for dropout
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
@@ -297,7 +299,7 @@ class Study:
         found.notes = self._notes(one)
         self._alone = one.first("ready").get("plan")
         self._owns_its_loop = not one.steps()[0]["given"] and one.first("opening").get("micro_batch") is None
-        self._chaos, self._logged, self._dropped = None, None, []
+        self._chaos, self._logged, self._dropped, self._ended = None, None, [], _ended_with(one)
         self._itself(found, one, rounded)
         if found.status == "differs":
             return trainings
@@ -309,6 +311,7 @@ class Study:
         self._alike(found, one)
         if self._logged and found.difference is None:
             found.notes.append(self._logged)
+        found.notes += [] if self._ended is None else [self._ended]
         said = {p.status for p in found.plans}
         if found.difference is not None:
             found.status = "differs"
@@ -370,6 +373,7 @@ class Study:
         if launch.failure and not _differed_before(one, many, rounded):
             return self._failed(plan, launch.failure, launch.seconds, one, many)
         self._dropped += many.notes().get("dropout", [])
+        self._ended = self._ended or _ended_with(many)
         result = compare(one, many, rounded)
         d = result.difference
         lost = lost_from(one, many)
@@ -419,6 +423,9 @@ class Study:
         begun = any(many.steps(r) for r in range(many.size))
         beforehand = Plan.parse(plan).family != "replicate" and failure.kind == "LossError"  # in the pass by which such a plan is laid out
         shared = failure.kind == "ArgumentError" and "divided over workers already" in failure.text  # by an earlier ronde.distribute
+        if Plan.parse(plan).family != "replicate" and _in_layout(failure, many):
+            told_why = f"in the pass by which ronde.distribute lays this plan out, the script fails: {failure.kind}: {failure.text}"
+            return PlanVerdict(plan, "refused", error=told_why, seconds=seconds)
         if failure.kind in ("PlanError", "Diverged") or shared or (not begun and (beforehand or failure.kind == "ArgumentError")):
             return PlanVerdict(plan, "refused", error=failure.text, seconds=seconds)
         told = disagreement(failure.text) if failure.kind == "WorldError" else None
@@ -545,6 +552,29 @@ def _logged_otherwise(one: Trace, rounded: Trace, many: Trace) -> str | None:
                     f"{there:.6g} on rank 0 of {many.size}, the only one that writes it. run.evaluate() and the loss that run.step() returns "
                     "are of all workers."
                 )
+    return None
+
+
+def _in_layout(failure: Failure, many: Trace) -> bool:
+    """Whether the script's own code failed while ronde.distribute followed it: what it refers to may not be there yet (``run``)."""
+    if any(many.first("ready", r) for r in range(many.size)) or not many.first("opening", failure.rank):
+        return False
+    files = re.findall(r'File "(.+?)", line', failure.trace)
+    ours = str(Path(__file__).resolve().parents[1])
+    inside = next((i for i, file in reversed(list(enumerate(files))) if file.startswith(ours) and file.endswith("entry.py")), None)
+    return inside is not None and any(not file.startswith((ours, "<")) and "site-packages" not in file for file in files[inside:])
+
+
+def _ended_with(run: Trace) -> str | None:
+    """What a script failed with after the last step that was asked for."""
+    for rank, events in enumerate(run.events):
+        error = next((e["error"] for e in events if e["kind"] == "ended with"), None)
+        if error is not None:
+            who = "one process" if run.size == 1 else f"rank {rank} of {run.size}"
+            return (
+                f"After the last step that was compared the script failed ({who}): {error.rstrip(': ')}. prove ends a training early, which a script may "
+                "not expect; what comes after it was not compared."
+            )
     return None
 
 

@@ -31,6 +31,7 @@ from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
 from ronde.study.prove_values import cast, digest, generators, half_of, moved, per_sample, probe, tensors_of, written
+from ronde.watch.rundir import RunDir
 
 __all__ = ["Settings", "Watch"]
 
@@ -264,6 +265,13 @@ class Watch(hooks.Observer):
             held.append(shown)
             self.event("note", what=what, place=shown)
 
+    def ended_with(self, error: str) -> bool:
+        """Whether an error at the script's end is no failure of what was compared: the training was over, sooner than the script expects."""
+        if self.phase != "between" or not self.over():
+            return False
+        self.event("ended with", error=error)
+        return True
+
     def finish(self) -> None:
         """The script has ended."""
         if self._probed is not None and self.settings.probe:
@@ -395,6 +403,10 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.ready`."""
         if self._mine and self.run is None:
             self.run = run
+            if run.dir is None:  # the script may write into it: into one that goes with the study. Nothing is saved there.
+                run.dir = RunDir(Path(self.settings.folder) / "run")
+                run.dir.path.mkdir(exist_ok=True)
+                run.save = lambda: None  # type: ignore[method-assign]
             self._watch_gradients(run)
             if self.settings.apart:
                 self._keep_gradients(run)
