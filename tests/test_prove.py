@@ -234,6 +234,31 @@ def test_what_a_script_expects_after_its_last_step_is_no_failure(pool: Pool, tmp
     assert early.status != "equal" and early.exit_status, early
 
 
+RESUMED = """
+import pathlib, sys
+import torch, ronde
+state = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+if state.exists():
+    model.load_state_dict(torch.load(state))
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=torch.nn.functional.cross_entropy, batch_size=8)
+run.fit(3)
+if not sys.argv[2:] or run.is_main:
+    torch.save(model.state_dict(), state.with_suffix(f".{run.world_size}{id(run)}"))
+    state.with_suffix(f".{run.world_size}{id(run)}").replace(state)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["main"]], ids=["each", "is_main"])
+def test_going_on_from_what_another_run_has_written_is_not_blamed_on_the_rank(pool: Pool, tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "train.py").write_text(RESUMED)
+    verdict = Study(pool, [str(tmp_path / "train.py"), str(tmp_path / "state.pt"), *arguments], 4, 60).verdict(["replicate"])
+    assert verdict.status == "differs" and verdict.difference is not None and verdict.difference.phase == "initial weights", verdict
+    assert verdict.cause is not None and verdict.cause.id == "reads-another-run" and "state.pt" in verdict.cause.evidence[0], verdict.cause
+
+
 def test_a_script_may_write_into_its_run_directory(pool: Pool, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN.replace("run.fit", "(run.dir.path / f'{run.rank}.txt').write_text(run.dir.name)\nrun.fit"))

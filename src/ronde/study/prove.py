@@ -212,10 +212,18 @@ class Study:
         self._chaos: Difference | None = None
         self._logged: str | None = None
         self._ended: str | None = None
+        self._since = time.time()
         self._dropped: list[str] = []  # where workers called for dropout
 
     def _start(self, name: str, plan: str, places: list[int], **changed: Any) -> Launch:
-        settings = {"steps": self.steps, "workers": self.pool.workers, "training": self._training, **changed}
+        settings = {
+            "since": self._since,
+            "launched": time.time(),
+            "steps": self.steps,
+            "workers": self.pool.workers,
+            "training": self._training,
+            **changed,
+        }
         return self.pool.start(name, self.command, settings, {"RONDE_PLAN": plan}, places, self.timeout)
 
     def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
@@ -343,7 +351,15 @@ class Study:
                 )
                 return
             apart, id = same, "nondeterministic-kernel"
-        found.status, found.difference, found.cause = "differs", apart, cause(id)
+        found.status, found.difference, found.cause = "differs", apart, self._of_files(rounded) if apart.phase in _AT_FIRST else None
+        found.cause = found.cause or cause(id)
+
+    def _of_files(self, rounded: Trace) -> Cause | None:
+        """The cause, if the script reads what another run has written: the first two ran at the same time, a third one tells."""
+        again = self._start("again", "replicate", [0], reference=True)
+        self.pool.wait(again)
+        noted = [*rounded.notes().get("reread", []), *Trace(again.folder, 1).notes().get("reread", [])]
+        return cause("reads-another-run", f"it reads {noted[0].split('|', 1)[1].replace('@', ' at ')}") if noted else None
 
     def _alike(self, found: Verdict, one: Trace) -> None:
         """What is wrong with one process and with N alike."""

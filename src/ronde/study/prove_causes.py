@@ -58,6 +58,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The initial weights depend on the rank or the number of workers.",
         "Seed alike on every worker, whatever their number.",
     ),
+    "reads-another-run": (
+        "The script reads a file that another run of it has written (a checkpoint from which it goes on, a counter, a cache): a run of this proof begins "
+        "with what the last one has left.",
+        "Prove it where it writes elsewhere, or without going on from a checkpoint.",
+    ),
     "learning-rate-depends-on-workers": (
         "The script scales the optimizer's learning rate by the number of workers, but the global batch stays the same.",
         "Leave the learning rate alone, or ask for batch='grow', which scales both by a stated rule.",
@@ -437,10 +442,22 @@ def _drift(case: Case) -> str | None:
     return None
 
 
+_BEGINS = ("contract", "initial weights", "initial buffers", "data", "order")
+
+
+def _of_files(case: Case) -> Cause | None:
+    """The cause, if it differs from the beginning and the script reads what another run has written."""
+    read = _noted(case, "reread")
+    return cause("reads-another-run", f"it reads {', '.join(read[:3])}") if read and case.difference.phase in _BEGINS else None
+
+
 def _diagnosed(case: Case) -> Cause:
     ranked = _of_rank(case)
     if ranked is not None:
         return ranked
+    of_files = _of_files(case)
+    if of_files is not None:
+        return of_files
     of_seeds = _of_seeds(case)
     if of_seeds is not None:
         return of_seeds
@@ -515,8 +532,11 @@ def disagreement(text: str) -> tuple[Difference, str] | None:
 
 
 def _of_init(case: Case) -> Cause:
-    shapes = isinstance(case.difference.one, list | str)
-    return cause("model-depends-on-workers" if shapes else "init-depends-on-workers", _reads(case, "setup"))
+    if isinstance(case.difference.one, list | str):
+        return cause("model-depends-on-workers", _reads(case, "setup"))
+    reads = _asks(case, "setup")
+    told = "one process begins alike every time, and the script was not seen to ask for its rank"
+    return cause("init-depends-on-workers", reads) if reads else cause("unknown", told)
 
 
 def _of_order(case: Case) -> Cause:

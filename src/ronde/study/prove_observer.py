@@ -59,6 +59,8 @@ class Settings:
         blind: answer the script that it is rank 0 of 1, whenever it asks.
         alone: what ``run.plan`` is then, as :meth:`Plan.to_dict` gives it.
         alike: every rank starts with the seed of rank 0.
+        since: when the study began, in seconds since 1970.
+        launched: when this run was asked for.
         training: which of the script's calls of ``ronde.distribute`` is watched, from 0.
         clock: seconds by which the script's clock is ahead.
     """
@@ -78,6 +80,8 @@ class Settings:
     blind: bool = False
     alone: dict[str, Any] | None = None
     alike: bool = False
+    since: float = 0.0
+    launched: float = 0.0
     training: int = 0
     clock: float = 0.0
 

@@ -332,6 +332,26 @@ def _patch_metrics(watch: Watch) -> None:
     evaluation._sum_and_weight = sum_and_weight
 
 
+def _watch_files(watch: Watch) -> None:
+    """Note which files are read that another run of the study has written: what it left is what this one begins with."""
+    settings, own = watch.settings, str(watch.folder.parents[1])
+
+    def audit(event: str, given: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(given[0], str) or given[0].endswith((".py", ".pyc", ".so")):
+            return
+        flags = given[2] if isinstance(given[2], int) else 0
+        if flags & (os.O_WRONLY | os.O_RDWR) or given[0].startswith((own, "/proc/", "/dev/", "/sys/")):
+            return
+        try:
+            changed = Path(given[0]).stat().st_mtime
+        except OSError:
+            return
+        if settings.since <= changed < settings.launched:
+            watch.note("reread", f"{Path(given[0]).name}@{_place(False)}")
+
+    sys.addaudithook(audit)
+
+
 def install(settings: Settings, rank: int) -> Watch:
     """Watch the script that this process is going to run."""
     watch = Watch(settings, rank)
@@ -347,6 +367,7 @@ def install(settings: Settings, rank: int) -> Watch:
     _patch_ranks(watch)
     _patch_clock(settings.clock)
     _patch_own_generators(watch)
+    _watch_files(watch)
 
     def off(self: Any, *_: Any) -> Any:
         if getattr(self, "_enabled", False):  # torch's own functions enter it too, switched off
