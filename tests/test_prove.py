@@ -142,7 +142,7 @@ CARRIED = [
     ("called", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "itself, and under plan='pipeline=2"}),
     ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
     ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),
-    ("clipped", ["replicate", SPLIT, "pipeline=2"], {"pipeline=2": "the script writes into the model's parameters itself"}),
+    ("clipped", ["replicate", SPLIT, "pipeline=2"], {}),
     ("average", ["replicate", SPLIT], {SPLIT: "keep one of the values of model.state_dict()"}),
 ]
 
