@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ronde.parallel import offload, recompute
+from ronde.parallel import coupled, offload, recompute
 from ronde.parallel.base import Compute, Part, Strategy, Work
 from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms, synchronise
 from ronde.parallel.replicate import Replicate
@@ -72,4 +72,5 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
     offload.apply(plan, work, me)
     if me.size == 1:
         return Single(work.model)
+    coupled.check(plan, work.optimizer, me)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

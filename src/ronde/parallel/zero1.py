@@ -17,14 +17,11 @@ from ronde.parallel.base import Work
 from ronde.parallel.batchnorm import batchnorms
 from ronde.parallel.replicate import Replicate
 from ronde.plan import Plan
-from ronde.world import ArgumentError, World
+from ronde.world import World
 
 __all__ = ["OptimizerParts", "Zero1", "buckets"]
 
 _BUCKET_BYTES = 25 << 20
-
-# What one step of these does to a parameter depends on the others: on a part of them it is another optimizer.
-_COUPLED = ("LBFGS", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion", "DAdaptAdan")
 
 
 def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = _BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
@@ -62,12 +59,6 @@ class OptimizerParts:
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> None:
-        name = type(optimizer).__name__
-        if name in _COUPLED:
-            raise ArgumentError(
-                f"shard='optimizer': {name} derives what it does to one parameter from all of them, so that no worker can update a part alone. "
-                "Use another optimizer, or shard='none'."
-            )
         self.optimizer = optimizer
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
