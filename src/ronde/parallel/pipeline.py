@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from ronde.parallel import cutting
 from ronde.parallel.absent import Keeper, element, let_go
 from ronde.parallel.base import Flags, Part, Scale, Strategy, Work, backward, forget_frozen, part_gradients, scale_gradients, trainable
+from ronde.parallel.dtensors import mend
 from ronde.parallel.shard import adopt, local, refuse_hooks, replica_mesh
 from ronde.parallel.staged import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.zero1 import OptimizerParts
@@ -326,6 +327,7 @@ class Pipeline(Strategy):
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
         """Divide this worker's modules over the replicas, each gathered when it is called (FSDP2)."""
+        mend()
         users: dict[int, set[int]] = {}
         for _, event in made.events:
             for p in event.parameters:

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, trainable
 from ronde.parallel.batchnorm import absent, synchronise
+from ronde.parallel.dtensors import mend
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
 from ronde.parallel.zero1 import Zero1, buckets
@@ -197,6 +198,22 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], plan: str, within: str 
                 f"{plan}: {name.removeprefix(within)!r} has a hook on its gradient, which this plan keeps in parts. Do in run.backward(…), before "
                 "run.update(), what the hook does, or use shard='none' or 'optimizer'."
             )
+
+
+def refuse_optimizer(optimizer: Optimizer, plan: str, other: str) -> None:
+    """Some optimizers cannot compute on parts of a parameter.
+
+    Args:
+        plan: what was asked for.
+        other: a plan that gives it whole parameters.
+
+    Raises:
+        ArgumentError: this is one.
+    """
+    name = type(optimizer).__name__
+    if name in _REFUSED:
+        cure = ", or shard='none'." if name in ("LBFGS", "SparseAdam") else f", or {other}, which gives it whole parameters."
+        raise ArgumentError(f"{plan} cannot carry {name} out: {_REFUSED[name]}. Use another optimizer{cure}")
 
 
 class _LocalStep:
@@ -368,12 +385,9 @@ def fully_shard_model(
     """
     if level not in ("gradients", "parameters"):
         raise ArgumentError(f"fully_shard_model: level={level!r} must be 'gradients' or 'parameters'.")
-    if optimizer is not None and type(optimizer).__name__ in _REFUSED:
-        name = type(optimizer).__name__
-        raise ArgumentError(
-            f"shard={level!r} cannot carry {name} out: {_REFUSED[name]}. Use another optimizer"
-            + (", or shard='none'." if name in ("LBFGS", "SparseAdam") else ", or shard='optimizer', which gives it whole parameters.")
-        )
+    if optimizer is not None:
+        refuse_optimizer(optimizer, f"shard={level!r}", "shard='optimizer'")
+    mend()
     within = "model." if isinstance(model, _Root) else ""  # names as the script knows them
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -31,10 +31,11 @@ from torch.overrides import TorchFunctionMode
 from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, forget_frozen, part_gradients, trainable
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.blocks import Arms, Block, install, linear, piece, split_dims
+from ronde.parallel.dtensors import mend
 from ronde.parallel.recognise import Recognised, quiet, recognise
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
-from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, refuse_hooks, step_locally
+from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_shard_model, refuse_hooks, refuse_optimizer, step_locally
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.plan.intercept import not_an_event
@@ -686,6 +687,9 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
             "model, or a part of it, is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it. Two trainings that "
             "share a part go under replicate or shard='optimizer'."
         )
+    if type(work.optimizer).__name__ != "SparseAdam":  # embeddings stay whole
+        refuse_optimizer(work.optimizer, f"tensor={plan.tensor}", "plan='replicate'")
+    mend()
     data, together = _meshes(plan, me)
     _same(work, me)
     divided = divide(plan, work, me, together)
