@@ -52,7 +52,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 def _signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
     """What decides which path a forward pass takes: shapes and types of the batch, and the modes."""
-    shapes = tuple((tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch))
+    shapes = tuple((tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch, attributes=True))
     return (training, grad, torch.is_autocast_enabled("cpu"), shapes)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,27 +66,55 @@ def build(shape: Any, leaves: Iterator[Any]) -> Any:
     return kind(parts)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in an argument or a result, as far as can be seen."""
+def tensors_in(value: Any, attributes: bool = False) -> list[torch.Tensor]:
+    """Every tensor in an argument or a result, as far as can be seen.
+
+    Args:
+        value: of any kind.
+        attributes: look at what any object has, too: a batch may be of a class of the script's own.
+
+    Example:
+        >>> [t.shape[0] for t in tensors_in({"a": [torch.zeros(2)], "b": (1, torch.zeros(3))})]
+        [2, 3]
+    """
     found: list[torch.Tensor] = []
-    _gather(value, found)
+    _gather(value, found, attributes, [])
     return found
 
 
-def _gather(value: Any, found: list[torch.Tensor]) -> None:
+def _gather(value: Any, found: list[torch.Tensor], attributes: bool, within: list[Any]) -> None:
+    """``within``: objects that are being looked into, which may lead back to themselves."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device):
+    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | type):
         pass
     elif isinstance(value, tuple | list | set):
         for v in value:
-            _gather(v, found)
+            _gather(v, found, attributes, within)
     elif isinstance(value, Mapping):
         for v in value.values():
-            _gather(v, found)
+            _gather(v, found, attributes, within)
     elif isinstance(value, slice):
         for v in (value.start, value.stop, value.step):
-            _gather(v, found)
+            _gather(v, found, attributes, within)
     elif type(value) in pytree.SUPPORTED_NODES:
         for v in pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]:
-            _gather(v, found)
+            _gather(v, found, attributes, within)
+    elif (dataclasses.is_dataclass(value) or attributes) and not any(value is outer for outer in within):
+        for v in _held(value, attributes):
+            _gather(v, found, attributes, [*within, value])
+
+
+def _held(value: Any, attributes: bool) -> list[Any]:
+    """What a dataclass, or any other object that is data, has as attributes."""
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    if not attributes or callable(value) or isinstance(value, ModuleType):
+        return []
+    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in _names(kind)]
+    return [*vars(value).values(), *slots] if hasattr(value, "__dict__") else slots
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -137,6 +138,14 @@ def _sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
         for low, high in split(0, total, plan.replicas):
             found |= {max(1, b - a) for a, b in split(low, high, plan.accumulation)}
     return tuple(sorted(found))
+
+
+def _long_enough(order: Order, n: int) -> Order:
+    """An order whose epoch has ``n`` samples: a smaller one's over and over."""
+    if n <= order.epoch_samples:
+        return order
+    ids = order.ids(0, 0, order.epoch_samples)
+    return dataclasses.replace(order, draw=lambda _epoch: np.resize(ids, n).tolist(), length=n)
 
 
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
@@ -460,7 +469,8 @@ def distribute(
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
         looked_at = apart(taken.dataset)
-        feed = sampled if looked_at is taken.dataset else Feed(looked_at, taken.order, in_here, seed)
+        order = _long_enough(taken.order, n)
+        feed = sampled if looked_at is taken.dataset and order is taken.order else Feed(looked_at, order, in_here, seed)
         with let_go(looked_at):
             return next(on_device(feed, share, micros, me.device)[0] for _, micros in feed.read(lambda: iter([share])))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,11 +34,18 @@ def _moved(value: Any, device: torch.device) -> Any:
         return type(value)(*(_moved(v, device) for v in value))
     if isinstance(value, list | tuple):
         return type(value)(_moved(v, device) for v in value)
-    if isinstance(value, dict):
-        moved = copy.copy(value)  # whatever kind of dictionary it is
-        moved.update({k: _moved(v, device) for k, v in value.items()})
-        return moved
-    return value.to(device) if callable(getattr(value, "to", None)) else value
+    moves = callable(getattr(value, "to", None))
+    if isinstance(value, dict) or (isinstance(value, MutableMapping) and not moves):
+        mapping = copy.copy(value)  # whatever kind of dictionary it is
+        mapping.update({k: _moved(v, device) for k, v in value.items()})
+        return mapping
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not moves:
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(record, field.name, _moved(getattr(value, field.name), device))  # it may be frozen
+        return record
+    return value.to(device) if moves else value
 
 
 @stage("copy")
