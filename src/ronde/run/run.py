@@ -30,6 +30,7 @@ from ronde.run import hooks, persist, rates
 from ronde.run.compare import Comparison
 from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
+from ronde.run.passes import Passes
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
 from ronde.world.agree import gather_json
@@ -108,6 +109,7 @@ class Run:
         self._strategy = strategy
         self._work = work
         self._loss = loss
+        self._passes = Passes(model, plan, me)
         self._watcher = watcher
         self._writer = writer
         self._save_every = save_every
@@ -369,8 +371,15 @@ class Run:
         parts = [Part(high - low, share.global_samples, i == last) for i, (low, high) in enumerate(share.micro)]
         if self._comparison is not None:
             self._comparison.begin()
+        self._passes.begin()
         self._strategy.step(micros, parts, self._loss_of, self._scale)
+        self._tell_passes()
         return self._update(share)
+
+    def _tell_passes(self) -> None:
+        said = self._passes.end()
+        if said:
+            self._warn(said)
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._autocast():
@@ -403,7 +412,11 @@ class Run:
         self._backwards += 1
         part = Part(high - low, share.global_samples, self._backwards == len(share.micro))
         self._strategy.micro(given, part, self._scale)
-        if not part.last:
+        if self._backwards == 1:
+            self._passes.begin()
+        if part.last:
+            self._tell_passes()
+        else:
             low, high = share.micro[self._backwards]
             self._strategy.expect(high > low)
 
