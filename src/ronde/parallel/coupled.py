@@ -64,12 +64,12 @@ def check(plan: Plan, optimizer: Optimizer, me: World) -> None:
     name, which = type(optimizer).__name__, f"plan={plan.spec!r}"
     found = broadcast_json(me, coupling(optimizer) if me.is_main else None)
     if found == "coupled":
-        cure = "replicate, or shard='gradients' or 'parameters', where torch computes what is common to all over all"
+        cure = "shard='gradients' or 'parameters', where torch computes what is common to all over all"
         if name in _COUPLED:
-            cure = "replicate, or another optimizer"
+            cure = "another optimizer"
         raise ArgumentError(
             f"{which}: {name} derives what it does to one parameter from all of them (a norm of all gradients, say), and here a worker "
-            f"updates a part of them. Use {cure}."
+            f"updates a part of them. Use plan='replicate' (shard='none'), or {cure}."
         )
     if found and me.is_main:
         why = (
