@@ -77,3 +77,15 @@ def test_tensor_refuses_by_name_what_cannot_step_on_parts(kind, tmp_path):
     done = ronde_run(["run", "--workers", "2", "--plan", "tensor=2", "train.py", ""], tmp_path, timeout=120)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode != 0 and f"tensor=2 cannot carry {kind} out" in said and "replicate" in said
+
+
+@pytest.mark.parametrize("plan", ["shard=parameters", "tensor=2"])
+def test_a_number_that_one_worker_alone_reads_is_an_error_that_says_so(plan, tmp_path):
+    alone = SCRIPT.replace("read = []", "ronde.parallel.dtensors._MEET_SECONDS = 2.0\nread = []").replace(
+        "        read.append(int(", "        if run.is_main:\n            print(model[0][0].weight.norm().item())\n        read.append(int("
+    )
+    assert "is_main" in alone
+    (tmp_path / "train.py").write_text("import ronde.parallel.dtensors\n" + alone)
+    done = ronde_run(["run", "--workers", "2", "--plan", plan, "train.py", plan], tmp_path, timeout=60)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "reads a number of parameters that lie in parts on 2 workers" in said and "on every worker" in said

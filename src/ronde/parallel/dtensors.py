@@ -8,15 +8,25 @@ every worker has to do them, as with any other operation on parameters that are 
 
 from __future__ import annotations
 
+import datetime
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
+
+from ronde.world import PlanError
 
 __all__ = ["mend"]
 
 _aten = torch.ops.aten
+_MEET_SECONDS = 300.0  # longer than one worker works alone between two steps: saves, draws, evaluates
+_TORCH = str(Path(torch.__file__).parent)
+_meetings: dict[str, int] = {}
 _INTO = ("normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
 _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli")
 
@@ -49,7 +59,38 @@ def _room(like: DTensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _item(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(args[0].full_tensor())
+    value = args[0]
+    if not all(isinstance(p, Whole) for p in value.placements):
+        _meet(value.device_mesh)
+    return op(value.full_tensor())
+
+
+def _line() -> str:
+    """Where a number is read: workers that read different ones do not meet."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}:{frame.f_lineno}"
+
+
+def _meet(mesh: DeviceMesh) -> None:
+    """Wait until every worker of a mesh is here: one that reads a number alone would wait for ever, or take an answer to something else."""
+    ranks = mesh.mesh.flatten().tolist()
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"ronde/numbers/{','.join(map(str, ranks))}/{_line()}"
+    count = _meetings[key] = _meetings.get(key, 0) + 1
+    if store.add(f"{key}/{count}", 1) == len(ranks):
+        store.delete_key(f"{key}/{count - 1}/all")
+        store.delete_key(f"{key}/{count}")
+        store.set(f"{key}/{count}/all", "")
+        return
+    try:
+        store.wait([f"{key}/{count}/all"], datetime.timedelta(seconds=_MEET_SECONDS))
+    except dist.DistStoreError as error:
+        raise PlanError(
+            f"rank {dist.get_rank()} reads a number of parameters that lie in parts on {len(ranks)} workers, and not all of them have come to read "
+            f"it in {_MEET_SECONDS:g} s. Read it on every worker, and print it on rank 0: outside of 'if run.is_main'."
+        ) from error
 
 
 @torch.no_grad()
