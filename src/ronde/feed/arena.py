@@ -50,7 +50,7 @@ _ALLOCATE, _USE = 0, 1  # bytes of the lock file: held while room is given out, 
 _LOOK_AGAIN_BYTES, _LOOK_AGAIN_SECONDS = 32 << 20, 1.0
 _GIVE_UP_AFTER = 8  # refusals in a row for want of room below the limit: then it is full for this process
 
-COUNTERS = ("hits", "misses", "hit_bytes", "admitted", "admitted_bytes", "full", "no_room", "not_kept", "random", "corrupt")
+COUNTERS = ("hits", "misses", "hit_bytes", "admitted", "admitted_bytes", "full", "no_room", "not_kept", "random", "corrupt", "changed")
 """What is counted, over all processes and runs that used the arena."""
 
 

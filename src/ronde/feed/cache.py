@@ -7,31 +7,39 @@ reads (MinIO, in Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Trai
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from struct import Struct
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed.arena import Arena, open_arena, remove_unused
 from ronde.feed.describe import CannotDescribe, digest, installed_version
 from ronde.feed.encoding import CannotEncode, decode, encode
+from ronde.feed.opened import MOST_LISTED, Files, Noting, listing, note, state
 from ronde.feed.pipeline import Pipeline, Source, Step
 from ronde.feed.randomness import Marks, restore_states, seed_all, states
 from ronde.feed.room import disk_reserve, free_disk, free_memory, size_of
+from ronde.feed.sources.dataset import DatasetSource
 from ronde.feed.stages import current_keys, sample_keys, stage
 from ronde.world import ArgumentError, RondeError, SampleError
 
 __all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached", "cached_dataset", "clear_cache", "report_cache"]
 
-_FORMAT = 1
+_FORMAT = 2
+_TOLD = Struct("<I")  # at the end of a record: how long what it says of the files is, which stands before
+_FEW_FILES = 4
+"""Opened for samples that are made together: each of them counts for each sample. More are told apart, by making these one by one."""
+_MOST_FILES = 1000
 _PART_OF_FREE = 0.5
 """Of the memory or disk that is free when a cache is made, what it may take where no limit is given."""
 
@@ -51,6 +59,7 @@ class CacheReport:
         not_kept: samples of a kind that cannot be kept; see :func:`cached`.
         random: samples that were not kept since random numbers were drawn while they were made.
         corrupt: damaged records that were found; their samples were made anew.
+        changed: samples that were made anew since a file that was opened to make them was written since.
         off: why nothing is cached at all; empty otherwise.
     """
 
@@ -67,6 +76,7 @@ class CacheReport:
     not_kept: int = 0
     random: int = 0
     corrupt: int = 0
+    changed: int = 0
     off: str = ""
 
     def __str__(self) -> str:
@@ -81,6 +91,7 @@ class CacheReport:
             "not_kept": "of a kind that cannot be kept",
             "random": "drew random numbers",
             "corrupt": "damaged, made anew",
+            "changed": "made anew since their files changed",
         }
         return "; ".join([text, *(f"{getattr(self, name):,} {what}" for name, what in told.items() if getattr(self, name))])
 
@@ -95,7 +106,7 @@ def _size(amount: float) -> str:
 # -- where it is -------------------------------------------------------------------------------------------------------
 
 
-def _stamp(source: Any, version: str = "") -> str:
+def _stamp(source: Any, version: str = "", folders: set[str] | None = None) -> str:
     """Which samples these are: the source's fingerprint, what it is made of, and where and when its files were written.
 
     A fingerprint knows names and sizes: arrays of one size in two folders, or a file that was rewritten, would look the same.
@@ -104,7 +115,7 @@ def _stamp(source: Any, version: str = "") -> str:
         CannotDescribe: a data set whose state cannot be told.
     """
     try:
-        return digest(source, files=True, where="the data set")
+        return digest(source, files=True, where="the data set", folders=folders)
     except CannotDescribe:
         known = getattr(source, "fingerprint", None)
         if version and isinstance(known, str):
@@ -164,11 +175,52 @@ def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
 # -- reading through a cache -------------------------------------------------------------------------------------------
 
 
+class _Made(NamedTuple):
+    """A sample, the name of what drew random numbers while it was made, or "", and the files that were opened."""
+
+    value: Any
+    drew: str
+    files: Files
+
+
+def _divided(data: memoryview) -> tuple[memoryview, bytes]:
+    """A sample's own bytes, and what its record says of files.
+
+    Raises:
+        ValueError: it is no record.
+    """
+    if len(data) < _TOLD.size:
+        raise ValueError("no record")
+    end = len(data) - _TOLD.size
+    start = end - _TOLD.unpack_from(data, end)[0]
+    if start < 0:
+        raise ValueError("no record")
+    return data[:start], bytes(data[start:end])
+
+
+def _tells(source: Any) -> bool:
+    """Whether a source of Ronde's own reads nothing but what it tells of (see ``describe``): its files need not be noted as well."""
+    return type(source).__module__.partition(".")[0] == "ronde" and not isinstance(source, CachedSource | DatasetSource)
+
+
 class _Cache:
     """What a cached source and a cached data set have in common. Subclasses make samples: ``_make``."""
 
-    def __init__(self, n: int, where: str, limit: int | None, reserve: int | None, key: str | None, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        n: int,
+        where: str,
+        limit: int | None,
+        reserve: int | None,
+        key: str | None,
+        about: dict[str, Any],
+        folders: Iterable[str] = (),
+    ) -> None:
         self._n = n
+        self._folders = frozenset(folders)  # held by what makes the samples
+        self._listed: str | None = None
+        self._shared: Files = {}  # opened once, and used for all samples
+        self._one_by_one = False
         self._where = where
         self._limit = limit
         self._reserve = reserve
@@ -231,8 +283,8 @@ class _Cache:
             self._said.add(what)
             warnings.warn(f"ronde: {what}", RuntimeWarning, stacklevel=2)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[tuple[Any, str]]:
-        """Samples, and for each the name of what drew random numbers while it was made, or "".
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
+        """Samples, and for each what else has to be known of it.
 
         Args:
             at: where each of them stands in the batch.
@@ -249,7 +301,8 @@ class _Cache:
         values: list[Any] = [None] * len(wanted)
         missed: list[int] = []
         entries: dict[int, bytes] = {}
-        taken = 0
+        taken = changed = 0
+        states: Files = {}
         try:
             for k, i in enumerate(wanted):
                 found = arena.get(i) if arena is not None else None
@@ -258,8 +311,14 @@ class _Cache:
                     missed.append(k)
                     continue
                 try:
-                    values[k] = decode(found.data)
-                    taken += len(found.data)
+                    data, told = _divided(found.data)
+                    if not self._as_it_was(told, states):
+                        changed += 1
+                        entries[i] = found.entry
+                        missed.append(k)
+                        continue
+                    values[k] = decode(data)
+                    taken += len(data)
                 except ValueError:
                     arena.count(corrupt=1)  # type: ignore[union-attr]
                     entries[i] = found.entry
@@ -273,14 +332,67 @@ class _Cache:
             arena, missed = None, list(range(len(wanted)))
         made = self._make([wanted[k] for k in missed], missed, len(wanted))
         if arena is not None:
-            counts = {"hits": len(wanted) - len(missed), "misses": len(missed), "hit_bytes": taken}
+            counts = {"hits": len(wanted) - len(missed), "misses": len(missed), "hit_bytes": taken, "changed": changed}
             try:
                 self._keep(arena, wanted, missed, made, entries, counts)
             except OSError as error:
                 self._fail(error)
-        for k, (value, _) in zip(missed, made, strict=True):
-            values[k] = value
+        for k, each in zip(missed, made, strict=True):
+            values[k] = each.value
         return values
+
+    def _asked(self, many: Callable[[list[int]], Any], ids: list[int]) -> tuple[list[Any], list[Files]]:
+        """Samples that are made together, and the files that were opened for each."""
+        shared: Files = {}
+        if not self._one_by_one or len(ids) == 1:
+            with Noting() as noting:
+                samples = list(many(ids))
+            if len(noting.files) <= _FEW_FILES or len(ids) == 1:
+                return samples, [noting.files] * len(ids)
+            self._one_by_one, shared = True, noting.files
+        made, files = [], []
+        for i in ids:
+            with Noting() as noting:
+                made += many([i])
+            files.append(noting.files)
+        # What was opened for all of them together only, such as an index, is of all of them.
+        shared = {path: was for path, was in shared.items() if not any(path in each for each in files)}
+        self._shared |= shared
+        return made, files
+
+    def _told(self, files: Files) -> bytes:
+        """What a record says of the files that its sample was made of."""
+        files = {**self._shared, **files}
+        if len(files) > _MOST_FILES:
+            raise CannotEncode(f"a sample for which {len(files):,} files were opened")
+        text = json.dumps([files, "" if files else self._listing()]).encode() if files or self._folders else b""
+        return text + _TOLD.pack(len(text))
+
+    def _as_it_was(self, told: bytes, states: Files) -> bool:
+        """Whether the files that a sample was made of are what they were. ``states`` holds those that were looked at just now."""
+        if not told:
+            return True
+        files, listed = json.loads(told)
+        for path, was in files.items():
+            if path not in states:
+                states[path] = state(path)
+            if states[path] != was:
+                return False
+        note(files)
+        return not listed or bool(listed == self._listing())
+
+    def _listing(self) -> str:
+        """Of the folders that what makes the samples holds, as they were when this process first asked: for samples for which Python opened
+        no file, be they in memory, or read by a library that opens files by itself."""
+        if self._listed is None:
+            self._listed, more = listing(self._folders) if self._folders else ("", "")
+            if more:
+                self._say(
+                    f"{more} holds more than {MOST_LISTED:,} files, which are read without Python's knowing: a change of one that was not looked at "
+                    "is not noticed by the cache. Give another version= when files change",
+                    0,
+                )
+        return self._listed
 
     def _fail(self, error: OSError) -> None:
         """Go on without the cache: its disk is gone, or broken."""
@@ -293,14 +405,14 @@ class _Cache:
         arena: Arena,
         wanted: list[int],
         missed: list[int],
-        made: list[tuple[Any, str]],
+        made: list[_Made],
         entries: dict[int, bytes],
         counts: dict[str, int],
     ) -> None:
         records: dict[int, tuple[int, list[bytes | memoryview], bytes]] = {}
         left_out = {"not_kept": 0, "random": 0, "full": 0, "no_room": 0}
         told_kind = told_drawn = ""
-        for k, (value, drew) in zip(missed, made, strict=True):
+        for k, (value, drew, files) in zip(missed, made, strict=True):
             i = wanted[k]
             if drew:
                 left_out["random"], told_drawn = left_out["random"] + 1, drew
@@ -311,7 +423,7 @@ class _Cache:
             else:
                 try:
                     # What shares memory with the sample is written before the sample is handed out.
-                    records[i] = (i, encode(value), entries[i])
+                    records[i] = (i, [*encode(value), self._told(files)], entries[i])
                 except CannotEncode as error:
                     left_out["not_kept"], told_kind = left_out["not_kept"] + 1, str(error)
         if records:
@@ -336,7 +448,7 @@ class _Cache:
             for i in sorted({0, self._n // 2, self._n - 1}):
                 if arena.get(i).data is not None:
                     continue
-                looked = []
+                looked: list[_Made] = []
                 for turn in (1, 2):
                     seed_all(secrets.randbits(64) if turn == 2 else turn)
                     try:
@@ -345,9 +457,13 @@ class _Cache:
                             looked.append(self._make([i], [0], 1)[0])
                     except Exception:
                         break  # a bad sample: reading says so when its turn comes
-                    if looked[-1][1]:
-                        raise ArgumentError(f"{what}: {looked[-1][1]} draws random numbers, so its result cannot be kept. Cache before it.")
-                if len(looked) == 2 and not _same(looked[0][0], looked[1][0]):
+                    if looked[-1].drew:
+                        raise ArgumentError(
+                            f"{what}: {looked[-1].drew} draws random numbers, so its result cannot be kept. Cache before it."
+                        )
+                if len(looked) == 2:  # what was opened the first time only stays open, or its content stays: an index, an archive
+                    self._shared |= {path: was for path, was in looked[0].files.items() if path not in looked[1].files}
+                if len(looked) == 2 and not _same(looked[0].value, looked[1].value):
                     raise ArgumentError(
                         f"{what}: sample {i} came out differently when it was made twice, so it cannot be kept. It depends on random "
                         "numbers of its own, on the time, or on what was read before."
@@ -434,8 +550,12 @@ class CachedSource(_Cache, Dataset[Any]):
             "version": version,
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        key = _key(lambda: [_stamp(source, version), [_described(s, version) for s in steps]], len(source), version, where)
-        super().__init__(len(source), where, limit, reserve, key, about)
+        folders: set[str] = set()
+        of_source = None if _tells(source) else folders
+        key = _key(
+            lambda: [_stamp(source, version, of_source), [_described(s, version, folders) for s in steps]], len(source), version, where
+        )
+        super().__init__(len(source), where, limit, reserve, key, about, folders)
         if check:
             self._first_look("cached(…)")
 
@@ -468,21 +588,27 @@ class CachedSource(_Cache, Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         return stage("read")(self.read)(ids)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[tuple[Any, str]]:
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
         keys = current_keys()
         if keys is None:
             with _with_keys(batch):
                 return self._make(ids, at, batch)
         known = keys.n == batch and keys.at is None
         watch = _Watch()
-        samples = list(self.source.read(ids))
+        files: list[Files]
+        if _tells(self.source):
+            samples, files = list(self.source.read(ids)), [{} for _ in ids]
+        else:
+            samples, files = self._asked(self.source.read, ids)
         drew = ["the source" if watch.drew() else ""] * len(ids)
         for step in self.steps:
             call = stage(step.name)(step.call)
             name = f"the step {step.name!r}"
             if step.batched:
                 watch = _Watch()
-                samples = list(call(samples))
+                with Noting() as noting:
+                    samples = list(call(samples))
+                files = [{**noting.files, **each} for each in files]
                 drew = [d or name for d in drew] if watch.drew() else drew
                 continue
             for j, sample in enumerate(samples):
@@ -490,7 +616,9 @@ class CachedSource(_Cache, Dataset[Any]):
                 if known:
                     keys.at = at[j]
                 try:
-                    samples[j] = call(sample)
+                    with Noting() as noting:
+                        samples[j] = call(sample)
+                    files[j] = {**noting.files, **files[j]}
                 except (ArgumentError, SampleError):
                     raise
                 except Exception as error:
@@ -501,7 +629,7 @@ class CachedSource(_Cache, Dataset[Any]):
                     if known:
                         keys.at = None
                 drew[j] = drew[j] or (name if watch.drew() else "")
-        return list(zip(samples, drew, strict=True))
+        return [_Made(*each) for each in zip(samples, drew, files, strict=True)]
 
 
 class CachedDataset(_Cache, Dataset[Any]):
@@ -515,8 +643,9 @@ class CachedDataset(_Cache, Dataset[Any]):
             "version": version,
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        key = _key(lambda: [_stamp(dataset)], len(dataset), version, where, has_version=bool(version))
-        super().__init__(len(dataset), where, limit, reserve, key, about)
+        folders: set[str] = set()
+        key = _key(lambda: [_stamp(dataset, folders=folders)], len(dataset), version, where, has_version=bool(version))
+        super().__init__(len(dataset), where, limit, reserve, key, about, folders)
         if check:
             self._first_look("cached_dataset(…)")
 
@@ -534,7 +663,7 @@ class CachedDataset(_Cache, Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         return self._through(ids)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[tuple[Any, str]]:
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
         keys = current_keys()
         if keys is None:
             with _with_keys(batch):
@@ -542,8 +671,9 @@ class CachedDataset(_Cache, Dataset[Any]):
         many: Callable[[list[int]], Any] | None = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             watch = _Watch()
-            samples = list(many(ids))
-            return [(sample, "the data set" if watch.drew() else "") for sample in samples]
+            samples, files = self._asked(many, ids)
+            drew = "the data set" if watch.drew() else ""
+            return [_Made(sample, drew, opened) for sample, opened in zip(samples, files, strict=True)]
         known = keys.n == batch and keys.at is None
         made = []
         for j, i in enumerate(ids):
@@ -551,19 +681,20 @@ class CachedDataset(_Cache, Dataset[Any]):
             if known:
                 keys.at = at[j]
             try:
-                sample = self.dataset[i]
+                with Noting() as noting:
+                    sample = self.dataset[i]
             finally:
                 if known:
                     keys.at = None
-            made.append((sample, "the data set" if watch.drew() else ""))
+            made.append(_Made(sample, "the data set" if watch.drew() else "", noting.files))
         return made
 
 
-def _described(step: Step, version: str) -> str:
+def _described(step: Step, version: str, folders: set[str]) -> str:
     # Which decoder is used may depend on what is installed.
     codecs = [installed_version(name) for name in ("simplejpeg", "torchcodec", "opencv-python-headless", "opencv-python", "pillow")]
     try:
-        return digest(step.name, step.batched, codecs, step.call, where=f"the step {step.name!r}")
+        return digest(step.name, step.batched, codecs, step.call, where=f"the step {step.name!r}", folders=folders)
     except CannotDescribe:
         if version:
             return digest(step.name, step.batched, codecs)

@@ -170,10 +170,11 @@ def _is_there(path: Any) -> bool:
 class Digest:
     """One reading of a value, part by part, into a SHA-256."""
 
-    def __init__(self, files: bool) -> None:
+    def __init__(self, files: bool, folders: set[str] | None = None) -> None:
         self.sum = hashlib.sha256()
         self.files = files
-        self.looked = 0
+        self.folders = folders
+        self.looked = self.words = 0
         self.seen: dict[int, int] = {}
         self.kept: list[Any] = []  # an address is one object's only as long as that lives
         self.walked: set[tuple[int, int]] = set()
@@ -189,8 +190,8 @@ class Digest:
         kind = type(value)
         if kind in _CONSTANTS:
             self.put(kind.__name__, value if kind is bytes else repr(value))
-            if kind is str and self.files:
-                self._file(value)
+            if kind is str:
+                self._string(value)
             return
         if id(value) in self.seen:
             self.put("again", self.seen[id(value)])
@@ -213,8 +214,7 @@ class Digest:
             self.visit(value.value, where)
         elif isinstance(value, os.PathLike):
             self.put("path", os.fspath(value))
-            if self.files:
-                self._file(os.fspath(value))
+            self._string(os.fspath(value))
         elif isinstance(value, np.ndarray):
             self._array(value, where)
         elif isinstance(value, torch.Tensor):
@@ -399,6 +399,14 @@ class Digest:
         else:
             self.put(repr(value))
 
+    def _string(self, text: str) -> None:
+        if self.files:
+            self._file(text)
+        if self.folders is not None and 0 < len(text) < 4096 and self.words < _LOOK_AT_FILES:
+            self.words += 1
+            if text not in (".", "/") and os.path.isdir(text):  # noqa: PTH112
+                self.folders.add(os.path.abspath(text))  # noqa: PTH100
+
     def _file(self, text: str) -> None:
         # Each of the first ones, then one of 64: a million stat calls take seconds.
         if 2 < len(text) < 4096 and ("/" in text or "." in text) and "\0" not in text and "\n" not in text:
@@ -432,12 +440,13 @@ def _names(slots: Any) -> list[str]:
     return [slots] if isinstance(slots, str) else list(slots)
 
 
-def digest(*values: Any, files: bool = False, where: str = "it") -> str:
+def digest(*values: Any, files: bool = False, where: str = "it", folders: set[str] | None = None) -> str:
     """A digest of values, functions and objects.
 
     Args:
         files: strings that name a file or a folder count with its size and time of change.
         where: how to call them where one is refused.
+        folders: takes up the folders that are named.
 
     Raises:
         CannotDescribe: something that cannot be told apart from another of its kind; the text says where it stands.
@@ -447,7 +456,7 @@ def digest(*values: Any, files: bool = False, where: str = "it") -> str:
         >>> digest(partial(round, ndigits=2)) == digest(partial(round, ndigits=2)), digest([1, "a"]) == digest([1, "b"])
         (True, False)
     """
-    found = Digest(files)
+    found = Digest(files, folders)
     try:
         for value in values:
             found.visit(value, where)
