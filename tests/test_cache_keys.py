@@ -380,6 +380,73 @@ def test_an_import_that_cannot_be_looked_into_is_refused(tmp_path):
     pipeline.cache("decode", where=tmp_path, version="1", check=False).source.close()
 
 
+LOOKED_UP = {
+    "environment": "def step(x):\n    return x * float(os.environ['RONDE_TEST_SCALE'])\n",
+    "getenv": "def step(x):\n    return x * float(os.getenv('RONDE_TEST_SCALE', '1'))\n",
+    "a name that is a constant": "NAME = 'RONDE_TEST_SCALE'\ndef step(x):\n    return x * float(os.environ[NAME])\n",
+    "globals()": "SCALE = VALUE\ndef step(x):\n    return x * globals()['SCALE']\n",
+    "getattr": "import mended_values\ndef step(x):\n    return x * getattr(mended_values, 'SCALE')\n",
+    "import_module": "import importlib\ndef step(x):\n    return x * importlib.import_module('mended_values').SCALE\n",
+}
+
+
+@pytest.mark.parametrize("way", LOOKED_UP)
+def test_what_a_step_looks_up_by_a_text_counts(tmp_path, monkeypatch, way):
+    def at(folder, value):
+        monkeypatch.setenv("RONDE_TEST_SCALE", value)
+        text = "import os\n" + LOOKED_UP[way].replace("VALUE", value)
+        return told(tmp_path / folder, {"mended_steps.py": text, "mended_values.py": f"SCALE = {value}\n"})
+
+    assert at("1", "4") == at("2", "4") != at("3", "8")
+
+
+@pytest.mark.parametrize("text", ["os.environ[x]", "globals()[x]", "importlib.import_module(x)"])
+def test_what_is_looked_up_by_a_text_that_nobody_knows_is_refused(tmp_path, text):
+    with pytest.raises(CannotDescribe, match="by a name that does not stand beside it"):
+        told(tmp_path, {"mended_steps.py": f"import importlib, os\ndef step(x):\n    return {text}\n"})
+
+
+def test_what_an_object_looked_up_when_it_was_made_is_its_state(monkeypatch):
+    class Scaled:
+        def __init__(self):
+            self.rank, self.scale = os.environ["RONDE_TEST_RANK"] and 1, os.environ[str(self)] if not self else 2
+
+        def __call__(self, x):
+            return x * self.scale
+
+    monkeypatch.setenv("RONDE_TEST_RANK", "0")
+    first = digest(Scaled())
+    monkeypatch.setenv("RONDE_TEST_RANK", "1")
+    assert digest(Scaled()) == first
+
+
+def test_the_default_type_of_numbers_counts(tmp_path):
+    def step(row):
+        return torch.tensor(1 / 3)
+
+    made = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            kept = Pipeline(arrays(np.arange(4))).map(step, "decode").cache("decode", where=tmp_path, limit="1MiB")
+            made.append(kept[0].dtype)
+            kept.source.close()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert made == [torch.float32, torch.float64]
+
+
+def test_an_object_that_answers_for_every_name_is_described():
+    class Store:
+        def __getattr__(self, name):
+            return {"scale": 2}[name]
+
+    def step(x, store=Store()):
+        return x * store.scale
+
+    assert digest(step) == digest(step)
+
+
 def test_an_open_file_is_refused_and_a_lock_is_not(tmp_path):
     class Held:
         pass

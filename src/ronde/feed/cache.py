@@ -20,6 +20,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed.arena import Arena, open_arena, remove_unused
@@ -704,7 +705,7 @@ def _described(step: Step, version: str, folders: set[str]) -> str:
 def _key(parts: Callable[[], list[Any]], n: int, version: str, where: str, has_version: bool = False) -> str | None:
     """The name of a cache: another one for other samples, and for other work on them. None: nobody else can know it."""
     try:
-        return digest(_FORMAT, n, version, parts())
+        return digest(_FORMAT, n, version, torch.get_default_dtype(), parts())
     except CannotDescribe as error:
         if has_version:
             return digest(_FORMAT, n, version)

@@ -69,6 +69,9 @@ _FROM_C = (
     types.GetSetDescriptorType,
     np.ufunc,
 )
+_MAKING = ("__init__", "__new__", "__post_init__", "__setstate__", "__init_subclass__", "__set_name__")
+"""What these look up stands in what they made."""
+_NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
 _PARTS = ("source", "steps", "data", "dataset", "plan", "held", "_packed")
 """What an object of Ronde's own, whose fingerprint is another's, is made of."""
 _ABSENT = object()
@@ -286,6 +289,39 @@ class Digest:
             else:
                 self.visit(names[name], f"{where}: {name}")
         self._imports(code, names, words, where)
+        if code.co_name not in _MAKING:
+            self._by_name(code, names, words, where)
+
+    def _by_name(self, code: types.CodeType, names: dict[str, Any], words: frozenset[str], where: str) -> None:
+        """What a function looks up by a text: in the environment, among its globals, a module. The text is one of its constants, or a global."""
+        used = set(code.co_names)
+        texts = [text for text in (*code.co_consts, *(names.get(name) for name in code.co_names)) if isinstance(text, str)]
+        refused = f"{where} looks up %s by a name that does not stand beside it"
+        if used & {"environ", "environb", "getenv"}:
+            found = [text for text in texts if _NAME.fullmatch(text)]
+            if not found:
+                raise CannotDescribe(refused % "the environment")
+            for text in found:
+                self.put("environment", text, repr(os.environ.get(text)))
+        if "globals" in used:
+            known = [text for text in texts if text in names]
+            if not known:
+                raise CannotDescribe(refused % "globals()")
+            for text in known:
+                self.visit(names[text], f"{where}: {text}")
+        if used & {"import_module", "__import__"}:
+            modules = [text for text in texts if all(map(_NAME.fullmatch, text.split("."))) and _is_module(text)]
+            if not modules:
+                raise CannotDescribe(refused % "a module")
+            for text in modules:
+                if _installed(text):
+                    self.put("module", text, installed_version(text.partition(".")[0]))
+                else:
+                    try:
+                        module = importlib.import_module(text)
+                    except Exception as error:
+                        raise CannotDescribe(f"{where} imports {text}, which cannot be looked into: {error}") from None
+                    self._module(module, words, f"{where}: {text}")
 
     def _imports(self, code: types.CodeType, names: dict[str, Any], words: frozenset[str], where: str) -> None:
         """What a function imports when it is called."""
@@ -350,7 +386,10 @@ class Digest:
 
     def _object(self, value: Any, where: str) -> None:
         kind = type(value)
-        known = getattr(value, "fingerprint", None)
+        try:
+            known = getattr(value, "fingerprint", None)
+        except Exception:  # of an object that answers for every name in its own way
+            known = None
         if isinstance(known, str):
             self.visit(kind, where)
             self.put("fingerprint", known)
@@ -427,7 +466,15 @@ def _dunder(name: str) -> bool:
 
 
 def _words(code: types.CodeType) -> frozenset[str]:
-    return frozenset(code.co_names).union(*(_words(inside) for inside in code.co_consts if isinstance(inside, types.CodeType)))
+    by_text = [text for text in code.co_consts if isinstance(text, str)] if "getattr" in code.co_names else []
+    return frozenset([*code.co_names, *by_text]).union(*(_words(inside) for inside in code.co_consts if isinstance(inside, types.CodeType)))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
 
 
 def _plain(value: Any) -> str:
