@@ -421,3 +421,37 @@ def test_a_table_asks_for_room_before_it_is_written_through_a_map(tmp_path, monk
     (tmp_path / "t.csv").write_text("x,y\n1.5,0\n2.5,1\n")
     with pytest.raises(ArgumentError, match=rf"{tmp_path}/kept: the disk is full"):
         feed.table(tmp_path / "t.csv", numeric=["x"], target="y", cache=tmp_path / "kept")
+
+
+VIEWS = {
+    "text": (pa.string_view(), ["a", None, "a text of more than twelve letters"]),
+    "bytes": (pa.binary_view(), [b"a", None, b"more than twelve bytes of it"]),
+    "texts": (pa.list_(pa.string_view()), [["a", "b"], None, []]),
+    "list": (pa.list_view(pa.int64()), [[1, 2], None, []]),
+    "list of texts": (pa.list_view(pa.string_view()), [["x", "y"], None, []]),
+    "large list": (pa.large_list_view(pa.string_view()), [["x"], None, []]),
+    "struct": (
+        pa.struct([("bytes", pa.binary_view()), ("path", pa.string_view())]),
+        [{"bytes": b"1", "path": "p"}, None, {"bytes": b"3", "path": "q"}],
+    ),
+    "map": (pa.map_(pa.string_view(), pa.int64()), [[("k", 1)], None, []]),
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_columns_of_views_are_read_as_others(tmp_path, kind):
+    column, values = VIEWS[kind]
+    table = pa.table({"v": pa.array(values, column), "n": [0, 1, 2]})
+    pq.write_table(table, tmp_path / "v.parquet", row_group_size=3 if kind == "struct" else 2)  # Arrow cannot cut structs of views
+    with pa.OSFile(str(tmp_path / "v.arrow"), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table)
+    for source in (feed.parquet(tmp_path / "v.parquet"), feed.arrays(tmp_path / "v.arrow")):
+        assert [row["v"] for row in source.read([2, 0, 1])] == [table.column("v").to_pylist()[i] for i in (2, 0, 1)]
+
+
+def test_labels_and_files_in_views(tmp_path):
+    files = pa.array([{"bytes": b"1", "path": "p"}, {"bytes": b"2", "path": "q"}], VIEWS["struct"][0])
+    for image in (files, pa.array([b"1", b"2"], pa.binary_view())):
+        pq.write_table(pa.table({"image": image, "label": pa.array(["dog", "cat"], pa.string_view())}), tmp_path / "v.parquet")
+        source = feed.images(tmp_path / "v.parquet").source
+        assert source.classes == ["cat", "dog"] and [(s.data, s.label) for s in source.read([0, 1])] == [(b"1", 1), (b"2", 0)]

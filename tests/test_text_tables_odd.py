@@ -1,5 +1,6 @@
 """Pipelines, text, tables and decoders where they once went wrong without a word, or with a wrong one."""
 
+import csv
 import functools
 import io
 import itertools
@@ -395,3 +396,105 @@ def test_grey_of_16_bits_keeps_the_upper_8(kind, order):
     found = decode.decode(saved(image, kind))
     assert found.dtype == np.uint8 and found.flags.c_contiguous
     assert np.array_equal(found, np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
+
+
+# -- tables: one meaning in every format ---------------------------------------------------------------------------------
+
+COUNTRIES = ["NA", "US", "null", "n/a", "NaN", "", "NULL", "#N/A", "US"]
+
+
+def codes_of(data):
+    return data.source.read(range(len(data))).collated[0].flatten().tolist()
+
+
+def test_words_that_others_take_for_missing_are_categories_in_every_format(tmp_path):
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([("country", "y"), *((c, c or "none") for c in COUNTRIES)])
+    (tmp_path / "b.csv").write_text("country,y\n" + "".join(f"{c},{c or 'none'}\n" for c in COUNTRIES))
+    parquet = written(tmp_path / "c.parquet", country=[c or None for c in COUNTRIES], y=[c or "none" for c in COUNTRIES])
+    with open(tmp_path / "b.csv", newline="") as file:
+        read = [row["country"] for row in csv.DictReader(file)]
+    known = sorted({c for c in read if c}, key=lambda c: (1, c))
+    for first in (tmp_path / "a.csv", tmp_path / "b.csv", parquet):
+        train = feed.table(first, categorical=["country"], target="y", cache=tmp_path / "cache")
+        assert train.source.vocabularies == {"country": known} and train.source.missing == {"country": 1}
+        assert train.source.classes == sorted({c or "none" for c in read})
+        for then in (tmp_path / "a.csv", tmp_path / "b.csv", parquet):
+            found = feed.table(then, like=train, cache=tmp_path / "cache")
+            assert codes_of(found) == [known.index(c) + 1 if c else 0 for c in read]
+
+
+def test_of_numbers_in_a_csv_such_words_are_missing(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,1\nNA,2\nNaN,3\nnull,4\n,5\n3,6\n")
+    data = feed.table(tmp_path / "a.csv", numeric=["x"], target="y", cache=tmp_path / "cache")
+    assert data.source.missing == {"x": 4} and codes_of(data) == [1, 2, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("wrong", ["inf", "-inf", "1e39", "1e300"])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_an_infinite_target_is_an_error_with_its_row(tmp_path, wrong, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        path.write_text(f"x,y\n1,0.5\n2,{wrong}\n")
+    else:
+        written(path, x=[1.0, 2.0], y=[0.5, float(wrong)])
+    with pytest.raises(ArgumentError, match=r"the target 'y' is infinite as float32 \(.*\); the first such row of the table is 1"):
+        feed.table(path, numeric=["x"], target="y", cache=tmp_path / "cache")
+
+
+def test_texts_where_the_other_table_has_numbers_are_an_error_that_names_the_column(tmp_path):
+    train = feed.table(written(tmp_path / "a.parquet", x=[1.0, 2.0], y=[5, 6]), numeric=["x"], target="y", cache=tmp_path / "cache")
+    (tmp_path / "c.csv").write_text("x,y\n1,5\n2,x\n")
+    for path in (written(tmp_path / "b.parquet", x=[1.0, 2.0], y=["5", "x"]), tmp_path / "c.csv"):
+        with pytest.raises(ArgumentError, match="the target 'y' holds texts, and numbers in the table of like="):
+            feed.table(path, like=train, cache=tmp_path / "cache")
+
+
+def test_whole_numbers_are_the_same_category_however_they_are_written(tmp_path):
+    whole = feed.table(written(tmp_path / "a.parquet", z=[1, 2, 30]), categorical=["z"], cache=tmp_path / "cache")
+    (tmp_path / "b.csv").write_text("z\n1\n2.0\n 30\n30.00\n4\n02\n2.5\n")
+    assert codes_of(feed.table(tmp_path / "b.csv", like=whole, cache=tmp_path / "cache")) == [1, 2, 3, 3, 0, 0, 0]
+    floats = written(tmp_path / "c.parquet", z=[2.0, None, 30.0])
+    assert codes_of(feed.table(floats, like=whole, cache=tmp_path / "cache")) == [2, 0, 3]
+    (tmp_path / "d.csv").write_text("z\n1.0\n2.0\n")  # as pandas writes whole numbers of which one is missing
+    pointed = feed.table(tmp_path / "d.csv", categorical=["z"], cache=tmp_path / "cache")
+    assert codes_of(feed.table(tmp_path / "b.csv", like=pointed, cache=tmp_path / "cache")) == [1, 2, 0, 0, 0, 0, 0]
+    (tmp_path / "e.csv").write_text("z\n1.0\n1\n007\n")  # three texts there, and three here
+    three = feed.table(tmp_path / "e.csv", categorical=["z"], cache=tmp_path / "cache")
+    assert sorted(codes_of(three)) == [1, 2, 3]
+
+
+def test_numbers_that_begin_with_nought_are_classes(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,7\n2,007\n3,07\n")
+    data = feed.table(tmp_path / "a.csv", numeric=["x"], target="y", cache=tmp_path / "cache")
+    assert [data.source.classes[i] for i in data.source.read(range(3)).collated[1].tolist()] == ["7", "007", "07"]
+    (tmp_path / "b.csv").write_text("x,y\n1,7\n2,7\n")  # texts here too, since they are there
+    other = feed.table(tmp_path / "b.csv", like=data, cache=tmp_path / "cache")
+    assert [data.source.classes[i] for i in other.source.read(range(2)).collated[1].tolist()] == ["7", "7"]
+    (tmp_path / "c.csv").write_text("x,y\n1,0\n2,10\n3,-5\n4,0.5\n")
+    assert feed.table(tmp_path / "c.csv", numeric=["x"], target="y", cache=tmp_path / "cache").source.classes is None
+
+
+def test_names_and_values_may_go_over_several_lines(tmp_path):
+    rows = [("a\nb", "x"), ("one\ntwo", "1"), ('three "3"', "2")]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    data = feed.table(tmp_path / "a.csv", numeric=["x"], categorical=["a\nb"], cache=tmp_path / "cache")
+    assert data.source.vocabularies == {"a\nb": ["one\ntwo", 'three "3"']}
+    assert data.source.read([0, 1]).collated[0][0].flatten().tolist() == [1, 2]
+
+
+def test_a_column_that_only_folders_name_is_said(tmp_path):
+    (tmp_path / "year=1").mkdir()
+    written(tmp_path / "year=1" / "a.parquet", x=[1.0])
+    with pytest.raises(ArgumentError, match=r"no column 'year': choose among x\. What the names of folders say \(year=…\) is not read"):
+        feed.table(tmp_path, numeric=["x", "year"], cache=tmp_path / "cache")
+    with pytest.raises(ArgumentError, match=r"no column 'year'.*What the names of folders say \(year=…\) is not read"):
+        feed.parquet(tmp_path / "year=*" / "*.parquet", columns=["year"])
+
+
+def test_a_target_and_categories_in_views_are_texts(tmp_path):
+    path = written(tmp_path / "v.parquet", c=pa.array(["b", None, "a"], pa.string_view()), y=pa.array(["x", "y", "x"], pa.string_view()))
+    data = feed.table(path, categorical=["c"], target="y", cache=tmp_path / "cache")
+    assert codes_of(data) == [2, 0, 1] and data.source.read(range(3)).collated[1].tolist() == [0, 1, 0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +21,12 @@ from ronde.feed.built import built, cache_root, files_of, gone, identity
 from ronde.feed.pipeline import Pipeline
 from ronde.feed.sources.arrays import arrow_batches, open_arrow
 from ronde.feed.sources.base import BaseSource, Batch, Tuple, check_ids, digest, need
+from ronde.feed.sources.parquet import plain_type
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["TableSource", "table"]
 
-_VERSION = 2
+_VERSION = 3
 _ROWS = 1 << 16
 _SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")
 
@@ -90,17 +93,15 @@ def _batches(file: Path, columns: Sequence[str], text: frozenset[str], numbers: 
         elif file.suffix.lower() == ".csv":
             import pyarrow.csv as pc
 
-            with open(file, "rb") as raw:
-                header = raw.readline()
-            if not header.strip():
-                raise ArgumentError(f"{file} is empty: a CSV file begins with a line of column names.")
-            names = pc.open_csv(
-                pa.BufferReader(header + b"\n"), read_options=pc.ReadOptions(block_size=max(64, 2 * len(header)))
-            ).schema.names
-            _check(file, names, columns)
+            _check(file, _header(file), columns)
             types = {**dict.fromkeys(text, pa.string()), **dict.fromkeys(numbers, pa.float64())}
-            convert = pc.ConvertOptions(include_columns=list(dict.fromkeys(columns)), column_types=types, strings_can_be_null=True)
-            yield from pc.open_csv(file, read_options=pc.ReadOptions(block_size=8 << 20), convert_options=convert)
+            # Of texts only an empty one is missing: NA, null and nan are countries and names, as they are in Parquet.
+            convert = pc.ConvertOptions(include_columns=list(dict.fromkeys(columns)), column_types=types, strings_can_be_null=False)
+            options = pc.ReadOptions(block_size=8 << 20)
+            for batch in pc.open_csv(
+                file, read_options=options, convert_options=convert, parse_options=pc.ParseOptions(newlines_in_values=True)
+            ):
+                yield pa.record_batch([_without_empty(column) for column in batch.columns], names=batch.schema.names)
         else:
             with pa.memory_map(str(file)) as source:
                 reader = open_arrow(source)
@@ -113,12 +114,46 @@ def _batches(file: Path, columns: Sequence[str], text: frozenset[str], numbers: 
         raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
+def _header(file: Path) -> list[str]:
+    """The column names of a CSV file; a quoted one may go over several lines."""
+    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        try:
+            found = next((row for row in csv.reader(lines)), [])
+        except csv.Error as error:
+            raise SampleError(f"{file} cannot be read: its line of column names is none ({error}).") from None
+    if not any(name.strip() for name in found):
+        raise ArgumentError(f"{file} is empty: a CSV file begins with a line of column names.")
+    return found
+
+
+def _without_empty(column: Any) -> Any:
+    """A column of texts in which empty ones are missing."""
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    return compute.if_else(compute.equal(column, ""), pa.scalar(None, pa.string()), column) if pa.types.is_string(column.type) else column
+
+
+def _padded(file: Path, target: str) -> bool:
+    """Whether a CSV file writes whole numbers of a column as 007: names of classes, which as numbers would be those of others."""
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    return any(
+        compute.any(compute.match_substring_regex(batch.column(target), r"^\s*[+-]?0[0-9]+\s*$")).as_py()
+        for batch in _batches(file, [target], frozenset([target]), frozenset())
+        if pa.types.is_string(batch.column(target).type)
+    )
+
+
 def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
     for column in columns:
         if column not in names:
             hint = ""
             if len(names) == 1 and (mark := next((m for m in (";", "\t", "|") if m in names[0]), None)):
                 hint = f" Its columns seem to be divided by {mark!r}, not by commas."
+            if any(part.startswith(f"{column}=") for part in file.parts):
+                hint = f" What the names of folders say ({column}=…) is not read: write it into the files."
             raise ArgumentError(f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}")
         if list(names).count(column) > 1:
             raise ArgumentError(f"{file} has {list(names).count(column)} columns named {column!r}.")
@@ -178,6 +213,19 @@ def _sorted(values: set[str]) -> list[str]:
     return sorted(values, key=key)
 
 
+_POINT_ZERO = r"\.0+$"
+
+
+def _whole_numbers(values: Sequence[str]) -> Any:
+    """A vocabulary written without .0 as an Arrow array, where it holds whole numbers only, and none of them twice; else None."""
+    import pyarrow as pa
+
+    plain = [re.sub(_POINT_ZERO, "", value.strip()) for value in values]
+    if not all(re.fullmatch(r"-?(0|[1-9][0-9]*)", value) for value in plain) or len(set(plain)) < len(plain):
+        return None
+    return pa.array(plain, type=pa.string())
+
+
 def _truths(values: Iterable[str]) -> bool:
     """Whether all are truth values, which Arrow spells true and false, pandas True and False."""
     return {value.lower() for value in values} <= {"true", "false"}
@@ -211,6 +259,7 @@ class _Moments:
 def _target_kind(kind: Any, name: str, file: Path) -> str:
     import pyarrow as pa
 
+    kind = plain_type(kind)
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -222,16 +271,18 @@ def _target_kind(kind: Any, name: str, file: Path) -> str:
     raise ArgumentError(f"{file}: the target {name!r} is {kind}: expected numbers or texts.")
 
 
-def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -> None:
+def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None, texts: frozenset[str]) -> None:
     """Count the rows; without ``like`` also learn means, spreads, vocabularies and classes."""
     moments = _Moments(len(found.numeric))
     words: dict[str, set[str]] = {name: set() for name in found.categorical}
     classes: set[str] = set()
     for file in files:
-        for batch in _read(file, found):
+        for batch in _read(file, found, texts):
             found.rows += batch.num_rows
             if found.target is not None:
                 kind = _target_kind(batch.column(found.target).type, found.target, file)
+                if like is not None and kind == "class" and like.target_kind in ("int", "float"):
+                    raise ArgumentError(f"{file}: the target {found.target!r} holds texts, and numbers in the table of like=.")
                 if found.target_kind and kind != found.target_kind and {kind, found.target_kind} != {"int", "float"}:
                     raise ArgumentError(f"{file}: the target {found.target!r} holds texts here and numbers elsewhere.")
                 found.target_kind = "float" if "float" in (kind, found.target_kind) and kind != "class" else kind
@@ -256,9 +307,9 @@ def _first_pass(files: Sequence[Path], found: _Columns, like: _Columns | None) -
     found.classes = _sorted(classes) if found.target_kind == "class" else None
 
 
-def _read(file: Path, found: _Columns) -> Iterator[Any]:
+def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
     columns = [*found.numeric, *found.categorical, *([found.target] if found.target is not None else [])]
-    return _batches(file, columns, frozenset(found.categorical), frozenset(found.numeric))
+    return _batches(file, columns, texts, frozenset(found.numeric))
 
 
 def _mapped(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
@@ -274,7 +325,12 @@ def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: 
     import pyarrow as pa
     import pyarrow.compute as compute
 
-    _first_pass(files, found, like)
+    texts = frozenset(found.categorical)
+    if found.target is not None and (
+        like.target_kind == "class" if like is not None else any(_padded(f, found.target) for f in files if f.suffix.lower() == ".csv")
+    ):
+        texts |= {found.target}  # of CSV files: the others say what they hold
+    _first_pass(files, found, like, texts)
     if not found.rows:
         raise ArgumentError(f"feed.table: {files[0]} holds no row.")
     fills = np.asarray(found.mean if fill == "mean" else [np.nan if fill == "nan" else fill] * len(found.numeric), dtype=np.float64)
@@ -283,18 +339,22 @@ def _build(files: Sequence[Path], found: _Columns, like: _Columns | None, fill: 
     kind = np.float32 if found.target_kind == "float" else np.int64
     target = _mapped(folder / "target.npy", kind, (found.rows if found.target is not None else 0,))
     vocabularies = {name: pa.array(values, type=pa.string()) for name, values in found.vocabularies.items()}
+    whole = {name: _whole_numbers(values) for name, values in found.vocabularies.items()}
     at = 0
     for file in files:
-        for batch in _read(file, found):
+        for batch in _read(file, found, texts):
             end = at + batch.num_rows
             for k, name in enumerate(found.numeric):
                 values = _numbers(batch.column(name), name, file)
                 numeric[at:end, k] = np.where(_known(values), values, fills[k])
             for k, name in enumerate(found.categorical):
-                texts = _texts(batch.column(name), name, file)
+                values = _texts(batch.column(name), name, file)
                 if _truths(found.vocabularies[name]):
-                    texts = compute.utf8_lower(texts)
-                where = compute.index_in(texts, value_set=vocabularies[name], skip_nulls=True)
+                    values = compute.utf8_lower(values)
+                where = compute.index_in(values, value_set=vocabularies[name], skip_nulls=True)
+                if whole[name] is not None:  # 2, 2.0 and " 2" are one, as they are to whoever wrote them
+                    plain = compute.replace_substring_regex(compute.utf8_trim_whitespace(values), _POINT_ZERO, "")
+                    where = compute.coalesce(where, compute.index_in(plain, value_set=whole[name], skip_nulls=True))
                 codes[at:end, k] = compute.add(compute.fill_null(where, -1), 1).to_numpy(zero_copy_only=False)
             if found.target is not None:
                 target[at:end] = _targets(batch.column(found.target), found, file, at)
@@ -327,8 +387,11 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     numbers = column.cast(pa.float64() if found.target_kind == "float" else pa.int64(), safe=False).to_numpy(zero_copy_only=False)
-    if found.target_kind == "float" and np.isnan(numbers).any():
-        refuse(np.isnan(numbers), "is NaN")
+    if found.target_kind == "float":
+        if np.isnan(numbers).any():
+            refuse(np.isnan(numbers), "is NaN")
+        if not (known := _known(numbers)).all():
+            refuse(~known, f"is infinite as float32 ({numbers[np.argmin(known)]:g})")
     if found.target_kind == "int":
         given = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         if (given != numbers).any():  # NaN too: it equals nothing
@@ -436,15 +499,17 @@ def table(
         path: a file, a folder, a glob, or a list of such; ``.parquet``, ``.csv`` (with a header), ``.arrow``/``.feather``/``.ipc``.
         numeric: columns that become a ``float32`` matrix: whole numbers above 2^24 lose their last digits.
         categorical: columns that become an ``int64`` matrix of codes: 1, 2, … count the values that occur, sorted; 0 is a missing or
-            unknown one. True, TRUE and true are one value where a column holds nothing but truth values. The order of columns is that of
+            unknown one. True, TRUE and true are one value where a column holds nothing but truth values; a value ``2.0`` that
+            does not occur is ``2`` where it holds nothing but whole numbers. The order of columns is that of
             these two lists.
         target: the column to predict: floating-point numbers as ``float32``, whole ones as ``int64``, texts as ``int64`` classes 0, 1, …
-            (``source.classes``). None gives ``[inputs]`` alone.
+            (``source.classes``); so are whole numbers of a CSV file if one of them is written as ``007``. None gives ``[inputs]`` alone.
         like: another table, whose vocabularies, classes, means and deviations count here too: the training set's, for a test set.
             Columns are the same where none are given, and so are ``missing`` and ``normalize``.
         missing: what a missing number (null or NaN; an infinite one too, or one beyond ``float32``) becomes: ``"mean"`` of the column's
             others, ``"nan"``, or a number. How many there were stands in ``source.missing``. None is that of ``like``, else
-            ``"mean"``. A missing target is an error.
+            ``"mean"``. A missing target is an error, and so is an infinite one. Of texts in a CSV file only an empty one is missing; ``NA``
+            and ``null`` are texts as others.
         normalize: read numbers as ``(x - mean) / std`` of their column. None is that of ``like``, else False.
         cache: folder for the matrices; ``$XDG_CACHE_HOME/ronde/tables`` or ``~/.cache/ronde/tables`` where None.
 

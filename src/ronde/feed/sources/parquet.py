@@ -17,7 +17,7 @@ from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside,
 from ronde.feed.sources.tar import manifest_of
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["ParquetSource", "gather", "holds_nulls", "parquet", "parquet_files", "to_columns"]
+__all__ = ["ParquetSource", "gather", "holds_nulls", "parquet", "parquet_files", "plain_type", "to_columns"]
 
 Columns = dict[str, Any]
 
@@ -52,6 +52,30 @@ class _Ranges(io.RawIOBase):
         return self._store.read([Place(self._path, start, length)])[0]
 
 
+def plain_type(kind: Any) -> Any:
+    """A type without Arrow's views (``string_view``, ``list_view`` and so on, as Polars writes them), of which rows cannot be
+    taken."""
+    import pyarrow as pa
+
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return pa.string() if pa.types.is_string_view(kind) else pa.binary()
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, plain_type(kind.value_type), kind.ordered)
+    if pa.types.is_struct(kind):
+        return pa.struct([kind.field(i).with_type(plain_type(kind.field(i).type)) for i in range(kind.num_fields)])
+    if pa.types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    if (pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)) and plain_type(kind.value_type) == kind.value_type:
+        return kind  # of these, they can
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
+    return kind
+
+
 def holds_nulls(column: Any) -> bool:
     """Whether a column of an Arrow table holds nulls, or one of its lists of constant length does."""
     import pyarrow as pa
@@ -74,7 +98,13 @@ def to_columns(table: Any, nulls: frozenset[str], where: str, as_it_is: str | No
 
     found: Columns = {}
     for name, chunked in zip(table.column_names, table.columns, strict=True):
-        column = chunked.combine_chunks()
+        plain = plain_type(chunked.type)
+        if plain == chunked.type:
+            column = chunked.combine_chunks()
+        elif "list_view" in str(chunked.type):  # pyarrow 26 casts these into lists whose last offset lies behind its buffer
+            column = pa.array(chunked.to_pylist(), plain)
+        else:
+            column = chunked.cast(plain).combine_chunks()
         if isinstance(column, pa.ChunkedArray):  # of no chunk at all, or too long for one array
             column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
         if pa.types.is_dictionary(column.type):
@@ -163,6 +193,7 @@ def _holds_files(kind: Any) -> bool:
     """Whether a column's type is bytes, or a struct of ``bytes`` and ``path``, as Hugging Face's data sets keep images and sounds."""
     import pyarrow as pa
 
+    kind = plain_type(kind)
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and _is_bytes(kind.field("bytes").type)
     return _is_bytes(kind)
@@ -222,10 +253,15 @@ class ParquetSource(BaseSource):
                 known, first = names, schema
                 for name in columns or ():
                     if name not in names:
-                        raise ArgumentError(f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.")
+                        hint = (
+                            f" What the names of folders say ({name}=…) is not read: write it into the files."
+                            if f"/{name}=" in path
+                            else ""
+                        )
+                        raise ArgumentError(f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.{hint}")
                 self.columns = list(columns) if columns is not None else names
                 if sample is not None:
-                    kind = schema.field(sample[0]).type if names.count(sample[0]) == 1 else None
+                    kind = plain_type(schema.field(sample[0]).type) if names.count(sample[0]) == 1 else None
                     if kind is not None and not (_holds_files(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                         raise ArgumentError(
                             f"feed.parquet: data={sample[0]!r}: the column is {kind} in {path}: expected bytes, or a struct of bytes and path."
@@ -361,7 +397,7 @@ class ParquetSource(BaseSource):
         label = self._sample[1] if self._sample is not None else None
         if label is None:
             return self
-        kind = self.schema[label]
+        kind = plain_type(self.schema[label])
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             return self
