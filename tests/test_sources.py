@@ -91,7 +91,7 @@ def test_folder_of_classes(tmp_path):
     same_source(source, [Sample(files[n], classes.index(n.split("/")[0]), n) for n in kept])
     assert source.name(3) == kept[3] and source.label(3) == source[3].label and type(source[3].label) is int
     assert source.sizes.tolist() == [len(files[n]) for n in kept]
-    only = feed.folder(tmp_path, suffixes=[".jpg"])
+    only = feed.folder(tmp_path, suffixes=[".jpg"], classes=["cat", "dog", "eel"])  # else "empty" would be a class folder without files
     assert list(only.names) == [n for n in kept if n.lower().endswith(".jpg")] and only.classes == ["cat", "dog", "eel"]
     assert list(feed.folder(tmp_path, pattern="cat/*").names) == [n for n in kept if n.startswith("cat/")]
     assert [s.label for s in feed.folder(tmp_path, labels="none").read([0, 1])] == [None, None]

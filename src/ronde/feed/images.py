@@ -374,7 +374,7 @@ def images(
             large photographs; other pixels.
         orient: turn images as their EXIF orientation says; False leaves them as they are stored, as Pillow does.
         dtype: of the normalised images.
-        options: more for the folder, the tar or the Parquet files.
+        options: more for the folder, the tar or the Parquet files, as ``like=`` the training set, for a test set.
 
     Returns:
         A pipeline whose batches are ``[images, labels]``: batch × 3 × height × width, channels innermost in memory

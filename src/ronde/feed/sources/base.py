@@ -19,7 +19,20 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from ronde.feed.stages import stage
 from ronde.world import ArgumentError
 
-__all__ = ["BaseSource", "Batch", "Names", "Row", "Sample", "Tuple", "check_ids", "digest", "encode_labels", "reset_after_fork"]
+__all__ = [
+    "BaseSource",
+    "Batch",
+    "Names",
+    "Row",
+    "Sample",
+    "Tuple",
+    "check_ids",
+    "classes_of",
+    "digest",
+    "encode_labels",
+    "reset_after_fork",
+    "unknown_class",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -271,8 +284,40 @@ def digest(*parts: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def encode_labels(values: Sequence[Any]) -> tuple[Any, list[str] | None]:
+def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str] | None:
+    """The classes that ``classes=`` or ``like=`` name, in the order in which labels count them; None where neither is given.
+
+    Raises:
+        ArgumentError: both are given, or what is given names none.
+    """
+    if like is not None:
+        if classes is not None:
+            raise ArgumentError(f"{what}: classes= and like= both name the classes: give one of them.")
+        classes = getattr(getattr(like, "source", like), "classes", None)
+        if classes is None:
+            raise ArgumentError(f"{what}: like= takes a source, or a pipeline of one, that has classes; this one has none.")
+    if classes is None:
+        return None
+    found = [classes] if isinstance(classes, str) else list(classes)
+    if not found or not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        raise ArgumentError(f"{what}: classes={classes!r}: expected the names of the classes, each of them once.")
+    return found
+
+
+def unknown_class(label: Any, classes: Sequence[str]) -> str:
+    """What to say of a label that is no class."""
+    shown = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+    return f"the label {label!r} is none of the {len(classes):,} classes that were given ({shown})"
+
+
+def encode_labels(values: Sequence[Any], known: Sequence[str] | None = None) -> tuple[Any, list[str] | None]:
     """Labels as they are trained on.
+
+    Args:
+        known: the classes that texts are; None are those that occur, sorted.
+
+    Raises:
+        ArgumentError: one of them is no class that is known.
 
     Returns:
         ``(labels, classes)``: texts become integers that count a sorted list of classes; numbers become an array; anything else stays.
@@ -282,8 +327,11 @@ def encode_labels(values: Sequence[Any]) -> tuple[Any, list[str] | None]:
         >>> labels.tolist(), classes
         ([1, 0, 1], ['cat', 'dog'])
     """
+    names = frozenset(known or ())
+    if known is not None and (wrong := next((v for v in values if v not in names), None)) is not None:
+        raise ArgumentError(f"{unknown_class(wrong, known)}.")
     if values and all(isinstance(v, str) for v in values):
-        classes = sorted(set(values))
+        classes = sorted(set(values)) if known is None else list(known)
         number = {name: i for i, name in enumerate(classes)}
         return np.fromiter((number[v] for v in values), dtype=np.int64, count=len(values)), classes
     if values and all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values):

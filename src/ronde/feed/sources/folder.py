@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.feed.sources.base import BaseSource, Names, Sample, check_ids, digest, encode_labels, numbers_of
+from ronde.feed.sources.base import BaseSource, Names, Sample, check_ids, classes_of, digest, encode_labels, numbers_of
 from ronde.feed.sources.storage import Place, Store, is_remote, local
 from ronde.world import ArgumentError
 
@@ -99,6 +99,8 @@ def folder(
     pattern: str | None = None,
     file_column: str | int = 0,
     label_column: str | int = 1,
+    classes: Sequence[str] | None = None,
+    like: Any = None,
     options: Mapping[str, Any] | None = None,
 ) -> FolderSource:
     """Files below a folder, sorted by name; each is a :class:`Sample` of bytes, label and name.
@@ -116,10 +118,14 @@ def folder(
         file_column: of the CSV: name or number of the column that holds the file's path below ``path``, or its name without ending.
         label_column: likewise the label's. Numbers stay where all are numbers, written as ``7``, ``-1.5`` or ``2e-3``; otherwise every
             text is the name of a class, so ``007`` and ``7`` are two of them. An empty one is an error.
+        classes: the names that labels count from 0. None are those that occur, sorted: in a test set that lacks one of them the others would
+            have other numbers.
+        like: another source, or a pipeline of one, whose classes count here too: the training set's, for a test set.
         options: for fsspec.
 
     Raises:
-        ArgumentError: no such folder, no file, a file without a class folder, a CSV that does not fit; it says which.
+        ArgumentError: no such folder, no file, a file without a class folder, a class folder without files, a label that is none of the classes
+            given, a CSV that does not fit; it says which.
 
     Example:
         >>> import tempfile, pathlib
@@ -147,26 +153,50 @@ def folder(
         what += f" matching {pattern!r}" if pattern is not None else ""
         raise ArgumentError(f"the folder {root} holds no file{what} ({len(listed):,} others).")
     values: Any = None
-    classes: list[str] | None = None
+    known = classes_of(classes, like, "feed.folder")
+    counted: list[str] | None = None
     unlabelled = 0
     if callable(labels):
-        values, classes = encode_labels([labels(name) for name in found])
+        values, counted = encode_labels([labels(name) for name in found], known)
     elif labels == "folder":
-        values, classes = encode_labels([_class_of(name, root) for name in found])
+        named = [_class_of(name, root) for name in found]
+        if known is None and pattern is None and not is_remote(root):
+            _none_is_empty(root, set(named), endings)
+        try:
+            values, counted = encode_labels(named, known)
+        except ArgumentError as error:
+            raise ArgumentError(f"the folder {root}: {error}") from None
     elif labels is not None and labels != "none":
         table = os.fspath(labels)
         given = _from_csv(table, file_column, label_column, found, store)
         unlabelled = len(found) - len(given)
         found = sorted(given)
         try:
-            values, classes = encode_labels(numbers_of([given[name] for name in found]))
+            texts = [given[name] for name in found]
+            values, counted = encode_labels(numbers_of(texts) if known is None else texts, known)
         except ArgumentError as error:
             raise ArgumentError(f"{table}: {error}") from None
-    source = FolderSource(root, Names.of(found), values, classes, store, unlabelled)
+    source = FolderSource(root, Names.of(found), values, counted, store, unlabelled)
     sizes = [listed[name] for name in found]
     if all(size is not None for size in sizes):
         source._sizes = np.asarray(sizes, dtype=np.int64)
     return source
+
+
+def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None) -> None:
+    """A class folder without files would be no class, and the classes after it would have the numbers before theirs.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    with os.scandir(root) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            if entry.name in classes or entry.name.startswith(".") or not entry.is_dir() or os.path.samefile(root, entry):  # noqa: PTH121
+                continue
+            what = f" ending in {', '.join(endings)}" if endings is not None else ""
+            raise ArgumentError(
+                f"the class folder {root}/{entry.name} holds no file{what}. Remove it, or name the classes: like= the training set, or classes=[…]."
+            )
 
 
 def _listed(root: str) -> dict[str, int | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, digest, need
+from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, classes_of, digest, need, unknown_class
 from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
 from ronde.feed.sources.tar import manifest_of
 from ronde.world import ArgumentError, SampleError
@@ -232,7 +232,7 @@ class ParquetSource(BaseSource):
         self.paths = paths
         self._store = store
         self._sample = sample
-        self._number: dict[str, int] = {}
+        self._number: dict[Any, int] = {}
         self._metadata: dict[int, Any] = {}
         self._sizes = [store.size(path) for path in paths]
         counts: list[int] = []
@@ -390,8 +390,12 @@ class ParquetSource(BaseSource):
             held[number].append((place.offset, raw))
         return held
 
-    def count_classes(self) -> ParquetSource:
-        """Texts among the labels become the numbers of sorted classes; the column is read once, whole."""
+    def count_classes(self, known: list[str] | None = None) -> ParquetSource:
+        """Texts among the labels become the numbers of sorted classes, or of those ``known``; the column is read once, whole.
+
+        Raises:
+            ArgumentError: a label is none of the classes.
+        """
         import pyarrow as pa
 
         label = self._sample[1] if self._sample is not None else None
@@ -400,13 +404,27 @@ class ParquetSource(BaseSource):
         kind = plain_type(self.schema[label])
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            if known is not None and known != self.classes:
+                if self.classes is None:
+                    raise ArgumentError(
+                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are numbers without names: classes= and like= are for names."
+                    )
+                wrong = next((name for name in self.classes if name not in known), None)
+                if wrong is not None:
+                    raise ArgumentError(f"feed.parquet: {self.paths[0]}: {unknown_class(wrong, known)}.")
+                self._number = {i: known.index(name) for i, name in enumerate(self.classes)}
+                self.classes = known
+                self._fingerprint = digest(self._fingerprint, known)
             return self
         found: set[str] = set()
         only = copy.copy(self)
         only.columns = [label]
         for group in range(self.groups):
             found.update(v for v in only._decode([group])[0][label].unique().to_pylist() if v is not None)
-        self.classes = sorted(found)
+        wrong = next((name for name in sorted(found) if known is not None and name not in known), None)
+        if known is not None and wrong is not None:
+            raise ArgumentError(f"feed.parquet: {self.paths[0]}, column {label!r}: {unknown_class(wrong, known)}.")
+        self.classes = sorted(found) if known is None else known
         self._number = {name: i for i, name in enumerate(self.classes)}
         self._fingerprint = digest(self._fingerprint, self.classes)
         return self
@@ -475,7 +493,8 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
             raise ArgumentError(
                 f"{first} has no column 'label': choose among {', '.join(n for n in names if n != data)} with labels='…', or labels='none'."
             )
-    return parquet(given, data=data, label=label or None, **options).count_classes()
+    source = parquet(given, data=data, label=label or None, **options)
+    return source if source._number else source.count_classes()
 
 
 def _first_schema(paths: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
@@ -501,6 +520,8 @@ def parquet(
     data: str | None = None,
     label: str | None = None,
     name: str | None = None,
+    classes: Sequence[str] | None = None,
+    like: Any = None,
     blocks: bool | None = None,
     cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
@@ -518,6 +539,9 @@ def parquet(
             :class:`Sample` of it, ``label`` and ``name``, as :func:`folder` gives them.
         label: the column of labels, with ``data``. Hugging Face's names of its classes are the source's ``classes``.
         name: the column of names, with ``data``; the struct's path or else the row's number where there is none.
+        classes: with ``label``, the names that labels count from 0; the column is then read once, whole. In Hugging Face's data sets, and in
+            packs, numbers stand for names: they become those of the same names here.
+        like: another source, or a pipeline of one, whose classes count here too: the training set's, for a test set.
         blocks: whether the order goes by row groups (see :class:`Order`); None where files are remote, or larger than ``cache_bytes``. A
             training can only be resumed under the order that it began with.
         cache_bytes: memory for decoded row groups.
@@ -549,4 +573,8 @@ def parquet(
     if data is not None:
         columns = [c for c in (data, label, name) if c is not None]
     files = files or expand(paths, store, "feed.parquet")
-    return ParquetSource(files, columns, store, cache_bytes, blocks, (data, label, name) if data is not None else None, manifest)
+    known = classes_of(classes, like, "feed.parquet")
+    if known is not None and label is None:
+        raise ArgumentError("feed.parquet: classes= and like= go with data= and label=.")
+    source = ParquetSource(files, columns, store, cache_bytes, blocks, (data, label, name) if data is not None else None, manifest)
+    return source if known is None else source.count_classes(known)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from ronde.feed.sources.base import BaseSource, Names, Sample, check_ids, digest
+from ronde.feed.sources.base import BaseSource, Names, Sample, check_ids, classes_of, digest, unknown_class
 from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
@@ -162,6 +162,24 @@ class TarSource(BaseSource):
             else digest("tar", [p.rpartition("/")[2] for p in paths], self._sizes, counts, data, label if isinstance(label, str) else None)
         )
 
+    def count_classes(self, known: list[str]) -> TarSource:
+        """Labels become the numbers of these classes: texts, and those of a pack, whose numbers stand for names.
+
+        Raises:
+            ArgumentError: the labels of a pack have no names, or others.
+        """
+        if self._manifest is not None and known != self.classes:
+            if self.classes is None or not isinstance(self.labels, np.ndarray):
+                raise ArgumentError(f"feed.tar: the labels of the pack of {self.paths[0]} have no names: classes= and like= are for names.")
+            wrong = next((name for name in self.classes if name not in known), None)
+            if wrong is not None:
+                raise ArgumentError(f"feed.tar: {self.paths[0]}: {unknown_class(wrong, known)}.")
+            self.labels = np.asarray([known.index(name) for name in self.classes], dtype=np.int64)[self.labels]
+        if self._manifest is None or known != self.classes:
+            self._fingerprint = digest(self._fingerprint, known)
+        self.classes = known
+        return self
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -280,11 +298,20 @@ class TarSource(BaseSource):
             return Sample(data, None, key)
         files = {"__key__": key, **{self.suffixes[self._suffix[m]]: d for m, d in zip(members, raw, strict=True)}}
         if callable(self._label):
-            return Sample(data, self._label(files), key)
+            return Sample(data, self._counted(self._label(files), key, i), key)
         suffix = self._label_suffix() or ""
         if suffix not in files:
             raise SampleError(f"{self.paths[self._shard(i)]}: the sample {key!r} has no label .{suffix}.")
-        return Sample(data, self._parsed(files[suffix], suffix, key, i), key)
+        return Sample(data, self._counted(self._parsed(files[suffix], suffix, key, i), key, i), key)
+
+    def _counted(self, label: Any, key: str, i: int) -> Any:
+        """A label's number among the classes, where these were given."""
+        if self.classes is None or not isinstance(label, str):
+            return label
+        name = label.strip()
+        if name not in self.classes:
+            raise SampleError(f"{self.paths[self._shard(i)]}: the sample {key!r}: {unknown_class(name, self.classes)}.")
+        return self.classes.index(name)
 
     def _parsed(self, raw: bytes, suffix: str, key: str, i: int) -> Any:
         try:
@@ -338,6 +365,8 @@ def tar(
     *,
     data: str | Sequence[str] | None = None,
     label: Label | None = None,
+    classes: Sequence[str] | None = None,
+    like: Any = None,
     read: Literal["auto", "samples", "blocks"] = "auto",
     blocks: bool | None = None,
     cache_bytes: int = 512 << 20,
@@ -358,6 +387,8 @@ def tar(
         data: the ending that is the sample's data, or several of which the first found counts: ``("jpg", "png")``.
         label: with ``data``, the ending that is its label (``cls`` as an integer, ``json`` as what it says, others as text), or a
             function of the dict.
+        classes: the names that labels count from 0, where labels are texts, or those of a pack of class folders.
+        like: another source, or a pipeline of one, whose classes count here too: the training set's, for a test set.
         read: how remote tars are read. ``samples``: one range for each file, several in flight; ``blocks``: runs of 4 MiB, kept in
             memory until ``cache_bytes``; ``auto``: blocks where this process reads everything, samples where several share the work.
         blocks: whether the order goes by such runs (see :class:`Order`); None for remote tars only. A training can only be resumed under
@@ -388,6 +419,7 @@ def tar(
         raise ArgumentError(
             'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". Without data=, samples are dicts of all their files.'
         )
+    known = classes_of(classes, like, "feed.tar")
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)
     files: list[str] = []
     if isinstance(paths, str | os.PathLike):
@@ -398,7 +430,8 @@ def tar(
         manifest = manifest_of(text, store) if plain else None
         if manifest is not None:
             files, indices = _packed(text, manifest, store)
-            return TarSource(files, indices, store, None, None, manifest, read, cache_bytes, blocks)
+            source = TarSource(files, indices, store, None, None, manifest, read, cache_bytes, blocks)
+            return source if known is None else source.count_classes(known)
         if here:
             files = inside(text, ".tar", "feed.tar")
     if not files:
@@ -413,4 +446,5 @@ def tar(
             indices = list(pool.map(lambda path: index_of(store, path), files))
     if not sum(len(index.keys) for index in indices):
         raise ArgumentError(f"feed.tar: there is no sample in {files[0]}" + (f" and {len(files) - 1} more." if len(files) > 1 else "."))
-    return TarSource(files, indices, store, wanted, label, None, read, cache_bytes, blocks)
+    source = TarSource(files, indices, store, wanted, label, None, read, cache_bytes, blocks)
+    return source if known is None else source.count_classes(known)
