@@ -1,14 +1,19 @@
 """Pipelines, text, tables and decoders where they once went wrong without a word, or with a wrong one."""
 
+import bz2
 import csv
 import functools
+import gzip
 import io
 import itertools
 import json
+import lzma
 import os
 import subprocess
 import sys
+import tarfile
 import threading
+import zipfile
 import zlib
 
 import numpy as np
@@ -498,3 +503,74 @@ def test_a_target_and_categories_in_views_are_texts(tmp_path):
     path = written(tmp_path / "v.parquet", c=pa.array(["b", None, "a"], pa.string_view()), y=pa.array(["x", "y", "x"], pa.string_view()))
     data = feed.table(path, categorical=["c"], target="y", cache=tmp_path / "cache")
     assert codes_of(data) == [2, 0, 1] and data.source.read(range(3)).collated[1].tolist() == [0, 1, 0]
+
+
+# -- text: what is none --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".PARQUET", ".pq", ".Pq", ".jsonl", ".JSONL"])
+def test_an_ending_says_what_a_file_is_in_capitals_or_not(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    documents = ["hello world", "", "and more of it"]
+    if "jsonl" in ending.lower():
+        path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    else:
+        pa.parquet.write_table(pa.table({"text": documents}), path)
+    data = feed.text(path, 1, end=False, cache=tmp_path / "cache")
+    assert bytes(data.source._map().tolist()).decode() == "".join(documents) and data.source.documents == 3
+
+
+def zipped(data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("a.txt", data)
+    return out.getvalue()
+
+
+def tarred(data):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as file:
+        member = tarfile.TarInfo("a.txt")
+        member.size = len(data)
+        file.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def in_parquet(data):
+    out = io.BytesIO()
+    pa.parquet.write_table(pa.table({"text": [data.decode()]}), out)
+    return out.getvalue()
+
+
+NO_TEXT = {
+    "gzip": (gzip.compress, "compressed with gzip"),
+    "bzip2": (bz2.compress, "compressed with bzip2"),
+    "xz": (lzma.compress, "compressed with xz"),
+    "zstd": (lambda data: pa.compress(data, codec="zstd", asbytes=True), "compressed with zstd"),
+    "lz4": (lambda data: pa.compress(data, codec="lz4", asbytes=True), "compressed with lz4"),
+    "zip": (zipped, "a zip archive"),
+    "tar": (tarred, "a tar"),
+    "parquet": (in_parquet, r"a Parquet file, whose name ends in \.parquet or \.pq"),
+    "latin-1": (lambda data: data + "é".encode("latin-1") + data, "not text in UTF-8"),
+    "cut": (lambda data: data + "é".encode()[:1], "not text in UTF-8"),
+    "random": (lambda data: b"\x00\xff" * 100, "not text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TEXT)
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "own"])
+def test_what_is_no_text_is_an_error_whatever_the_tokenizer(tmp_path, kind, tokenizer):
+    make, said = NO_TEXT[kind]
+    for ending in ("txt", "jsonl.gz"):
+        path = tmp_path / f"a.{ending}"
+        path.write_bytes(make(b"some text " * 50))
+        with pytest.raises(SampleError, match=rf"a\.{ending} is {said}"):
+            feed.text(path, 4, tokenizer=(lambda text: [ord(c) for c in text]) if tokenizer == "own" else tokenizer, cache=tmp_path / "c")
+
+
+def test_letters_that_are_cut_by_a_piece_are_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["ronde.feed.text"], "_CHUNK", 3)
+    text = "a é 😀 𝄞\r\nb" * 5
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    data = feed.text(tmp_path / "a.txt", 1, end=False, cache=tmp_path / "cache")
+    assert bytes(data.source._map().tolist()).decode() == text

@@ -23,7 +23,7 @@ from ronde.world import ArgumentError, RondeError, SampleError
 __all__ = ["TextSource", "text"]
 
 _CHUNK = 16 << 20
-_VERSION = 1
+_VERSION = 2
 IGNORED = -100
 """What targets hold where there is no token: ``cross_entropy`` leaves it out."""
 
@@ -130,10 +130,44 @@ def _described(tokenizer: Any) -> str:
     return found.sum.hexdigest()
 
 
+_OTHERS = {
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"BZh": "compressed with bzip2",
+    b"\xfd7zXZ\x00": "compressed with xz",
+    b"\x04\x22\x4d\x18": "compressed with lz4",
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"%PDF-": "a PDF",
+    b"ARROW1\x00\x00": "an Arrow file",
+    b"\x93NUMPY": "a NumPy array",
+    b"SQLite format 3\x00": "a database",
+}
+_TABLES = (".parquet", ".pq")
+
+
+def _refuse_others(file: Path) -> None:
+    """Of what begins as no text does, say what it is.
+
+    Raises:
+        SampleError: it is compressed, an archive, or binary.
+    """
+    with open(file, "rb") as opened:
+        head = opened.read(262)
+    found = next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)
+    if head.startswith(b"PAR1") and file.suffix.lower() not in _TABLES:
+        found = "a Parquet file, whose name ends in .parquet or .pq"
+    if head[257:262] == b"ustar":
+        found = "a tar"
+    if found is not None:
+        raise SampleError(f"{file} is {found}: expected text in UTF-8, JSON lines (.jsonl) or Parquet. Unpack it first.")
+
+
 def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[tuple[Any, bool]]:
     """Text in order, each with whether a document ends there; ``whole`` gives documents in one piece, ``raw`` a text file's bytes."""
     try:
-        if file.suffix == ".jsonl":
+        _refuse_others(file)
+        if file.suffix.lower() == ".jsonl":
             with open(file, encoding="utf-8-sig") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
@@ -150,7 +184,7 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
                                 f"{file}, line {number}: the field {field!r} is no text: half a character stands at {error.start:,}."
                             ) from None
                         yield value, True
-        elif file.suffix == ".parquet":
+        elif file.suffix.lower() in _TABLES:
             from ronde.feed.sources.base import need
 
             need("pyarrow", "tables", f"feed.text of {file}")
@@ -168,8 +202,10 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
             decoder = codecs.getincrementaldecoder("utf-8")()
             with open(file, "rb") as opened_file:
                 while chunk := opened_file.read(_CHUNK):
-                    yield chunk if raw else decoder.decode(chunk), False
-            yield b"" if raw else decoder.decode(b"", final=True), True
+                    piece = decoder.decode(chunk)  # of bytes too, to see that they are text
+                    yield chunk if raw else piece, False
+            piece = decoder.decode(b"", final=True)
+            yield b"" if raw else piece, True
     except UnicodeDecodeError as error:
         raise SampleError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start:,} of a piece).") from None
     except OSError as error:
@@ -370,7 +406,8 @@ def text(
     is made whole or not at all, and made anew when a file or the tokenizer changes. Any sample is found at once, whatever the size.
 
     Args:
-        path: a file, a folder, a glob, or a list of such. A text file is one document; of ``.jsonl`` each line, of ``.parquet`` each row.
+        path: a file, a folder, a glob, or a list of such. A text file, in UTF-8, is one document; of ``.jsonl`` each line, of ``.parquet`` and
+            ``.pq`` each row. What is compressed or binary is an error.
         length: tokens of a sample.
         tokenizer: ``"bytes"``; ``"chars"`` (tokens count the characters that occur, sorted); a function from a text to whole numbers; or an
             object with ``encode``, as of ``tokenizers`` and ``transformers``. It is told from others by its code and that of what it calls
