@@ -455,3 +455,24 @@ def test_labels_and_files_in_views(tmp_path):
         pq.write_table(pa.table({"image": image, "label": pa.array(["dog", "cat"], pa.string_view())}), tmp_path / "v.parquet")
         source = feed.images(tmp_path / "v.parquet").source
         assert source.classes == ["cat", "dog"] and [(s.data, s.label) for s in source.read([0, 1])] == [(b"1", 1), (b"2", 0)]
+
+
+def test_arrays_that_say_more_than_numpys(tmp_path):
+    masked = np.ma.masked_array([1.0, 2.0, 3.0], [0, 1, 0])
+    with pytest.raises(ArgumentError, match="a is a masked array with 1 masked value"):
+        feed.arrays({"a": masked})
+    rows = feed.arrays({"a": masked.filled(np.nan), "b": np.ma.masked_array([1, 2, 3])})
+    assert [row["b"].item() for row in rows.read([0, 1, 2])] == [1, 2, 3] and rows[1]["a"].isnan()
+    of_pairs = np.ma.masked_array([(1, 2.0)], mask=[(False, True)], dtype=[("i", "i4"), ("f", "f4")])
+    with pytest.raises(ArgumentError, match="a is a masked array with 1 masked value"):
+        feed.arrays({"a": of_pairs})
+    with pytest.raises(ArgumentError, match=r"a is torch\.bfloat16"):
+        feed.arrays({"a": torch.ones(3, dtype=torch.bfloat16)})
+    for odd in (torch.ones(3).to_sparse(), torch.ones(3, device="meta"), [[1], [2, 3]], torch.ones(2).to(torch.float8_e5m2)):
+        with pytest.raises(ArgumentError, match=r"feed\.arrays: a is no array"):
+            feed.arrays({"a": odd})
+    learned = torch.arange(6.0).reshape(3, 2).requires_grad_()
+    read = feed.arrays({"a": learned, "c": torch.tensor([1j, 2j, 3j]).conj()})
+    assert torch.equal(read[2]["a"], learned[2].detach()) and not read[2]["a"].requires_grad and read[1]["c"].item() == -2j
+    alone = feed.arrays(learned)  # its rows, as those of an array
+    assert len(alone) == 3 and torch.equal(torch.stack(alone.read([2, 0])), learned[[2, 0]].detach())

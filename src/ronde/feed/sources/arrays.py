@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor, bfloat16
 
 from ronde.feed.sources.base import BaseSource, Batch, check_ids, digest, need, tensor_of
 from ronde.feed.sources.storage import Place, Store, is_remote, local
@@ -289,7 +290,31 @@ def _one(given: Any, name: str, store: Store) -> Any:
         path = os.fspath(given.filename)
         if given.flags.c_contiguous and given.mode != "c" and given.base is not None and not isinstance(given.base, np.memmap):
             return _Rows(store, path, Path(path).stat().st_size, int(given.offset), given.shape, given.dtype)
-    return _Held(np.asarray(given), name)
+    return _Held(_plain(given, name), name)
+
+
+def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
+    """An array, a tensor or a list as an array that says the same.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(given, np.ma.MaskedArray):
+        masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
+        if masked:
+            raise ArgumentError(
+                f"feed.arrays: {name} is a masked array with {masked:,} masked values, which would be read as if they were not. "
+                "Give filled(numpy.nan) of it, or another value in their place."
+            )
+        return np.asarray(given.data)
+    try:
+        if isinstance(given, Tensor):
+            if given.dtype == bfloat16:  # NumPy has none
+                raise ArgumentError(f"feed.arrays: {name} is torch.bfloat16, which NumPy does not have: give float() of it.")
+            return np.asarray(given.detach().cpu().resolve_conj().resolve_neg().numpy())
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"feed.arrays: {name} is no array: {error}") from None
 
 
 def arrays(
@@ -350,7 +375,7 @@ def arrays(
         if not given:
             raise ArgumentError("feed.arrays: no array was given.")
         return ArraySource({str(name): _one(value, str(name), store) for name, value in given.items()}, False)
-    if isinstance(given, np.ndarray):
+    if isinstance(given, np.ndarray | Tensor):
         return ArraySource((_one(given, "array", store),), True)
     parts = list(given)
     if not parts:
