@@ -25,7 +25,7 @@ from processes import child, python
 from ronde import feed
 from ronde.cli.app import app
 from ronde.feed.pack import PARTIAL, pack, verify_pack
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError, RondeError, SampleError
 
 
 def folder(path: Path, count: int = 60, seed: int = 0, largest: int = 9000) -> Path:
@@ -426,3 +426,23 @@ def test_the_command(tmp_path):
         assert isinstance(found.exception, ArgumentError) and text in str(found.exception)
     shown = runner.invoke(app, ["pack", "--help"]).output
     assert "--verify" in shown and "ronde pack photos/train packed/train" in shown
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_damaged_sample_is_named_when_it_is_read_and_the_others_are_read(tmp_path, kind):
+    content = {f"{c}/{i}.bin": np.random.default_rng([i, ord(c)]).bytes(400) for c in "ab" for i in range(5)}
+    for name, data in content.items():
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_bytes(data)
+    pack(tmp_path / "files", tmp_path / "out", kind=kind)
+    names = sorted(content)
+    (shard,) = (tmp_path / "out").glob(f"*.{kind}")
+    raw = bytearray(shard.read_bytes())
+    raw[raw.index(content[names[3]]) + 200] ^= 1
+    shard.write_bytes(raw)
+    packed = getattr(feed, kind)(tmp_path / "out")
+    others = [i for i in range(10) if i != 3]
+    assert [s.data for s in packed.read(others)] == [content[names[i]] for i in others]
+    for ids in ([3], [5, 3, 1]):
+        with pytest.raises(SampleError, match=rf"shard-000000\.{kind}: '{names[3]}' is damaged: .*ronde pack --verify .*out'"):
+            packed.read(ids)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ronde.feed.sources.base import BaseSource, Batch, Sample, check_ids, classes_of, digest, need, unknown_class
 from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside, is_remote, local
-from ronde.feed.sources.tar import manifest_of
+from ronde.feed.sources.tar import damaged, manifest_of
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["ParquetSource", "gather", "holds_nulls", "parquet", "parquet_files", "plain_type", "to_columns"]
@@ -232,6 +233,7 @@ class ParquetSource(BaseSource):
         self.paths = paths
         self._store = store
         self._sample = sample
+        self._manifest = manifest is not None
         self._number: dict[Any, int] = {}
         self._metadata: dict[int, Any] = {}
         self._sizes = [store.size(path) for path in paths]
@@ -260,6 +262,8 @@ class ParquetSource(BaseSource):
                         )
                         raise ArgumentError(f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.{hint}")
                 self.columns = list(columns) if columns is not None else names
+                if manifest is not None and "crc32" in names:
+                    self.columns = list(dict.fromkeys([*self.columns, "crc32"]))
                 if sample is not None:
                     kind = plain_type(schema.field(sample[0]).type) if names.count(sample[0]) == 1 else None
                     if kind is not None and not (_holds_files(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
@@ -390,6 +394,10 @@ class ParquetSource(BaseSource):
             held[number].append((place.offset, raw))
         return held
 
+    def _path(self, i: int) -> str:
+        """The file of row ``i``."""
+        return self.paths[self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]]
+
     def count_classes(self, known: list[str] | None = None) -> ParquetSource:
         """Texts among the labels become the numbers of sorted classes, or of those ``known``; the column is read once, whole.
 
@@ -447,6 +455,7 @@ class ParquetSource(BaseSource):
         if self._sample is None:
             return Batch(columns)
         data, label, name = self._sample
+        sums = columns.get("crc32") if self._manifest else None
         labels = [None] * len(ids) if label is None else columns[label]
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         if self._number:
@@ -457,11 +466,14 @@ class ParquetSource(BaseSource):
             if name is None:
                 names = [(d or {}).get("path") or n for d, n in zip(values, names, strict=True)]
             values = [d and d["bytes"] for d in values]
+        if sums is not None:
+            for i, d, sum_, which in zip(ids, values, sums.tolist(), names, strict=True):
+                if zlib.crc32(d or b"") != sum_:
+                    raise SampleError(damaged(self._path(i), which))
         for i, d, one in zip(ids, values, labels, strict=True):
             if d is None or (label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))):
-                path = self.paths[self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]]
                 raise SampleError(
-                    f"{path}: row {i} of the table has no {(data if d is None else label)!r}: the column holds nothing there."
+                    f"{self._path(i)}: row {i} of the table has no {(data if d is None else label)!r}: the column holds nothing there."
                 )
         return [Sample(d, one, n) for d, one, n in zip(values, labels, names, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from ronde.feed.sources.storage import BytesCache, Place, Store, expand, inside,
 from ronde.feed.sources.tarindex import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
 
-__all__ = ["MANIFEST", "PARTIAL", "TarSource", "is_pack", "manifest_of", "read_manifest", "tar"]
+__all__ = ["MANIFEST", "PARTIAL", "TarSource", "damaged", "is_pack", "manifest_of", "read_manifest", "tar"]
 
 MANIFEST = "ronde-pack.json"
 PARTIAL = "ronde-pack.partial.json"
@@ -135,6 +136,7 @@ class TarSource(BaseSource):
         # A link's bytes are those of another file, which may lie anywhere: no run of bytes then holds whole samples.
         self._linked = any(bool((np.diff(index.offset) <= 0).any()) for index in indices)
         self.labels: Any = None
+        self._sums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self._manifest = manifest
         if manifest is None:
             self.keys = Names.joined([index.keys for index in indices])
@@ -142,6 +144,8 @@ class TarSource(BaseSource):
             self.classes = manifest["classes"]
             self.keys = Names.joined([Names(index.more["names"].tobytes(), index.more["name_ends"]) for index in indices])
             self.labels = _labels_of(indices)
+            if all("crc32" in index.more for index in indices):
+                self._sums = np.concatenate([index.more["crc32"] for index in indices])
             data = suffixes  # its one file that is no label, whatever its ending
         self._label = label
         chosen = None if data is None else [d.lstrip(".").lower() for d in data]
@@ -293,6 +297,8 @@ class TarSource(BaseSource):
             has = ", ".join("." + self.suffixes[self._suffix[m]] for m in range(int(self._first[i]), int(self._first[i + 1])))
             raise SampleError(f"{self.paths[self._shard(i)]}: the sample {key!r} has no .{', .'.join(self._data)}; it has {has}.")
         if self._manifest is not None:
+            if self._sums is not None and zlib.crc32(data) != self._sums[i]:
+                raise SampleError(damaged(self.paths[self._shard(i)], key))
             return Sample(data, self.label(i), key)
         if self._label is None:
             return Sample(data, None, key)
@@ -322,6 +328,12 @@ class TarSource(BaseSource):
             raise SampleError(
                 f"{self.paths[self._shard(i)]}: the label .{suffix} of sample {key!r} cannot be read: {raw[:40]!r}."
             ) from None
+
+
+def damaged(path: str, name: str) -> str:
+    """What to say of a packed sample whose checksum is another."""
+    folder = path.rpartition("/")[0]
+    return f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack --verify {folder}' says what else is."
 
 
 def _labels_of(indices: list[TarIndex]) -> Any:
