@@ -9,6 +9,7 @@ import mmap
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -286,6 +287,15 @@ def test_only_the_thread_that_makes_a_sample_is_listened_to(tmp_path):
         (tmp_path / "c").write_text("")
     (tmp_path / "b").read_text()
     assert noting.files == {str(tmp_path / "a"): [0, (tmp_path / "a").stat().st_mtime_ns]}
+
+
+def test_data_in_memory_or_beside_a_python_counts_and_what_python_comes_with_does_not():
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file, opened.Noting() as noting:
+        Path(file.name).read_bytes()
+        Path(os.__file__).read_text()
+        Path("/proc/self/stat").read_text()
+    assert list(noting.files) == [file.name]
+    assert not any(sys.prefix + "/data" == s or (sys.prefix + "/data/x").startswith(s) for s in opened._SYSTEM)
 
 
 def test_a_folder_that_holds_a_link_to_itself_is_listed_once(tmp_path):

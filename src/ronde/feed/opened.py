@@ -24,7 +24,8 @@ MOST_LISTED = 100_000
 _local = threading.local()
 _hooked = threading.Lock()
 _CODE = (".py", ".pyc", ".so")  # what is imported counts by itself
-_SYSTEM = ("/proc/", "/sys/", "/dev/", *{str(Path(path).resolve()) for path in sysconfig.get_paths().values()})
+_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+_SYSTEM = ("/proc/", "/sys/", *{f"{Path(path).resolve()}/" for name, path in sysconfig.get_paths().items() if name in _LIBRARIES})
 
 
 def state(path: str) -> list[int]:
