@@ -307,10 +307,10 @@ def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
                 "Give filled(numpy.nan) of it, or another value in their place."
             )
         return np.asarray(given.data)
+    if isinstance(given, Tensor) and given.dtype == bfloat16:
+        raise ArgumentError(f"feed.arrays: {name} is torch.bfloat16, which NumPy does not have: give float() of it.")
     try:
         if isinstance(given, Tensor):
-            if given.dtype == bfloat16:  # NumPy has none
-                raise ArgumentError(f"feed.arrays: {name} is torch.bfloat16, which NumPy does not have: give float() of it.")
             return np.asarray(given.detach().cpu().resolve_conj().resolve_neg().numpy())
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
