@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ronde.plan.cost import Costs, Line, Unit
+from ronde.plan.cost import Costs, Unit
 from ronde.world import ArgumentError
 
 __all__ = ["SELECTIVE_SAVED", "SELECTIVE_SECONDS", "Array", "Chain", "Gradients", "Tie", "chain", "holders"]
@@ -134,7 +134,7 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Fixed and per-sample part of every line, and what does not depend on samples."""
+    """Fixed and per-sample part of every line (with bends: one row a piece), and what does not depend on samples."""
 
     lines: dict[str, tuple[Array, Array]]
     flat: dict[str, Array]
@@ -197,7 +197,8 @@ def chain(
 
     def line(name: str) -> Array:
         fixed, per_sample = tables.lines[name]
-        return fixed + per_sample * samples
+        values: Array = fixed + per_sample * samples
+        return values if values.ndim == 1 else np.asarray(values.max(axis=0), dtype=float)
 
     share = tables.flat["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
@@ -309,8 +310,10 @@ def _tables(costs: Costs) -> _Tables:
         raise ArgumentError("plan: the model has no unit whose cost is known; the planner needs one or more.")
     lines: dict[str, tuple[Array, Array]] = {}
     for name in _LINES:
-        values: list[Line] = [getattr(unit, name) for unit in costs.units]
-        lines[name] = (np.array([v.fixed for v in values], dtype=float), np.array([v.per_sample for v in values], dtype=float))
+        pieces = [getattr(unit, name).pieces for unit in costs.units]
+        rows = [[p[min(k, len(p) - 1)] for p in pieces] for k in range(max(map(len, pieces)))]
+        table = np.array(rows, dtype=float).transpose(2, 0, 1)  # part, piece, unit
+        lines[name] = (table[0, 0], table[1, 0]) if len(rows) == 1 else (table[0], table[1])
     flat = {name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT}
     cuts = tuple(i + 1 for i, unit in enumerate(costs.units[:-1]) if unit.cut_after)
     blocks = _named(costs.units) if costs.blocks else _blocks(costs.units)

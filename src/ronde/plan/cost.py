@@ -14,17 +14,39 @@ __all__ = ["Costs", "Line", "Unit"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples`` (seconds or bytes)."""
+    """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples`` (seconds or bytes).
+
+    Attributes:
+        bends: fixed and per-sample part of further lines, where the largest of several counts: what is needed at most is needed at
+            one moment with few samples, and at another with many.
+    """
 
     fixed: float = 0.0
     per_sample: float = 0.0
+    bends: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def pieces(self) -> tuple[tuple[float, float], ...]:
+        """Fixed and per-sample part of each line."""
+        return ((self.fixed, self.per_sample), *self.bends)
 
     def at(self, samples: float) -> float:
         """The cost of so many samples at once."""
-        return self.fixed + self.per_sample * samples
+        found = self.fixed + self.per_sample * samples
+        return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
+
+    def stretched(self, factor: float) -> Line:
+        """What a sample costs times ``factor``."""
+        return Line(self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends))
 
     def __add__(self, other: Line) -> Line:
-        return Line(self.fixed + other.fixed, self.per_sample + other.per_sample)
+        first, *bends = ((f + g, p + q) for f, p in self.pieces for g, q in other.pieces)
+        return Line(*first, tuple(bends))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Line:
+        """From the values of a JSON file."""
+        return cls(values["fixed"], values["per_sample"], tuple((f, p) for f, p in values.get("bends", ())))
 
 
 @dataclass(frozen=True)
@@ -183,7 +205,8 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+        # Few lines have bends.
+        return dataclasses.asdict(self, dict_factory=lambda items: {k: v for k, v in items if k != "bends" or v})
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
@@ -191,11 +214,11 @@ class Costs:
         units = []
         for unit in values["units"]:
             made: dict[str, Any] = {
-                k: Line(**v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v for k, v in unit.items()
+                k: Line.from_dict(v) if isinstance(v, dict) else tuple(v) if isinstance(v, list) else v for k, v in unit.items()
             }
             units.append(Unit(**made))
         rest: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"}
-        rest["again_seconds"] = {level: Line(**line) for level, line in (values.get("again_seconds") or {}).items()}
+        rest["again_seconds"] = {level: Line.from_dict(line) for level, line in (values.get("again_seconds") or {}).items()}
         if "split_seconds" in rest:
-            rest["split_seconds"] = Line(**rest["split_seconds"])
+            rest["split_seconds"] = Line.from_dict(rest["split_seconds"])
         return cls(units=tuple(units), **rest)

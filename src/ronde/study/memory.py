@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ __all__ = [
     "chain_peak",
     "copied_optimizer",
     "line",
+    "most",
     "optimizer_bytes",
     "peak",
     "weigh",
@@ -64,6 +66,27 @@ def line(points: Sequence[tuple[float, float]]) -> Line:
         w * x * x for w, (x, _) in zip(weights, points, strict=True)
     )
     return min(Line(max(0.0, my), 0.0), Line(0.0, max(0.0, through)), key=error)
+
+
+def most(points: Sequence[tuple[float, float]]) -> Line:
+    """Through (samples, most bytes at once): chords, the largest of which counts, and never below 0.
+
+    What is most is so at one moment with few samples and at another with many (when gradients are there, when activations are), so no
+    single line goes through it, and one with the least error would be too low at both ends. As the largest of several lines it is
+    convex: a chord is not below it.
+    """
+    points = sorted((float(x), float(y)) for x, y in points)
+    chords: list[tuple[float, float]] = []
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        slope = (y1 - y0) / (x1 - x0)
+        chord = (y0 - slope * x0, slope)
+        if not chords or any(abs(a - b) > 1e-6 * max(abs(a), abs(b), 1.0) for a, b in zip(chord, chords[-1], strict=True)):
+            chords.append(chord)
+    if not chords:
+        return line(points)
+    if any(part < 0 for chord in chords for part in chord):
+        chords.insert(0, (0.0, 0.0))
+    return Line(*chords[-1], tuple(reversed(chords[:-1])))
 
 
 @dataclass
@@ -119,7 +142,8 @@ class Account:
     def lines(self, kind: str, level: str = "none") -> list[Line]:
         """One line a unit of ``saved``, ``forward_transient``, … under a level of recomputation."""
         sizes = self.again[level] if level != "none" else self.sizes
-        return [line([(b, float(getattr(units[i], kind))) for b, units in sizes.items()]) for i in range(len(self.chain))]
+        through = most if kind.endswith("transient") else line
+        return [through([(b, float(getattr(units[i], kind))) for b, units in sizes.items()]) for i in range(len(self.chain))]
 
     def block(self, unit: str) -> str:
         """The block that a unit is in, or is made of; ``""`` for none."""
@@ -319,10 +343,9 @@ def _account(
         order = dict(stand_in.named_parameters())
         found.parameters, found.shared = _owners(stand_in, found.chain, ledger, order)
         found.buffers = _buffers(stand_in, found.chain)
-        smallest = sizes[0]
-        for units, counted in ((found.sizes[smallest], _count(stand_in, found.chain, compute, micro[smallest])),):
-            for unit, flops in zip(units, counted, strict=True):
-                unit.flops = flops
+        counted = _count(stand_in, found.chain, compute, micro[sizes[-2:][0]])
+        for unit, flops in zip(found.sizes[sizes[-2:][0]], counted, strict=True):
+            unit.flops = flops
     return found
 
 
@@ -476,7 +499,8 @@ def weigh(
         batch_size: global samples per optimizer step.
         sizes: micro-batch sizes to weigh at; between them a line is drawn.
     """
-    sizes = sorted(set(sizes or (max(1, min(2, batch_size), batch_size // 8), batch_size)))
+    least = min(2, batch_size)  # normalisation over a batch of one fails
+    sizes = sorted(set(sizes or (least, max(least, batch_size // 8), batch_size)))
     found = account(model, compute, batches, sizes, autocast=autocast, chain=chain)
     parameters = dict(model.named_parameters())
     notes = [] if found.faked else [f"memory was counted in a real run, as the model does not run on fake tensors ({found.reason})"]
@@ -486,7 +510,7 @@ def weigh(
         state, transient = {}, 0
         notes.append(str(error))
     modules = dict(model.named_modules(remove_duplicate=False))
-    smallest = sizes[0]
+    flops_at = sizes[-2:][0]
     fits = {
         kind: found.lines(kind) for kind in ("saved", "forward_transient", "backward_transient", "crossing", "crossing_grad", "put_off")
     }
@@ -498,7 +522,7 @@ def weigh(
     units = []
     for i, link in enumerate(found.chain):
         own = [parameters[name] for name in found.parameters[i]]
-        at = found.sizes[smallest][i]
+        at = found.sizes[flops_at][i]
         norms = modules[link.name].modules() if link.name in modules else ()
         units.append(
             Unit(
@@ -508,7 +532,7 @@ def weigh(
                 optimizer_bytes=sum(state.get(name, 0) for name in found.parameters[i]),
                 buffer_bytes=found.buffers[i],
                 saved_bytes=fits["saved"][i],
-                transient_bytes=line([(b, float(max(u[i].forward_transient, u[i].backward_transient))) for b, u in found.sizes.items()]),
+                transient_bytes=most([(b, float(max(u[i].forward_transient, u[i].backward_transient))) for b, u in found.sizes.items()]),
                 forward_transient_bytes=fits["forward_transient"][i],
                 backward_transient_bytes=fits["backward_transient"][i],
                 crossing_bytes=fits["crossing"][i],
@@ -517,7 +541,7 @@ def weigh(
                 cut_after=not link.why_not and link.name != LOSS,
                 why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
                 alike=link.alike,
-                flops=at.flops / smallest,
+                flops=at.flops / flops_at,
                 tied=tuple(sorted(found.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in found.shared[i]),
                 tied_grad_bytes=at.late_gradient,
