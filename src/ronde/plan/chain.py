@@ -68,6 +68,7 @@ class Chain:
         crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
         reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
         blocks: which block a unit is part of, -1 where it is in none: what is recomputed, and gathered, together.
+        calls: how often a forward pass calls that block.
         cuts: units that a stage may begin with, without the first.
         ties: parameters shared by several units.
     """
@@ -89,6 +90,7 @@ class Chain:
     crossing_grad: Array
     reduce_bytes: Array
     blocks: npt.NDArray[np.intp]
+    calls: Array
     cuts: tuple[int, ...]
     ties: tuple[Tie, ...]
 
@@ -166,7 +168,7 @@ _LINES = (
     "tensor_forward_bytes",
     "tensor_backward_bytes",
 )
-_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor", "tensor_time")
+_FLAT = ("parameter_bytes", "trainable_bytes", "optimizer_bytes", "buffer_bytes", "tied_grad_bytes", "tensor", "tensor_time", "block_calls")
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
 
 
@@ -293,6 +295,7 @@ def chain(
         crossing_grad=line("crossing_grad_bytes"),
         reduce_bytes=ways * reduce_bytes,
         blocks=tables.blocks,
+        calls=tables.flat["block_calls"],
         # A block that is computed again is one piece.
         cuts=tables.cuts
         if recompute == "none"

@@ -91,6 +91,7 @@ class Unit:
         block: the module that is gathered, or computed again, as a whole and that this is in; ``""`` where ``Costs.blocks`` is not set or
             it is in none.
         recomputed: whether recomputation runs it again.
+        block_calls: how often a forward pass calls ``block``.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Unit:
     tensor_backward_bytes: Line = Line()
     block: str = ""
     recomputed: bool = False
+    block_calls: int = 1
 
 
 @dataclass(frozen=True)

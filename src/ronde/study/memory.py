@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -124,6 +125,7 @@ class Account:
         again: level of recomputation -> as ``sizes``, with blocks that are computed again; a level that failed is not in it.
         recomputed: names of those blocks.
         blocks: names of what is gathered, or computed again, as a whole.
+        calls: how often a forward pass calls each of those.
     """
 
     chain: list[Link]
@@ -138,6 +140,7 @@ class Account:
     again: dict[str, dict[int, list[UnitBytes]]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
 
     def lines(self, kind: str, level: str = "none") -> list[Line]:
         """One line a unit of ``saved``, ``forward_transient``, … under a level of recomputation."""
@@ -219,13 +222,33 @@ def _one_size(
                 holding.append(entry)
 
     put_off = [0] * len(chain)
+    without: set[int] = set()  # units that ran without gradients
 
     def returned(_: nn.Module, __: Any, output: Any) -> None:
-        put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_of(output) if t.requires_grad)
+        if ledger.phase == "forward" or ledger.unit in without:  # else it has been counted, and runs again
+            put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_of(output) if t.requires_grad)
+
+    def begins(index: int, _: nn.Module, __: Any) -> None:
+        if ledger.phase == "forward":
+            if not torch.is_grad_enabled():
+                without.add(index)
+        elif index in without:
+            ledger.enter(index, "backward")
+
+    def ends(index: int, _: nn.Module, __: Any, output: Any) -> None:
+        # A reentrant checkpoint: only now is there a graph, and the backward pass goes through it at once.
+        if ledger.phase == "backward" and index in without:
+            for tensor in tensors_of(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: ledger.enter(index, "backward"))
 
     probe = Probe(model, chain, tell)
     weighted = [m for m in model.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
-    hooks = [m.register_forward_hook(returned) for m in weighted]
+    named = dict(model.named_modules(remove_duplicate=False))
+    units = [(i, named[link.name]) for i, link in enumerate(chain) if link.name in named]
+    hooks = [m.register_forward_pre_hook(partial(begins, i)) for i, m in units]
+    hooks += [m.register_forward_hook(partial(ends, i)) for i, m in units]
+    hooks += [m.register_forward_hook(returned) for m in weighted]
     try:
         with ledger:
             probe.step(compute, model, batch, last, between, autocast)
@@ -327,12 +350,25 @@ def _account(
             with autocast():
                 compute(stand_in, micro[sizes[0]])
 
-        found = Account(chain or find_chain(stand_in, once), faked=fake)
+        blocks = repeated_blocks(stand_in) or large_children(stand_in)
+        calls = dict.fromkeys(blocks, 0)
+
+        def called(name: str, _: nn.Module, __: Any) -> None:
+            calls[name] += 1
+
+        counting = [block.register_forward_pre_hook(partial(called, name)) for name, block in blocks.items()]
+        try:
+            if chain is not None and within is None:
+                once()
+            found = Account(chain or find_chain(stand_in, once), faked=fake)
+        finally:
+            for hook in counting:
+                hook.remove()
+        found.blocks, found.calls = list(blocks), calls
         for b in sizes:
             units, ledger, total = _one_size(stand_in, found.chain, compute, micro[b], autocast)
             found.sizes[b], found.total[b] = units, total
             found.batch[b] = sum(bytes_of(t) for t in tensors_of(micro[b]))
-        found.blocks = list(repeated_blocks(stand_in) or large_children(stand_in))
         for level in ("selective", "full") if within is None else ():
             # What cannot be run so is told where it is asked for; here it is assumed.
             with contextlib.suppress(Exception), applied(stand_in, level) as found.recomputed:
@@ -546,7 +582,8 @@ def weigh(
                 tied_bytes=sum(bytes_of(parameters[name]) for name in found.shared[i]),
                 tied_grad_bytes=at.late_gradient,
                 batchnorm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms),
-                block=found.block(link.name),
+                block=(block := found.block(link.name)),
+                block_calls=max(1, found.calls.get(block, 1)),
                 recomputed=any(
                     link.name == b or link.name.startswith(f"{b}.") or b.startswith(f"{link.name}.") for b in found.recomputed if link.name
                 ),
