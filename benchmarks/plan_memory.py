@@ -1,6 +1,6 @@
 """Is the memory that is predicted the memory that is taken? Predicted before it is measured, in bytes of a process.
 
-One device, six models, two batch sizes each. *Chain* is what plans are predicted from: the sum over the units, each weighed under
+One device, ten models, two batch sizes each. *Chain* is what plans are predicted from: the sum over the units, each weighed under
 fake tensors; *tracker* is torch's own MemTracker on the whole step. What is measured is the peak of resident memory of a child
 process that builds the model and takes two steps, above what it held before the model was built, with an allocator that gives
 back what is freed.
@@ -8,7 +8,7 @@ back what is freed.
     python benchmarks/plan_memory.py                     # all, prints a table and writes benchmarks/results/plan_memory.json
     python benchmarks/plan_memory.py --only gpt,lstm
 
-Several workers, four models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
+Several workers, seven models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
 
     python benchmarks/plan_memory.py --plans                           # all
     python benchmarks/plan_memory.py --plans --only gpt --family shard  # plans with that in their name
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 HERE = Path(__file__).resolve()
 
@@ -140,6 +141,70 @@ class LSTM(nn.Module):
         return self.head(self.lstm(self.tokens(ids))[0])
 
 
+class Checkpointed(nn.Module):
+    """Blocks that the model itself computes again."""
+
+    def __init__(self, width: int = 384, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(Block(width, 6) for _ in range(6))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x.mean(1))
+
+
+class Segments(nn.Module):
+    """Pairs of layers that are computed again, within halves that are: checkpoints in checkpoints, of several units each."""
+
+    def __init__(self, width: int = 512, layers: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def _run(self, begin: int, end: int, x: torch.Tensor) -> torch.Tensor:
+        if end - begin > 2:
+            for i in range(begin, end, 2):
+                x = checkpoint(self._run, i, i + 2, x, use_reentrant=False)
+            return x
+        for layer in self.layers[begin:end]:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, half = self.first(x), len(self.layers) // 2
+        for begin in (0, half):
+            x = checkpoint(self._run, begin, begin + half, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Repeated(nn.Module):
+    """One block, or several in turns, called several times."""
+
+    def __init__(self, width: int = 1024, times: int = 4, blocks: int = 1) -> None:
+        super().__init__()
+        self.times = times
+        self.first = nn.Linear(256, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = x + block(x)
+        return self.head(x)
+
+
 def _mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, 2048), nn.ReLU(), *(m for _ in range(4) for m in (nn.Linear(2048, 2048), nn.ReLU())), nn.Linear(2048, 10)
@@ -152,6 +217,10 @@ def _tokens_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _text(b: int, vocabulary: int, length: int) -> Any:
     return torch.randint(vocabulary, (b, length)), torch.randint(vocabulary, (b, length))
+
+
+def _vectors(b: int, *shape: int) -> Any:
+    return torch.randn(b, *shape), torch.randint(10, (b,))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any], Callable[..., Any], tuple[int, int]]] = {
@@ -174,6 +243,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[
     ),
     "unet": (UNet, lambda b: (torch.randn(b, 3, 64, 64), torch.randint(2, (b, 64, 64))), F.cross_entropy, torch.optim.AdamW, (16, 32)),
     "lstm": (LSTM, lambda b: _text(b, 4000, 64), _tokens_loss, torch.optim.Adagrad, (16, 64)),
+    "checkpointed": (Checkpointed, lambda b: _vectors(b, 128, 64), F.cross_entropy, torch.optim.AdamW, (8, 32)),
+    "reentrant": (
+        lambda: Checkpointed(reentrant=True),
+        lambda b: _vectors(b, 128, 64),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        (8, 32),
+    ),
+    "segments": (Segments, lambda b: _vectors(b, 64), F.cross_entropy, torch.optim.AdamW, (512, 4096)),
+    "repeated": (
+        Repeated,
+        lambda b: _vectors(b, 256),
+        F.cross_entropy,
+        lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+        (64, 2048),
+    ),
 }
 
 
@@ -264,6 +349,13 @@ def sized(name: str, samples: int, small: bool) -> Size:
         side = 16 if small else 64
         model = UNet(8 if small else 32)
         return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(2, (samples, side, side)))
+    if name == "checkpointed":
+        model = Checkpointed(48 if small else 384)
+        return model, torch.utils.data.TensorDataset(*_vectors(samples, 16 if small else 128, 64))
+    if name == "repeated":
+        return Repeated(64 if small else 1024), torch.utils.data.TensorDataset(*_vectors(samples, 256))
+    if name == "in turns":
+        return Repeated(64 if small else 768, 3, 2), torch.utils.data.TensorDataset(*_vectors(samples, 256))
     raise SystemExit(f"no model {name!r}")
 
 
@@ -273,6 +365,9 @@ SIZED: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
     "gpt": (16, _tokens_loss, torch.optim.AdamW),
     "cnn": (32, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
     "unet": (16, F.cross_entropy, torch.optim.AdamW),
+    "checkpointed": (32, F.cross_entropy, torch.optim.AdamW),
+    "repeated": (512, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
+    "in turns": (512, F.cross_entropy, lambda p: torch.optim.SGD(p, 0.01, momentum=0.9)),
 }
 PLANS = {
     # family: workers, plan; a micro-batch is written as a share of the global batch
@@ -293,7 +388,7 @@ PLANS = {
     "tensor": (2, "tensor=2"),
     "pipeline shard": (4, "pipeline=2,shard=parameters,micro_batch=1/8"),
 }
-NO_TENSOR = ("cnn", "unet")  # they have no block that tensor parallelism divides
+NO_TENSOR = ("cnn", "unet", "checkpointed", "repeated", "in turns")  # they have no block that tensor parallelism divides
 STEPS = 3
 
 

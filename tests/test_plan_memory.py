@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
 
 from ronde.plan import Cluster, Costs, Line, Plan, Unit
 from ronde.plan.predict import predict
+from ronde.run.losses import LossCall
+from ronde.study.memory import account
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a process's peak is read from Linux's /proc")
 MIB = 2**20
@@ -130,3 +134,65 @@ def test_a_divided_block_keeps_its_input_and_its_output_whole():
     unit = Unit("layers.0", saved_bytes=Line(0, 100), tensor=1.0, tensor_reduce_bytes=Line(0, 10))
     costs = Costs((unit,), 4)
     assert need(costs, workers=2, batch_size=1, tensor=2)[1]["activations"] == 60
+
+
+@LINUX
+@pytest.mark.parametrize(("name", "samples"), [("checkpointed", 32), ("repeated", 64)])
+def test_one_device_takes_what_the_chain_says_of_own_checkpoints_and_of_repeated_blocks(bench, name, samples):
+    from ronde.study.resident import measured_peak
+
+    measured = measured_peak(f"{bench.HERE}:one_device", name, samples, timeout=200).peak_bytes
+    assert abs(bench.predict_one_device(name, samples)["chain"] / measured - 1) < 0.04
+
+
+@LINUX
+@pytest.mark.parametrize(("name", "family"), [("checkpointed", "1f1b"), ("repeated", "shard parameters"), ("in turns", "shard parameters")])
+def test_workers_take_what_was_predicted_of_own_checkpoints_and_of_repeated_blocks(bench, name, family):
+    row = bench.row_of(bench.weighed(name), name, family, steps=2)
+    assert abs(row["error"]) < 0.03, row
+    assert row["verdict_just_too_small"] != "fits" and row["verdict_a_third_larger"] == "fits"
+
+
+def test_what_is_needed_at_most_is_the_largest_of_several_lines():
+    from ronde.study.memory import most
+
+    def needed(b):
+        return float(max(100 + b, 4 * b, 20 * b - 640))  # three moments
+
+    found = most([(b, needed(b)) for b in (2, 16, 64)])
+    assert [found.at(b) for b in (2, 16, 64)] == pytest.approx([needed(b) for b in (2, 16, 64)])
+    assert all(found.at(b) >= needed(b) - 1e-9 for b in range(2, 65))
+    assert found.at(1) == pytest.approx(needed(1))
+    rising = most([(8, 10.0), (64, 500.0)])  # gradients outweigh what little few samples need
+    assert rising.at(1) == 0 and rising.at(64) == pytest.approx(500)
+    falling = most([(8, 45.0), (64, 0.0)])
+    assert falling.at(64) == 0 and falling.at(4) > 45 and falling.at(128) == 0
+    assert most([(4, 12.0)]) == Line(0.0, 3.0)
+
+
+def test_lines_with_bends_are_read_and_predicted_as_they_were_written():
+    bent = Line(0.0, 10.0, ((50.0, 0.0),))
+    costs = Costs((Unit("a", saved_bytes=Line(0, 1), backward_transient_bytes=bent), Unit("b")), 8)
+    again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
+    assert again == costs and "bends" not in costs.to_dict()["units"][0]["saved_bytes"]
+    assert need(again, workers=1, batch_size=2)[0] == 2 + 50 and need(again, workers=1, batch_size=8)[0] == 8 + 80
+    assert (bent + bent).at(1) == 100 and (bent + bent).at(8) == 160 and bent.stretched(2.0).at(8) == 160
+
+
+def test_a_reentrant_checkpoint_is_weighed_where_it_is(bench):
+    plain, reentrant = (
+        account(bench.Checkpointed(96, reentrant=kind), LossCall(F.cross_entropy, None), lambda b: bench._vectors(b, 16, 64), [4])
+        for kind in (False, True)
+    )
+    names = [link.name for link in plain.chain]
+    for name, one, other in zip(names, plain.sizes[4], reentrant.sizes[4], strict=True):
+        if name.startswith("blocks."):
+            assert one.backward_transient <= other.backward_transient <= 1.15 * one.backward_transient
+            assert one.put_off == other.put_off  # counted once, though they run twice
+    assert reentrant.sizes[4][names.index("head")].backward_transient < plain.sizes[4][1].backward_transient / 2
+
+
+def test_calls_of_blocks_are_counted(bench):
+    costs = bench.weighed("in turns")
+    assert {u.block: u.block_calls for u in costs.units if u.block} == {"blocks.0": 3, "blocks.1": 3}
+    assert all(u.block_calls == 1 for u in bench.weighed("checkpointed").units)
