@@ -7,11 +7,15 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch.utils.data import Subset
 
+import ronde
 from ronde import feed
 from ronde.feed.pack import pack
 from ronde.feed.sources import Sample
@@ -147,3 +151,33 @@ def test_a_csv_of_numbers_counts_names_where_these_are_given(tmp_path):
     assert feed.folder(root / "files", labels=root / "labels.csv").classes is None
     named = feed.folder(root / "files", labels=root / "labels.csv", classes=["10", "007", "7"])
     assert [s.label for s in named.read([0, 1])] == [2, 0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_evaluation_on_other_classes_says_so(tmp_path, capsys, monkeypatch, known):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.chdir(tmp_path)
+
+    def data(root: str, names, **more) -> feed.Pipeline:
+        source = feed.folder(folders(tmp_path / root, names), **more)
+        return feed.Pipeline(source).map(lambda sample: (torch.zeros(2), sample.label), "decode")
+
+    train = data("train", TRAIN)
+    model = torch.nn.Linear(2, len(TRAIN))
+    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), train, loss=torch.nn.functional.cross_entropy, batch_size=2)
+    test = data("test", TEST, **({"like": train} if known else {}))
+    run.evaluate(test)
+    told = capsys.readouterr()
+    said = "label 0 is 'bee' here, and 'ant' in the training data"
+    assert (said in told.out + told.err) is not known
+
+
+def test_which_classes_are_others():
+    def named(*classes):
+        return SimpleNamespace(classes=list(classes))
+
+    train = Subset(named("ant", "bee", "cat"), [0])
+    assert feed.other_classes(train, named("ant", "bee")) is None and feed.other_classes(train, [1]) is None
+    assert feed.other_classes(train, SimpleNamespace(classes=None)) is None
+    assert "have 3 classes" in feed.other_classes(train, named("ant", "bee", "cat", "dog"))
+    assert "label 1 is 'cat'" in feed.other_classes(train, SimpleNamespace(source=named("ant", "cat")))

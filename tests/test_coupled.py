@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import ronde_run
-from ronde.parallel.coupled import coupling
+from ronde.parallel.coupled import coupling, ways_refused
+from ronde.plan import Cluster, Costs, Line, Unit
+from ronde.plan.search import search
 
 OPTIMIZERS = """
 import torch
@@ -110,6 +113,34 @@ def test_all_together(kind):
 def test_each_by_itself(kind):
     parts = list(model().parameters())
     assert coupling(kind([{"params": parts[:2], "lr": 0.3}, {"params": parts[2:]}], lr=0.1)) == ""
+
+
+def test_what_will_be_refused_is_known_before():
+    every = {"pipeline", "tensor", "shard=optimizer", "shard=gradients", "shard=parameters"}
+    built = model()
+    assert ways_refused(built, torch.optim.AdamW(built.parameters())) == {}
+    assert set(ways_refused(built, Lamb(built.parameters()))) == {"pipeline", "tensor", "shard=optimizer"}  # noqa: F821
+    assert set(ways_refused(built, torch.optim.LBFGS(built.parameters()))) == every
+    assert set(ways_refused(built, torch.optim.Adafactor(built.parameters()))) == {"tensor", "shard=gradients", "shard=parameters"}
+    assert set(ways_refused(built, torch.optim.SparseAdam(built.parameters()))) == {"shard=gradients", "shard=parameters"}
+    built[2].weight.register_hook(lambda g: g)
+    assert "'2.weight'" in ways_refused(built, torch.optim.SGD(built.parameters()))["shard=parameters"]
+
+
+def test_plans_that_will_be_refused_are_not_looked_at():
+    units = tuple(Unit(f"u{i}", Line(1e-5, 1e-3), Line(1e-5, 2e-3), 1000, 1000, 2000, tensor=1.0, tensor_time=1.0) for i in range(8))
+    for kind in (Lamb, torch.optim.Adafactor, torch.optim.LBFGS):  # noqa: F821
+        refused = ways_refused(model(), kind(model().parameters()))
+        found = search(Costs(units, 64, refused=refused), Cluster(), 4).plans
+        assert found
+        for prediction in found:
+            plan = prediction.plan
+            taken = {f"shard={plan.shard}"} | ({"pipeline"} if plan.pipeline > 1 else set()) | ({"tensor"} if plan.tensor > 1 else set())
+            assert not taken & set(refused), plan.spec
+        # As JSON, which workers send each other.
+        assert Costs.from_dict(json.loads(json.dumps(Costs(units, 64, refused=refused).to_dict()))).refused == refused
+    free = {p.plan.family for p in search(Costs(units, 64), Cluster(), 4).plans}
+    assert len(free) >= 4
 
 
 def test_one_around_another_is_tried_as_it_is_made():

@@ -209,6 +209,31 @@ def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
     assert listed[0]["id"] == "thread-limit" and listed[0]["settings"] == {"threads": 1}
 
 
+def test_one_window_without_the_threads_is_enough_where_it_is_faster_by_far():
+    """As measured: where a batch takes a second, there is time for no more."""
+    slow = [{"synthetic": 772.7, "real": 75.4}, {"synthetic": 775.8, "real": 63.4, "beside": 758.3, "limited": 764.4}]
+    stages = (*STAGES, StageSeen("collate", wall_seconds=0.03, cpu_seconds=0.06))
+    found = judge(seen(slow, stages)).values
+    assert found["cause"]["stage"] == "oversubscription" and found["cause"]["points"] == pytest.approx(90, abs=2)
+    hardly = [slow[0], {**slow[1], "limited": 80.0}]
+    assert judge(seen(hardly, stages)).values["cause"]["stage"] != "oversubscription"
+
+
+def test_one_window_that_is_far_off_does_not_move_what_a_stage_loses():
+    """As measured: the real rate in three rounds, the arm in two of them."""
+    found = judge(
+        seen(
+            [
+                {"synthetic": 773.3, "real": 518.4},
+                {"synthetic": 772.5, "real": 611.8, "without:decode": 747.6},
+                {"synthetic": 771.5, "real": 525.8, "without:decode": 750.0},
+            ],
+            STAGES,
+        )
+    ).values
+    assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] == pytest.approx(28.9, abs=0.5)
+
+
 def test_threads_that_account_for_little_of_what_slows_the_step_down_are_not_the_cause():
     found = judge(seen(rounds(synthetic=1000, real=210, limited=430, beside=215), STAGES)).values
     assert found["cause"]["stage"] == "neighbour" and found["neighbour"]["points"] == pytest.approx(69, abs=2)

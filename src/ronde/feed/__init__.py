@@ -11,7 +11,7 @@ from ronde.feed.loader import Feed, LoaderSettings, die_with_parent
 from ronde.feed.order import Order, Quality, key_of, permute
 from ronde.feed.pack import Packed, pack, verify_pack
 from ronde.feed.pipeline import Pipeline, Source, Step
-from ronde.feed.reader import pipeline_in
+from ronde.feed.reader import other_classes, pipeline_in
 from ronde.feed.settings import FeedSettings, settings_file
 from ronde.feed.sources import Sample, arrays, dataset, folder, parquet, tar, tokens
 from ronde.feed.stages import rng, rngs, stage
@@ -60,6 +60,7 @@ __all__ = [
     "pack",
     "parquet",
     "permute",
+    "other_classes",
     "pipeline_in",
     "read_settings",
     "report_cache",

@@ -149,6 +149,38 @@ def pipeline_in(dataset: Any) -> Pipeline | None:
     return dataset if isinstance(dataset, Pipeline) else None
 
 
+def other_classes(train: Any, test: Any) -> str | None:
+    """How the names of two data sets' classes disagree about a label, where both have ``classes``; None where they agree.
+
+    Example:
+        >>> from types import SimpleNamespace as Data
+        >>> other_classes(Data(classes=["ant", "bee", "cat"]), Data(classes=["ant", "cat"]))
+        "label 1 is 'cat' here, and 'bee' in the training data"
+        >>> other_classes(Data(classes=["ant", "bee", "cat"]), Data(classes=["ant", "bee"]))
+    """
+    known, found = _classes(train), _classes(test)
+    if known is None or found is None:
+        return None
+    for label, name in enumerate(found):
+        if label >= len(known):
+            return f"label {label} is {name!r} here, and the training data have {len(known)} classes"
+        if known[label] != name:
+            return f"label {label} is {name!r} here, and {known[label]!r} in the training data"
+    return None
+
+
+def _classes(dataset: Any) -> list[Any] | None:
+    for _ in range(8):  # as deep as wrappers go
+        try:
+            found, within = getattr(dataset, "classes", None), (getattr(dataset, "source", None), getattr(dataset, "dataset", None))
+        except Exception:  # a property of the script's own that cannot be read now
+            return None
+        if isinstance(found, list | tuple) and all(isinstance(name, str | int) for name in found):
+            return list(found)
+        dataset = next((each for each in within if each is not None), None)
+    return None
+
+
 class Reader(Dataset[Any]):
     """Reads an :class:`Ask` as a collated batch.
 

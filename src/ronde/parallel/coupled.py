@@ -19,7 +19,16 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.agree import broadcast_json
 
-__all__ = ["check", "coupling"]
+__all__ = ["REFUSED", "check", "coupling", "ways_refused"]
+
+# Optimizers that cannot compute on parts of a parameter, and why.
+REFUSED = {
+    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
+    "Rprop": "torch 2.13 cannot run it on shards",
+    "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
+    "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
+    "LBFGS": "it keeps a flat list of whole parameters of its own",
+}
 
 # Known by name: torch's, and those whose step cannot be tried by itself.
 _COUPLED = ("LBFGS", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion", "DAdaptAdan")
@@ -82,6 +91,32 @@ def check(plan: Plan, optimizer: Optimizer, me: World) -> None:
             f"({why}). plan='replicate' gives it all.",
             stacklevel=2,
         )
+
+
+def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """What :func:`ronde.distribute` will refuse for this optimizer, or for hooks on gradients: a way to divide a training -> why.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> list(ways_refused(model, torch.optim.Rprop(model.parameters())))
+        ['shard=gradients', 'shard=parameters', 'tensor']
+    """
+    name = type(optimizer).__name__
+    found: dict[str, str] = {}
+    if name in REFUSED:
+        found.update(dict.fromkeys(("shard=gradients", "shard=parameters"), f"{name}: {REFUSED[name]}"))
+        if name != "SparseAdam":  # embeddings stay whole
+            found["tensor"] = f"{name}: {REFUSED[name]}"
+    for parameter, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            why = f"{parameter!r} has a hook on its gradient"
+            found.update(dict.fromkeys(("shard=gradients", "shard=parameters", "tensor"), why))
+            break
+    if coupling(optimizer) == "coupled":
+        found.update(
+            dict.fromkeys(("pipeline", "tensor", "shard=optimizer"), f"{name} derives what it does to one parameter from all of them")
+        )
+    return found
 
 
 def _tried(optimizer: Optimizer) -> str:

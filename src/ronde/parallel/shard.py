@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, Work, trainable
 from ronde.parallel.batchnorm import absent, synchronise
+from ronde.parallel.coupled import REFUSED
 from ronde.parallel.dtensors import mend
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.replicate import Replicate
@@ -61,14 +62,6 @@ _LOSS, _WEIGHT, _WAY, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4
 _LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 16, 3
 _LOOK_EVERY = 50  # steps
 _WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
-
-_REFUSED = {
-    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
-    "Rprop": "torch 2.13 cannot run it on shards",
-    "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
-    "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
-    "LBFGS": "it keeps a flat list of whole parameters of its own",
-}
 
 _BY_NUMBER = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")  # torch's own
 
@@ -211,9 +204,9 @@ def refuse_optimizer(optimizer: Optimizer, plan: str, other: str) -> None:
         ArgumentError: this is one.
     """
     name = type(optimizer).__name__
-    if name in _REFUSED:
+    if name in REFUSED:
         cure = ", or shard='none'." if name in ("LBFGS", "SparseAdam") else f", or {other}, which gives it whole parameters."
-        raise ArgumentError(f"{plan} cannot carry {name} out: {_REFUSED[name]}. Use another optimizer{cure}")
+        raise ArgumentError(f"{plan} cannot carry {name} out: {REFUSED[name]}. Use another optimizer{cure}")
 
 
 class _LocalStep:

@@ -172,6 +172,8 @@ class Costs:
         blocks: whether ``Unit.block`` and ``Unit.recomputed`` say what is gathered and computed again together; else names are asked.
         again: levels of ``recompute`` whose bytes were counted with it.
         again_seconds: level of ``recompute`` -> what it adds to a pass of the whole model, as measured.
+        refused: what cannot carry this model or its optimizer out (``"pipeline"``, ``"tensor"``, ``"zero-bubble"``, ``"shard=optimizer"``, …)
+            -> why: plans with it are not looked at.
     """
 
     units: tuple[Unit, ...]
@@ -204,6 +206,7 @@ class Costs:
     split_seconds: Line = Line()
     clip_seconds: float = 0.0
     clip_fixed_seconds: float = 0.0
+    refused: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

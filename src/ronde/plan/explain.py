@@ -543,12 +543,9 @@ def stretched(costs: Costs, factor: float) -> Costs:
     Attention over the whole sequence grows faster: this is a lower bound for long ones.
     """
 
-    def line(value: Line) -> Line:
-        return Line(value.fixed, value.per_sample * factor)
-
     def unit(one: Unit) -> Unit:
         names = [f.name for f in dataclasses.fields(Unit) if isinstance(getattr(one, f.name), Line)]
-        changed: dict[str, Any] = {name: line(getattr(one, name)) for name in names}
+        changed: dict[str, Any] = {name: getattr(one, name).stretched(factor) for name in names}
         return dataclasses.replace(one, flops=one.flops * factor, **changed)
 
     return dataclasses.replace(

@@ -215,6 +215,9 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return "pipeline and tensor are not carried out together"
     if plan.shard != "none" and plan.replicas < 2:
         return "shard needs two replicas or more"
+    for way, why in costs.refused.items():
+        if way in (f"shard={plan.shard}", *_ways(plan)):
+            return why
     if plan.shard_within is not None and (plan.shard not in ("gradients", "parameters") or plan.pipeline > 1 or plan.tensor > 1):
         return "shard_within goes with shard=gradients or parameters alone"
     if plan.shard_within and plan.replicas % plan.shard_within:
@@ -237,6 +240,14 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
     if plan.virtual > 1:
         return "virtual needs a pipeline"
     return None
+
+
+def _ways(plan: Plan) -> Iterator[str]:
+    if plan.tensor > 1:
+        yield "tensor"
+    if plan.pipeline > 1:
+        yield "pipeline"
+        yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
 
 
 def candidates(base: Plan, costs: Costs, cluster: Cluster, brief: bool = False) -> Iterator[list[Plan]]:

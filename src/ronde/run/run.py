@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from ronde.feed import Feed, LoaderSettings, Taken, key_of, pipeline_in, take_over
+from ronde.feed import Feed, LoaderSettings, Taken, key_of, other_classes, pipeline_in, take_over
 from ronde.feed.loader import first_few
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
@@ -551,6 +551,8 @@ class Run:
                 argument="evaluate's data",
                 evaluate=True,
             )
+            if (other := other_classes(self._taken.dataset, data)) is not None:
+                self._warn(f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), feed.table(…, like=train).")
             if hooks.observer is not None:
                 taken = hooks.observer.evaluating(self, taken)
             evaluation = Evaluation(data, taken, self._settings_for(data, taken), self.plan, self._me, self._feed_says_weakly())

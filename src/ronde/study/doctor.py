@@ -26,7 +26,7 @@ from ronde.feed.handles import held_open
 from ronde.run import hooks
 from ronde.study.arms import Arm, ArmResult, Bench, Timed
 from ronde.study.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
-from ronde.study.verdict import Seen, StageSeen, Verdict, judge
+from ronde.study.verdict import Seen, StageSeen, Verdict, judge, shares
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.agree import broadcast_json, gather_json
@@ -40,6 +40,8 @@ __all__ = ["Doctor", "doctor", "examine", "install", "load"]
 _SECONDS = 60.0
 _ROUNDS = 3
 _TO = 32
+_WIDE = 0.06  # of the ceiling, between the fastest and the slowest window of the real training
+_FOR_REMEDIES = 0.4  # of the time, which trying remedies may need
 _TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller stage is only timed
 _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
@@ -115,6 +117,7 @@ class _Clock:
 
     def __init__(self, run: Run, seconds: float) -> None:
         self._me = run._me
+        self.seconds = seconds
         self._end = time.monotonic() + seconds
         self._start = time.monotonic()
 
@@ -331,12 +334,15 @@ class _Study:
             done = len(self.found)
             if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
                 arms = self.further(verdict)
-            if done >= max(2, wanted) and (verdict.refused is None or done >= 4 * self.rounds):
+            price = sum(self.costs.get(n, 3 * self.window) for n in (*basic, *arms))
+            clear = verdict.refused is None or done >= 4 * self.rounds
+            if clear and self._is_wide(verdict):
+                clear = done >= 2 * self.rounds or self.clock.left() < price + _FOR_REMEDIES * self.clock.seconds
+            if clear and done >= max(2, wanted):
                 break
             if done >= max(2, wanted):
                 wanted = done + 1  # one more, to see whether it settles
             left = self.clock.left()
-            price = sum(self.costs.get(n, 3 * self.window) for n in (*basic, *arms))
             if done >= 2 and left < 0.7 * price:
                 if verdict.refused is None or not self.patience:
                     break
@@ -349,6 +355,11 @@ class _Study:
             self.measure("loading", Arm("loading"), None)
             verdict = judge(self.seen())
         return verdict
+
+    def _is_wide(self, verdict: Verdict) -> bool:
+        """Whether one window of the real training was so unlike another that a further round is worth its time."""
+        real = shares(self.seen(), "real")
+        return not verdict.healthy and max(real) - min(real) > _WIDE
 
     def _affordable(self, arms: Mapping[str, Arm], basic: Mapping[str, Arm], left: float) -> dict[str, Arm]:
         """The arms that the rest of the time allows in a round, what promises most first; always two."""

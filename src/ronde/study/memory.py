@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
+from ronde.parallel.coupled import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.plan import Costs, Line, Unit
 from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, tensors_of, untouched
@@ -94,7 +95,7 @@ def most(points: Sequence[tuple[float, float]]) -> Line:
 class UnitBytes:
     """One unit at one micro-batch size. Bytes, but for ``flops`` (of the whole micro-batch's forward pass).
 
-    ``late_gradient`` is of parameters that earlier units own.
+    ``late_gradient`` is of parameters that earlier units own; ``runs_again`` says that its layers ran in the backward pass as well.
     """
 
     saved: int = 0
@@ -106,6 +107,7 @@ class UnitBytes:
     crossing_grad: int = 0
     put_off: int = 0
     flops: float = 0.0
+    runs_again: bool = False
 
 
 @dataclass
@@ -223,8 +225,11 @@ def _one_size(
 
     put_off = [0] * len(chain)
     without: set[int] = set()  # units that ran without gradients
+    again: set[int] = set()
 
     def returned(_: nn.Module, __: Any, output: Any) -> None:
+        if ledger.phase == "backward":
+            again.add(ledger.unit)
         if ledger.phase == "forward" or ledger.unit in without:  # else it has been counted, and runs again
             put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_of(output) if t.requires_grad)
 
@@ -284,6 +289,7 @@ def _one_size(
                 crossing=sum(e.read_bytes for e in crossing),
                 crossing_grad=sum(e.read_bytes for e in crossing if e.floating),
                 put_off=put_off[i],
+                runs_again=i in again,
             )
         )
     total = max(ledger.peaks.values(), default=0)
@@ -590,6 +596,14 @@ def weigh(
                 **{name: lines[i] for name, lines in again.items()},
             )
         )
+    refused = ways_refused(model, optimizer)
+    if refused:
+        notes.append(f"not looked at: {', '.join(refused)}: {'; '.join(dict.fromkeys(refused.values()))}")
+    if any(unit.runs_again for unit in found.sizes[sizes[0]]):
+        # All that runs again then stays until the other half of the backward pass.
+        refused["zero-bubble"] = (
+            "what the model computes again itself stays until the weights' half of the backward pass: how much is not known"
+        )
     rest = state.get("", 0)
     if rest:
         notes.append(f"{rest:,} bytes of optimizer state belong to parameters that the model does not have")
@@ -604,6 +618,7 @@ def weigh(
         notes=tuple(notes),
         blocks=True,
         again=tuple(found.again),
+        refused=refused,
     )
 
 

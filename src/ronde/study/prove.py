@@ -126,11 +126,7 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
     texts = [plans] if isinstance(plans, str) else list(plans)
     if not texts:
         raise ArgumentError("no plan was given: --plans all, or plans such as replicate or shard=parameters.")
-    return list(dict.fromkeys(_spec(Plan.parse(one)) for text in texts for one in _apart(text)))
-
-
-def _spec(plan: Plan) -> str:
-    return plan.spec if plan.micro_batch is None or "micro_batch=" in plan.spec else f"{plan.spec},micro_batch={plan.micro_batch}"
+    return list(dict.fromkeys(Plan.parse(one).spec for text in texts for one in _apart(text)))
 
 
 # They belong to the plan before them, and are no plan of their own.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge"]
+__all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge", "shares"]
 
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
@@ -24,6 +24,8 @@ HEALTHY_POINTS = 7.0
 _WARMED = 1.25  # times as fast in the later rounds as in the earlier ones: no noise
 _SURELY = 5.0  # points that it must have at least, for all the noise
 _EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
+_ENOUGH = 3  # rounds: of so many, one may be far off
+_AT_ONCE = 1.25  # times the fastest of the others: a reading so much faster is no noise
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
 _EXPLAINED = 0.7  # of the time that is lost: what the stages' own times must account for, to share it out among them
@@ -163,6 +165,11 @@ def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
     return math.sqrt(float((residuals**2).sum()) / freedom), freedom
 
 
+def shares(seen: Seen, arm: str) -> list[float]:
+    """An arm's rate as a share of the ceiling of the same round, round by round."""
+    return [r[arm] / r["synthetic"] for r in seen.rounds if arm in r and r.get("synthetic")]
+
+
 def _middle(seen: Seen, arm: str) -> float | None:
     values = _column(seen, arm)
     return statistics.median(values) if values else None
@@ -217,6 +224,10 @@ class _Judge:
         if not found:
             return None
         value = statistics.median(found)
+        without, real = shares(self.seen, arm), shares(self.seen, "real")
+        if without and len(real) >= _ENOUGH:
+            # The real rate was measured in more rounds than the arm: with all of them, one that is far off counts less.
+            value = (statistics.median(without) - statistics.median(real)) / self.factor
         half = self._half(found)
         return Interval(100 * value, 100 * (value - half), 100 * (value + half))
 
@@ -600,9 +611,9 @@ def _cause(
 
 def _surely(seen: Seen, limited: Interval) -> bool:
     """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow another, so that few rounds make a wide
-    interval: that each window without them, two at least, was faster than every one with them will do."""
+    interval: that each window without them, two at least, was faster than every one with them will do, or one that was faster by far."""
     few, many = _column(seen, "limited"), _column(seen, "real")
-    return limited.low > 0 or (len(few) > 1 and min(few) > max(many))
+    return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
 
 
 def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:
