@@ -26,6 +26,7 @@ import ronde
 import ronde.run.entry as entry
 from forked import fork
 from ronde.checkpoint import find_valid
+from sampling import ALL
 
 # plan -> (workers, what --plan says)
 PLANS = {
@@ -52,7 +53,7 @@ MATRICES = {
         (a, b) for a in _MODEL for b in _MODEL if {a, b} & {"single", "pipeline-zero3"} or (a, b) == ("tensor-zero3", "pipeline-replicas")
     ],
 }
-if os.environ.get("RONDE_TEST_ALL") != "1":
+if not ALL:
     MATRICES = {
         "data": [(a, _DATA[(i + step) % 7]) for i, a in enumerate(_DATA) for step in (1, 3)],
         "model": [(a, _MODEL[(i + step) % 8]) for i, a in enumerate(_MODEL) for step in (1, 3)],

@@ -13,6 +13,7 @@ from torch import nn
 from processes import ronde_run
 from ronde.parallel.absent import Keeper, element, let_go
 from ronde.world import PlanError
+from sampling import some
 
 SCRIPT = """
 import copy, sys
@@ -76,7 +77,7 @@ def test_what_every_worker_does_to_every_parameter_is_the_same_training(tmp_path
     assert not torch.equal(changed["weights"]["0.0.weight"], changed["late"]["0.0.weight"])
 
 
-@pytest.mark.parametrize("what", ["norm", "vector", "early", "together"])
+@pytest.mark.parametrize("what", some(["norm", "vector", "early", "together"], 3))
 def test_reading_it_is_an_error_that_names_it(what, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = ronde_run(["run", "--workers", "2", "--plan", "pipeline=2", "train.py", what], tmp_path, timeout=120)

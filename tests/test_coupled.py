@@ -15,6 +15,7 @@ from processes import ronde_run
 from ronde.parallel.coupled import coupling, ways_refused
 from ronde.plan import Cluster, Costs, Line, Unit
 from ronde.plan.search import search
+from sampling import some
 
 OPTIMIZERS = """
 import torch
@@ -205,13 +206,13 @@ def trained(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("plan", ["shard=optimizer", "pipeline=2", "tensor=2"])
+@pytest.mark.parametrize("plan", some(["shard=optimizer", "pipeline=2", "tensor=2"], 3))
 def test_a_plan_that_would_give_it_a_part_is_refused(plan, trained):
     said = trained("Lamb", plan)
     assert isinstance(said, str) and "Lamb derives what it does to one parameter from all of them" in said and "replicate" in said
 
 
-@pytest.mark.parametrize(("kind", "plan"), [("Lamb", "shard=parameters"), ("Lars", "shard=optimizer"), ("Lars", "pipeline=2")])
+@pytest.mark.parametrize(("kind", "plan"), some([("Lamb", "shard=parameters"), ("Lars", "shard=optimizer"), ("Lars", "pipeline=2")], 3))
 def test_the_others_train_it_as_one_process(kind, plan, trained):
     alone, parted = trained(kind), trained(kind, plan)
     for name, value in alone.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -18,6 +17,7 @@ from ronde.plan.intercept import stay
 from ronde.plan.nested import tensors_in
 from ronde.plan.trace import Point, Trace, bounds_of
 from ronde.world import ArgumentError, RondeError
+from sampling import ALL
 
 TOLERANCE = 1e-10
 
@@ -195,7 +195,6 @@ def program_for(built: Built, cut: list[Point], batch) -> Program:
 
 # -- models ----------------------------------------------------------------------------------------------------------------
 
-ALL = bool(os.environ.get("RONDE_TEST_ALL"))
 SAMPLE = {
     "transformers": ["gpt2", "llama_cache", "mixtral", "albert", "deberta", "t5", "mamba", "swin", "clip", "wav2vec2"],
     "diffusers": ["unet_2d_condition", "autoencoder_kl", "vq", "dit"],

@@ -29,6 +29,7 @@ from ronde.study.doctor import _files_in
 from ronde.study.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
 from ronde.study.verdict import Seen, StageSeen, judge
 from ronde.world import ArgumentError
+from sampling import long, some
 
 # -- what the numbers say ----------------------------------------------------------------------------------------------
 
@@ -556,6 +557,7 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     assert f"trained 1 {settings['workers']}" in ran.stdout
 
 
+@long  # benchmarks/doctor_truth.py has it too
 def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
     values, done = examine(job, "augment", "0")
     assert values["executor"] == "none"
@@ -563,7 +565,7 @@ def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
     assert values["neighbour"] is None
 
 
-@pytest.mark.parametrize("fault", ["augment", "collate"])
+@pytest.mark.parametrize("fault", some(["augment", "collate"], 2))
 def test_the_wall_is_named_after_the_stage_that_waits_and_more_devices_lose_no_less(job, fault):
     values, done = examine(job, fault, "0", seconds="4")
     assert values["walls"] == [{"stage": fault, "devices": 1, "limit": "loaders"}], done.stdout
@@ -573,6 +575,7 @@ def test_the_wall_is_named_after_the_stage_that_waits_and_more_devices_lose_no_l
     assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps  # the first was measured, the others follow from its parts
 
 
+@long  # benchmarks/doctor_scale_truth.py has it too
 def test_a_storage_that_feeds_this_device_is_asked_for_what_many_want(job):
     """One device wants 267 of the 400 samples a second that all will share."""
     values, done = examine(job, "shared", "2")
@@ -583,12 +586,13 @@ def test_a_storage_that_feeds_this_device_is_asked_for_what_many_want(job):
     assert "read wall at" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["doctor", "scale"])
+@pytest.mark.parametrize("command", some(["doctor", "scale"], 2))
 def test_a_sample_that_one_rank_cannot_read_ends_all_of_them(job, command):
     done = ronde_run([command, "--workers", "2", "train.py", "broken", "1"], job, timeout=100)
     assert done.returncode not in (0, 1) and "sample 38 is broken" in done.stderr, done.stdout + done.stderr
 
 
+@long
 def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_there(job):
     """Drawing an epoch's order is part of no window, and is done for few epochs; a remedy that the data set refuses is left out."""
     text = JOB.replace(
@@ -646,6 +650,7 @@ def test_the_stages_of_a_stream_are_told_apart_and_more_workers_feed_it_no_faste
     assert gaps[32] > 0.9 > gaps[1] and any(note.startswith("a stream: every worker") for note in values["notes"])
 
 
+@long  # benchmarks/doctor_truth.py has it too
 def test_a_slow_copy_within_the_step_is_told_from_the_loaders(job):
     values, done = examine(job, "copy", "1", workers="2")
     assert values["cause"]["stage"] == "copy", done.stdout

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import ronde_run
+from sampling import some
 
 SCRIPT = """
 import json, sys
@@ -62,7 +63,9 @@ def one(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("workers", "plan"),
-    [(2, "shard=parameters"), (3, "shard=gradients"), (2, "tensor=2"), (4, "tensor=2,shard=parameters"), (4, "shard,shard_within=2")],
+    some(
+        [(2, "shard=parameters"), (3, "shard=gradients"), (2, "tensor=2"), (4, "tensor=2,shard=parameters"), (4, "shard,shard_within=2")], 3
+    ),
 )
 def test_read_and_drawn_as_in_one_process(workers, plan, one, tmp_path):
     weights, read = trained(tmp_path / "run", workers, plan)
@@ -71,7 +74,7 @@ def test_read_and_drawn_as_in_one_process(workers, plan, one, tmp_path):
     assert read == pytest.approx(one[1], rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["Rprop", "Adafactor"])
+@pytest.mark.parametrize("kind", some(["Rprop", "Adafactor"], 2))
 def test_tensor_refuses_by_name_what_cannot_step_on_parts(kind, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace("AdamW", kind))
     done = ronde_run(["run", "--workers", "2", "--plan", "tensor=2", "train.py", ""], tmp_path, timeout=120)
@@ -79,7 +82,7 @@ def test_tensor_refuses_by_name_what_cannot_step_on_parts(kind, tmp_path):
     assert done.returncode != 0 and f"tensor=2 cannot carry {kind} out" in said and "replicate" in said
 
 
-@pytest.mark.parametrize("plan", ["shard=parameters", "tensor=2"])
+@pytest.mark.parametrize("plan", some(["shard=parameters", "tensor=2"], 2))
 def test_a_number_that_one_worker_alone_reads_is_an_error_that_says_so(plan, tmp_path):
     alone = SCRIPT.replace("read = []", "ronde.parallel.dtensors._MEET_SECONDS = 2.0\nread = []").replace(
         "        read.append(int(", "        if run.is_main:\n            print(model[0][0].weight.norm().item())\n        read.append(int("

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from equality_cases import Case, largest_difference, plain_loop
 from processes import forked
 from ronde.feed import key_of, permute
+from sampling import ALL
 
 HERE = Path(__file__).parent
 
-ALL = os.environ.get("RONDE_TEST_ALL") == "1"  # otherwise a part of them, most of it with two workers
+
 EXACT = [
     Case("cnn", "sgd"),
     Case("cnn", "adamw", micro=True),

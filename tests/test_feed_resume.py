@@ -7,7 +7,6 @@ A sample of the grid; ``RONDE_TEST_ALL=1`` runs all of it.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 import yaml
 
 from processes import python, ronde_run
+from sampling import ALL
 
 WORKER = Path(__file__).with_name("feed_resume_worker.py")
 N, BATCH, EPOCHS = 23, 6, 3  # 4 steps an epoch; the last one is short, for 3 workers by more than one sample each
@@ -31,8 +31,7 @@ GRID = [
         strict=False,
     )
 ]
-SAMPLE = [("threads", 2, 1, 7, "cached"), ("processes", 1, 3, 6, "arrays")]
-ALL = os.environ.get("RONDE_TEST_ALL") == "1"
+SAMPLE = [("processes", 1, 3, 6, "arrays")]
 
 
 @pytest.fixture(scope="module")

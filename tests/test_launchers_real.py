@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import child, free_port, python, start_ranks
+from sampling import some
 
 TRAIN = """
 import os, sys
@@ -139,7 +140,7 @@ def sagemaker(rank: int, port: int) -> dict[str, str]:
     return {**hosts, "SM_NETWORK_INTERFACE_NAME": "lo", "MASTER_PORT": str(port)}
 
 
-@pytest.mark.parametrize("launcher", ["open mpi", "hydra", "srun", "sagemaker"])
+@pytest.mark.parametrize("launcher", some(["open mpi", "hydra", "srun", "sagemaker"], 2))
 def test_ranks_as_a_launcher_starts_them(launcher, script, plain, tmp_path):
     """Real processes under one parent, with exactly the variables that the launcher sets; MPI names no meeting point."""
     job, _ = free_job()

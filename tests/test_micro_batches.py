@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from processes import python, ronde_run
 from ronde.plan.nested import tensors_in
 from ronde.run.evaluation import to_device
+from sampling import some
 
 COUNTING = """
 import sys
@@ -55,7 +56,7 @@ for epoch in run.epochs(1):
 
 
 @pytest.mark.parametrize("kind", ["counter", "replaced", "table"])
-@pytest.mark.parametrize("loop", ["step", "own"])
+@pytest.mark.parametrize("loop", some(["step", "own"], 2))
 def test_a_buffer_that_every_pass_changes_is_named(kind, loop, tmp_path):
     (tmp_path / "train.py").write_text(COUNTING)
     done = python(["train.py", kind, loop, "micro_batch=3"], tmp_path)
@@ -115,7 +116,7 @@ run.export("weights.safetensors")
 """
 
 
-@pytest.mark.parametrize(("kind", "size"), [("record", 7), ("plain", 10), ("keyed", 7), ("record", 512)])
+@pytest.mark.parametrize(("kind", "size"), some([("record", 7), ("plain", 10), ("keyed", 7), ("record", 512)], 3))
 def test_batches_of_any_class_and_length_through_a_pipeline(kind, size, tmp_path):
     (tmp_path / "train.py").write_text(BATCHES)
     done = ronde_run(["run", "--workers", "2", "--plan", "pipeline=2", "train.py", kind, str(size)], tmp_path)

@@ -23,11 +23,11 @@ import foreign_models as foreign
 from foreign_worker import plain
 from pipeline_cases import largest_difference
 from processes import forked
+from sampling import ALL
 
 for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
     load()
 HERE = Path(__file__).parent
-ALL = os.environ.get("RONDE_TEST_ALL") == "1"
 LOADED = [f"foreign_models:load_{name}" for name in ("transformers", "diffusers", "monai")]
 KINDS = ("TRANSFORMERS", "DIFFUSERS", "MONAI")
 # One tied, one with several inputs, one with skips, one with layers of one's own, of each package.

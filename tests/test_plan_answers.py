@@ -15,6 +15,7 @@ from ronde.plan.explain import explain, flips, text
 from ronde.plan.predict import Predictor, predict
 from ronde.plan.search import candidates, search
 from ronde.run.entry import _accumulate
+from sampling import long
 
 MIB = 2.0**20
 
@@ -194,6 +195,7 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     assert (kept["workers"], kept["batch_size"], kept["batch"]) == (8, 64, "grow")
 
 
+@long
 def test_a_batch_that_grows_does_so_where_the_workers_change():
     costs = chain_of(*[1e-3] * 4, batch=8)
     cluster = wired(memory=2.0**30)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-ALL = os.environ.get("RONDE_TEST_ALL") == "1"
+from sampling import ALL, long
 
 SCRIPT = textwrap.dedent(
     """
@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
     ronde_run(folder, "-q", "-n", "1", "--name", "whole", "train.py", "0", "-1")
     if ALL:
         ronde_run(folder, "-q", "-n", "1", "--name", "whole-dropout-1", "train.py", "0.3", "-1")
-    ronde_run(folder, "-q", "-n", "2", "--name", "whole-dropout-2", "train.py", "0.3", "-1")
+        ronde_run(folder, "-q", "-n", "2", "--name", "whole-dropout-2", "train.py", "0.3", "-1")
     return folder
 
 
@@ -111,7 +111,8 @@ def test_resumed_on_another_number_of_workers(folder, first, second, stop, loade
     assert weights_differ(folder, name, "whole") <= 1e-12
 
 
-@pytest.mark.parametrize("workers", [1, 2] if ALL else [2])
+@long
+@pytest.mark.parametrize("workers", [1, 2])
 def test_with_dropout_the_same_number_of_workers_draws_the_same(folder, workers):
     name = f"dropout-{workers}"
     ronde_run(folder, "-q", "-n", str(workers), "--name", name, "train.py", "0.3", "8", fails=True)

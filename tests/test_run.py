@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from sampling import ALL
+
 HERE = Path(__file__).parent
-MANY = (2, 3) if os.environ.get("RONDE_TEST_ALL") == "1" else (2,)
+MANY = (2, 3) if ALL else (2,)
 
 
 def results(folder: Path, workers: int) -> dict:

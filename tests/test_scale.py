@@ -143,7 +143,6 @@ def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_
     quick = f"{sys.executable} -m ronde scale --workers 1 --rounds 1 --seconds 0.1 --to 1"
     lines = [
         f"cat pipe >piped.json & {quick} --json pipe train.py >/dev/null; wait $!",
-        f"{quick} --json >(cat >descriptor.json) train.py >/dev/null; wait $!",
         f"{quick} --json /proc/self/fd/1 train.py >both.txt",
         f"{quick} --json link.json train.py >/dev/null",
     ]
@@ -151,7 +150,7 @@ def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_
         done = started.done(150)
     assert done.returncode == 0, done.stdout + done.stderr
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link.json").is_symlink()
-    for name in ("piped.json", "descriptor.json", "linked.json"):
+    for name in ("piped.json", "linked.json"):
         assert [r["workers"] for r in json.loads((tmp_path / name).read_text())["rows"]] == [1], name
     both = (tmp_path / "both.txt").read_text()
     values, end = json.JSONDecoder().raw_decode(both)

@@ -30,6 +30,7 @@ import ronde
 from equality_cases import CLASSES, LENGTH, MODELS, VOCABULARY, Case, Samples, largest_difference, mean_loss, plain_loop
 from processes import forked
 from ronde.parallel import recompute, shard
+from sampling import ALL
 
 HERE = Path(__file__).parent
 BOUND = 1e-10
@@ -458,14 +459,14 @@ CASES = {
 }
 
 
-if os.environ.get("RONDE_TEST_ALL") != "1":  # every second, with those that others are compared with; of optimizers alone, every third
+if not ALL:  # every second, with those that others are compared with; of optimizers alone, every third
     some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {2: [*COMMON, *others[::2], *some, *CASES[2][-13::3]], 3: CASES[3][1::2], 4: CASES[4][::2]}
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 3, 4] if ALL else [2, 4])
 def test_the_same_training_as_a_plain_loop(workers, tmp_path):
     cases = CASES[workers]
     found, facts = start(cases, workers, tmp_path)

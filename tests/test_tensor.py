@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -24,6 +23,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from sampling import ALL
 
 HERE = Path(__file__).parent
 VOCABULARY, LENGTH, WIDTH, HEADS = 23, 6, 16, 4
@@ -663,7 +664,7 @@ SHARDS = [
 
 
 # Every kind of block and of option, each at least once; RONDE_TEST_ALL=1 for all of them.
-if os.environ.get("RONDE_TEST_ALL") != "1":
+if not ALL:
     OTHERS = [c for c in OTHERS if c.model not in ("mistral", "roberta", "opt", "vit")]
     REPLICAS, SHARDS = [REPLICAS[i] for i in (0, 2, 3)], [SHARDS[i] for i in (0, 3)]
 
