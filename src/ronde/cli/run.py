@@ -302,11 +302,7 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
-    same = "; the same training whatever the number of workers"
-    another = any("not the same training" in w for w in summary.warnings)
-    row(
-        "batch", plan.sentence().replace(same, "; not the same training as on one device, see the warnings") if another else plan.sentence()
-    )
+    row("batch", plan.sentence(same=not any("not the same training" in w for w in summary.warnings)))
     row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",

@@ -337,8 +337,8 @@ class Plan:
             raise ArgumentError(f"{path} holds no plan that can be used: {error}") from None
         return plan
 
-    def sentence(self) -> str:
-        """The batch contract in one line."""
+    def sentence(self, same: bool = True) -> str:
+        """The batch contract in one line. ``same``: False where a run was warned that it is another training than on one device."""
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
         if self.replicas > 1:
@@ -349,7 +349,11 @@ class Plan:
         if self.batch == "grow" and self.workers > 1:
             text += f"; grown with the workers, learning rate × {self.lr_factor:g} ({self.lr_rule}, warm-up {self.warmup_steps} steps)"
         else:
-            text += "; the same training whatever the number of workers"
+            text += (
+                "; the same training whatever the number of workers"
+                if same
+                else "; not the same training as on one device, see the warnings"
+            )
         return text
 
 
