@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from processes import ronde_run
+from processes import forked, python, ronde_run
 from sampling import some
 
 SCRIPT = """
@@ -41,6 +42,12 @@ for epoch in run.epochs(2):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=1e-3)
+        model[0][2].weight[0].zero_()
+        model[1][0].bias[1:3] = model[1][0].bias[2:4] * 2
+        model[2][0].weight[:, 2:5].mul_(0.5)
+        model[3][0].weight.index_add_(0, torch.tensor([0, 5]), torch.ones(2, 8).double())
+    for p in model[3].parameters():
+        p.data = p.data * 0.9
     read.append(torch.rand(()).item())
 run.export("weights.safetensors")
 if run.is_main:
@@ -72,6 +79,31 @@ def test_read_and_drawn_as_in_one_process(workers, plan, one, tmp_path):
     for name, value in one[0].items():
         torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-12)
     assert read == pytest.approx(one[1], rel=1e-10)
+
+
+def test_what_is_written_into_a_part_is_in_the_whole(tmp_path):
+    done = python(forked(Path(__file__).parent / "parts_worker.py", 2)[1:], tmp_path, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("plan", some(["shard=parameters", "pipeline=2"], 2))
+def test_a_parameter_that_is_replaced_later_is_an_error_that_says_so(plan, tmp_path):
+    """Nothing would exchange its gradients: each worker trained another head."""
+    (tmp_path / "train.py").write_text(
+        "import torch, ronde\nfrom torch import nn\n"
+        "model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 8))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, batch_size=8)\n"
+        "for epoch in range(2):\n"
+        "    for batch in run.batches():\n"
+        "        run.step(batch)\n"
+        "    model[0] = nn.Linear(8, 8)\n"
+        "    optimizer.param_groups[0]['params'][:2] = model[0].parameters()\n"
+    )
+    done = ronde_run(["run", "--workers", "2", "--plan", plan, "train.py"], tmp_path, timeout=60)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and "that was not there when ronde.distribute divided the model" in said, said
 
 
 @pytest.mark.parametrize("kind", some(["Rprop", "Adafactor"], 2))

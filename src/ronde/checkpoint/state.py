@@ -68,6 +68,14 @@ def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> N
 
 def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     by_id = {id(p): name for name, p in model.named_parameters()}
+    for k, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in by_id:
+                raise CheckpointError(
+                    f"the optimizer's group {k} holds a parameter of shape {tuple(p.shape)} that the model does not have (any more), so its state has no "
+                    "name in a checkpoint. Where a layer is replaced, take its old parameters out of the optimizer as well, or train without "
+                    "checkpoints (save_every=None and run.batches() without run.epochs())."
+                )
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 

@@ -32,7 +32,7 @@ from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
 from ronde.run.passes import Passes
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
-from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
+from ronde.world import ArgumentError, CheckpointError, LossError, PlanError, RondeError, World
 from ronde.world.agree import gather_json
 
 __all__ = ["DTYPES", "MicroBatches", "Run", "State"]
@@ -110,6 +110,11 @@ class Run:
         self._work = work
         self._loss = loss
         self._passes = Passes(model, plan, me)
+        # Whose gradients a plan that divides the model takes care of; None under the others, which look at what is there.
+        self._divided: dict[int, torch.Tensor] | None = None
+        if plan.pipeline > 1 or (plan.shard in ("gradients", "parameters") and plan.replicas > 1):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self._divided = {id(p): p for p in (*model.parameters(), *held)}
         self._watcher = watcher
         self._writer = writer
         self._save_every = save_every
@@ -139,6 +144,16 @@ class Run:
         self._comparison: Comparison | None = None
         self._ended = False
         atexit.register(self._at_exit)
+
+    def _refuse_new_parameters(self, known: Mapping[int, torch.Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in known:
+                    raise PlanError(
+                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of shape {tuple(p.shape)} that was not there when ronde.distribute divided "
+                        "the model over the workers: nothing exchanges its gradients. Build the model and load it before ronde.distribute, copy values into "
+                        "its parameters (p.copy_(…), load_state_dict without assign=True), or use plan='replicate'."
+                    )
 
     # -- who and where ---------------------------------------------------------------------------------------------
 
@@ -344,6 +359,8 @@ class Run:
             torch.cuda.manual_seed(key)
 
     def _taken_share(self, call: str) -> Share:
+        if self._divided is not None:
+            self._refuse_new_parameters(self._divided)
         if self._share is None:
             raise RondeError(f"{call} was called without a batch: take one from run.batches(), and use each once.")
         return self._share

@@ -156,8 +156,7 @@ def _patch_dropout(watch: Watch) -> None:
 
     def keeps(trains: bool) -> Callable[..., torch.Tensor]:
         def dropout(input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False) -> torch.Tensor:
-            if training:
-                watch.dropped(float(p), _place(False))
+            watch.dropped(float(p) if training else 0.0, _place(False))
             return input if inplace else input.clone()
 
         return dropout

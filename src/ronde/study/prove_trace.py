@@ -390,7 +390,7 @@ def _step(one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge, f
     yield from _starts(one, many, floor, k, judge, found)
     for rank, other in enumerate(theirs):
         for where, rates in other["dropout"].items():
-            mine = said["dropout"].get(where, rates)
+            mine = said["dropout"].get(where, [0.0])  # not called at all
             unlike = [rate for rate in rates if rate not in mine]
             if unlike:
                 yield Difference("dropout", k + 1, f"the rate at {where}", rank or None, mine[0], unlike[0])
