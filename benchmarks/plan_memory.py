@@ -435,16 +435,22 @@ def begins(model: nn.Module, name: str) -> str:
 
 def predicted_plan(costs: Any, workers: int, spec: str, batch: int, memory_bytes: float = 0.0) -> Any:
     """The prediction of a plan on workers that have so much memory."""
+    from ronde.plan import Cluster
+    from ronde.plan.predict import predict
+
+    return predict(plan_of(workers, spec, batch), costs, Cluster(devices_per_node=workers, memory_bytes=memory_bytes))
+
+
+def plan_of(workers: int, spec: str, batch: int) -> Any:
     import dataclasses
     import math
 
-    from ronde.plan import Cluster, Plan
-    from ronde.plan.predict import predict
+    from ronde.plan import Plan
 
     plan = dataclasses.replace(Plan.parse(spec), workers=workers, batch_size=batch)
     if plan.micro_batch:
         plan = dataclasses.replace(plan, accumulation=math.ceil(batch / plan.replicas / plan.micro_batch))
-    return predict(plan, costs, Cluster(devices_per_node=workers, memory_bytes=memory_bytes))
+    return plan
 
 
 def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
@@ -544,12 +550,20 @@ def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, 
 
 
 def plan_rows(names: list[str], families: list[str], output: Path) -> None:
+    from ronde.plan import Cluster
+    from ronde.plan.search import unsupported
+
     rows: list[dict[str, Any]] = []
     print(f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} {'error':>7}   (MiB)   too small / a third larger")
     for name in names:
         costs = weighed(name)
         for family in families:
             if family == "tensor" and name in NO_TENSOR:
+                continue
+            workers, spec = spec_of(name, family)
+            why = unsupported(plan_of(workers, spec, SIZED[name][0]), costs, Cluster(devices_per_node=workers))
+            if why is not None:
+                print(f"{family:<17} {name:<5} {workers:>7}   not planned: {why}", flush=True)
                 continue
             row = row_of(costs, name, family)
             rows.append(row)

@@ -803,6 +803,7 @@ def test_what_is_not_carried_out_is_named():
         (Plan(8, 512, virtual=2), "needs a pipeline"),
         (Plan(8, 512, pipeline=2, offload="optimizer"), "offload"),
         (Plan(8, 512, tensor=2, shard="optimizer"), "tensor goes with"),
+        (Plan(8, 512, pipeline=8, schedule="zero-bubble", recompute="full"), "stays until then"),
     ):
         assert match in (unsupported(plan, costs, cluster) or "")
     plain = dataclasses.replace(costs, units=tuple(dataclasses.replace(u, tensor=0.0) for u in costs.units))

@@ -189,6 +189,8 @@ HIDDEN = [
         ("dropout_on_rank_0", "model-depends-on-workers", "contract", "the dropout of '1'", 0),
         ("lstm_dropout_by_world", "model-depends-on-workers", "contract", "the dropout of 'cells'", 0),
         ("functional_dropout", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
+        ("evaluating_on_main", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
+        ("dropout_on_rank_1", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]

@@ -296,6 +296,25 @@ def functional_dropout() -> None:
 # -- no numbers --------------------------------------------------------------------------------------------------------
 
 
+def evaluating_on_main() -> None:
+    """Rank 0 looks at some samples by itself, and trains on in evaluation mode: without dropout."""
+    model = nn.Sequential(network(), nn.Dropout(0.5))
+    data = samples()
+    _, run = distributed(model, data)
+    for _ in run.epochs(3):
+        if run.is_main:
+            model.eval()
+            model(data[0][0][None])
+        for batch in run.batches():
+            run.step(batch)
+
+
+def dropout_on_rank_1() -> None:
+    """One process never calls it."""
+    me = ronde.world()
+    distributed(network(), samples(), forward=lambda m, b: (F.dropout(m(b[0]), 0.3) if me.rank == 1 else m(b[0]), b[1]))[1].fit(3)
+
+
 def nothing_but_nan() -> None:
     """A sum, too, which nobody can see."""
     distributed(network(), samples(), loss=lambda out, y: F.cross_entropy(out / (out * 0), y, reduction="sum"), on_nan="ignore")[1].fit(3)

@@ -237,7 +237,8 @@ def _too_big(found: Found, what: str) -> str:
     whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
-        return f"{what} needs {tables.size(least.memory_bytes)} of {tables.size(least.capacity_bytes)}"
+        how = f" even with {_WORDS[least.plan.recompute]}" if least.plan.recompute in _WORDS else ""
+        return f"{what} needs {tables.size(least.memory_bytes)} of {tables.size(least.capacity_bytes)}{how}"
     if not whole and found.workers > found.best.plan.batch_size:
         return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
     return ""
@@ -266,7 +267,9 @@ def _decided(found: Found) -> str:
             return f"memory: {tables.size(best.memory_bytes)} of {tables.size(best.capacity_bytes)}, the only family of plans there is"
         return "the only family of plans there is"
     if _verdict_decided(best, second):
-        return f"memory: {second.plan.family} needs {tables.size(second.memory_bytes)} of {tables.size(second.capacity_bytes)} ({second.verdict})"
+        # As the sentence has it: the one of its family that needs least.
+        least = min((p for p in found.plans if p.plan.family == second.plan.family), key=lambda p: p.memory_bytes)
+        return f"memory: {least.plan.family} needs {tables.size(least.memory_bytes)} of {tables.size(least.capacity_bytes)} at least ({least.verdict})"
     if found.optimize == "memory":
         return f"memory: {tables.size(best.memory_bytes)} against {tables.size(second.memory_bytes)} of {second.plan.family}"
     name = _largest_difference(best, second)
@@ -281,6 +284,8 @@ def _lost(found: Found) -> str:
         return "There is no other family of plans for these workers and this batch."
     if _verdict_decided(best, second):
         return f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
+    if best.verdict == "does not fit":
+        return f"{second.plan.family} ({second.plan.spec}) needs {_memory_words(second)}: it does not fit either."
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
     if found.optimize == "memory" and second.memory_bytes > best.memory_bytes:
         faster = f"is {-100 * slower:.0f} % faster, but" if slower < 0 else f"is {100 * slower:.0f} % slower, and"
@@ -288,10 +293,11 @@ def _lost(found: Found) -> str:
     if slower <= 0:
         return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
-    more = [f"{_TERM_WORDS[k]} +{tables.seconds(d)}" for d, k in differences if d > 0.1 * (second.step_seconds - best.step_seconds)][:3]
-    less = [
-        f"{_TERM_WORDS[k]} −{tables.seconds(-d)}" for d, k in reversed(differences) if -d > 0.1 * (second.step_seconds - best.step_seconds)
-    ][:2]
+    much = 0.1 * (second.step_seconds - best.step_seconds)
+    up, down = [(d, k) for d, k in differences if d > much][:3], [(d, k) for d, k in reversed(differences) if -d > much][:2]
+    rest = sum(d for d, _ in differences) - sum(d for d, _ in (*up, *down))
+    more = [f"{_TERM_WORDS[k]} +{tables.seconds(d)}" for d, k in up] + ([f"the rest +{tables.seconds(rest)}"] if up and rest > much else [])
+    less = [f"{_TERM_WORDS[k]} −{tables.seconds(-d)}" for d, k in down] + ([f"the rest −{tables.seconds(-rest)}"] if -rest > much else [])
     gains = f"; it gains {', '.join(less)}" if less else ""
     return (
         f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: {', '.join(more) or 'a little of everything'}{gains}."
@@ -323,7 +329,9 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
         worst = max((f.residual for by in cluster.links.values() for f in by.values()), default=0.0)
         assumed = all(f.assumed for by in cluster.links.values() for f in by.values())
         source = cluster.source or cluster.name
-        rows.append(f"links: {'data sheet' if assumed else f'measured, fits within {100 * worst:.0f} %'} ({source})")
+        given = not assumed and not worst and not cluster.source
+        how = "data sheet" if assumed else "as the cluster file says" if given else f"measured, fits within {100 * worst:.0f} %"
+        rows.append(f"links: {how} ({source})")
     rows.extend(costs.notes)
     rows.extend(best.notes)
     if best.correction != 1.0:

@@ -232,6 +232,8 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return "offload needs a device with memory of its own, and no pipeline or tensor"
     if plan.pipeline > 1 and plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
         return f"{plan.schedule} puts part of the backward pass off, when sharded parameters have been let go"
+    if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
+        return f"{plan.schedule} puts part of the backward pass off, and what is computed again stays until then: nothing is gained"
     if plan.pipeline > 1:
         places = sum(u.cut_after for u in costs.units[:-1]) + 1
         if plan.pipeline * plan.virtual > places:
