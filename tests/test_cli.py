@@ -26,7 +26,7 @@ import ronde as package
 from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
 from ronde.plan import Plan
 from ronde.watch import Ended, Resumed, Step, curve, read
-from sampling import some
+from sampling import long, some
 
 TRAIN = """
 import argparse, os, signal, sys, time
@@ -133,6 +133,7 @@ def test_a_module_quietly_with_variables_of_ones_own(place):
     assert done.stderr == ""
 
 
+@long
 def test_threads_that_have_a_core_each_spin_shortly(place):
     (place / "says.py").write_text("import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))")
     unset = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None}

@@ -635,6 +635,7 @@ def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_t
     )
 
 
+@long
 def test_the_stages_of_a_stream_are_told_apart_and_more_workers_feed_it_no_faster(job):
     text = JOB.replace("class Data(Dataset)", "class Data(torch.utils.data.IterableDataset)")
     text = text.replace(
@@ -830,6 +831,7 @@ def left(tmp_path, examined, workers, loaders):
     return found
 
 
+@long  # the next one has two workers
 def test_a_training_that_was_examined_goes_on_bit_for_bit(tmp_path):
     (tmp_path / "same.py").write_text(SAME)
     assert left(tmp_path, "yes", 1, 0) == left(tmp_path, "no", 1, 0)

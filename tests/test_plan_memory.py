@@ -17,7 +17,7 @@ from ronde.plan.predict import predict
 from ronde.plan.search import unsupported
 from ronde.run.losses import LossCall
 from ronde.study.memory import account, weigh
-from sampling import some
+from sampling import long, some
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a process's peak is read from Linux's /proc")
 MIB = 2**20
@@ -129,6 +129,7 @@ def test_blocks_that_are_computed_again_are_counted_as_they_are(bench):
 
 
 @LINUX
+@long  # benchmarks/plan_memory.py has it too
 def test_recomputation_takes_what_was_predicted(bench):
     row = bench.row_of(bench.weighed("unet"), "unet", "recompute", steps=3)
     assert abs(row["error"]) < 0.08, row
