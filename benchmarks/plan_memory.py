@@ -575,6 +575,8 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
                 flush=True,
             )
             write(rows, output, ("family", "model"), ("",))
+    if not rows:
+        raise SystemExit("nothing was measured: none of these plans is one that is planned.")
     errors = [abs(r["error"]) for r in rows]
     wrong = [r for r in rows if r["verdict_just_too_small"] == "fits"]
     print(
