@@ -577,3 +577,19 @@ def test_the_search_finds_what_it_is_for():
     assert dangers("import subprocess\nsubprocess.run('ls', shell=True)") == ["shell="]
     assert dangers("import numpy as np\nnp.load(f, allow_pickle=True); eval('1')") == ["allow_pickle=", "eval"]
     assert dangers("model.eval(); json.loads('1'); subprocess.run([], shell=False)") == []
+
+
+def test_a_parameter_that_the_model_has_no_more_is_named_by_its_shape():
+    """Of a layer that was replaced: nothing in a checkpoint could say whose its state is."""
+    from ronde.checkpoint.state import group_names
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert group_names(model, optimizer) == [["0.weight", "0.bias", "1.weight", "1.bias"]]
+    model[1] = torch.nn.Linear(4, 2)
+    with pytest.raises(
+        CheckpointError, match=r"group 0 holds a parameter of shape \(2, 4\) that the model does not have.*take its old parameters out"
+    ):
+        group_names(model, optimizer)
+    optimizer.param_groups[0]["params"][2:] = model[1].parameters()
+    assert group_names(model, optimizer) == [["0.weight", "0.bias", "1.weight", "1.bias"]]

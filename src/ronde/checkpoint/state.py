@@ -73,8 +73,7 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
             if id(p) not in by_id:
                 raise CheckpointError(
                     f"the optimizer's group {k} holds a parameter of shape {tuple(p.shape)} that the model does not have (any more), so its state has no "
-                    "name in a checkpoint. Where a layer is replaced, take its old parameters out of the optimizer as well, or train without "
-                    "checkpoints (save_every=None and run.batches() without run.epochs())."
+                    "name in a checkpoint. Where a layer is replaced, take its old parameters out of the optimizer's groups as well."
                 )
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 

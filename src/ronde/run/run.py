@@ -145,16 +145,6 @@ class Run:
         self._ended = False
         atexit.register(self._at_exit)
 
-    def _refuse_new_parameters(self, known: Mapping[int, torch.Tensor]) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) not in known:
-                    raise PlanError(
-                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of shape {tuple(p.shape)} that was not there when ronde.distribute divided "
-                        "the model over the workers: nothing exchanges its gradients. Build the model and load it before ronde.distribute, copy values into "
-                        "its parameters (p.copy_(…), load_state_dict without assign=True), or use plan='replicate'."
-                    )
-
     # -- who and where ---------------------------------------------------------------------------------------------
 
     @property
@@ -357,6 +347,16 @@ class Run:
         torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(key)
+
+    def _refuse_new_parameters(self, known: Mapping[int, torch.Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in known:
+                    raise PlanError(
+                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of shape {tuple(p.shape)} that was not there when ronde.distribute divided "
+                        "the model over the workers: nothing exchanges its gradients. Build the model and load it before ronde.distribute, copy values into "
+                        "its parameters (p.copy_(…), load_state_dict without assign=True), or use plan='replicate'."
+                    )
 
     def _taken_share(self, call: str) -> Share:
         if self._divided is not None:
