@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Subset
 
 import ronde
+from parquet_pack import parquet_pack
 from ronde import feed
 from ronde.feed.pack import pack
 from ronde.feed.sources import Sample
@@ -67,12 +68,13 @@ def hugging(root: Path, names) -> Path:
     return root
 
 
-def packed(kind):
-    def make(root: Path, names) -> Path:
-        pack(folders(root.with_name(root.name + " files"), names), root, kind=kind)
-        return root
+def packed(root: Path, names) -> Path:
+    pack(folders(root.with_name(root.name + " files"), names), root)
+    return root
 
-    return make
+
+def packed_parquet(root: Path, names) -> Path:
+    return parquet_pack(feed.folder(folders(root.with_name(root.name + " files"), names)), root)
 
 
 OPENED = {
@@ -82,11 +84,11 @@ OPENED = {
     "tar": (tars, lambda root, **more: feed.tar(root, data="jpg", label="txt", **more)),
     "texts": (texts, lambda root, **more: feed.parquet(root, data="image", label="label", **more)),
     "hugging": (hugging, lambda root, **more: feed.parquet(root, data="image", label="label", **more)),
-    "packed tar": (packed("tar"), feed.tar),
-    "packed parquet": (packed("parquet"), feed.parquet),
+    "packed tar": (packed, feed.tar),
+    "packed parquet": (packed_parquet, feed.parquet),
     "images": (folders, lambda root, **more: feed.images(root, **more).source),
     "images of Parquet": (texts, lambda root, **more: feed.images(root / "a.parquet", **more).source),
-    "images of a pack": (packed("tar"), lambda root, **more: feed.images(root, **more).source),
+    "images of a pack": (packed, lambda root, **more: feed.images(root, **more).source),
 }
 
 

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from parquet_pack import parquet_pack
 from processes import child, python
 from ronde import feed
 from ronde.cli.app import app
@@ -45,26 +45,39 @@ def contents(path: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.iterdir())}
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_what_went_in_comes_out(tmp_path, kind):
+def test_what_went_in_comes_out(tmp_path):
     source = feed.folder(folder(tmp_path / "files"))
-    done = pack(tmp_path / "files", tmp_path / "out", kind=kind, shard_bytes=1 << 16)
-    packed = getattr(feed, kind)(tmp_path / "out")
+    done = pack(tmp_path / "files", tmp_path / "out", shard_bytes=1 << 16)
+    packed = feed.tar(tmp_path / "out")
     assert (
         done.samples == len(source) == len(packed)
         and done.shards >= 2
-        and done.bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("shard*." + kind))
+        and done.bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("shard*.tar"))
     )
     ids = random.Random(0).choices(range(len(source)), k=200)
     assert packed.read(ids) == source.read(ids)
     assert packed.classes == source.classes == ["__odd__", "ant", "bee", "cow"]
     assert packed.fingerprint == source.fingerprint
     assert verify_pack(tmp_path / "out").problems == ()
-    if kind == "tar":
-        assert all(packed.label(i) == source.label(i) for i in ids)
-        for shard in (tmp_path / "out").glob("*.tar"):
-            if shard.stat().st_size > 1 << 16:
-                assert json.loads((tmp_path / "out/ronde-pack.json").read_text())["shards"][int(shard.stem[-6:])]["samples"] == 1
+    assert all(packed.label(i) == source.label(i) for i in ids)
+    for shard in (tmp_path / "out").glob("*.tar"):
+        if shard.stat().st_size > 1 << 16:
+            assert json.loads((tmp_path / "out/ronde-pack.json").read_text())["shards"][int(shard.stem[-6:])]["samples"] == 1
+
+
+def test_a_parquet_pack_of_an_earlier_version_still_opens(tmp_path):
+    source = feed.folder(folder(tmp_path / "files"))
+    out = parquet_pack(source, tmp_path / "out")
+    packed = feed.parquet(out)
+    assert packed.read(range(len(source))) == source.read(range(len(source)))
+    assert packed.classes == source.classes and packed.fingerprint == source.fingerprint
+    assert verify_pack(out).kind == "parquet" and verify_pack(out).problems == ()
+    with pytest.raises(ArgumentError, match=r"other settings \(kind 'parquet', now 'tar'\)"):
+        pack(source, out)
+    (out / "ronde-pack.json").rename(out / PARTIAL)
+    for opens in (verify_pack, feed.parquet, feed.images):
+        with pytest.raises(ArgumentError, match=r"unfinished pack"):
+            opens(out)
 
 
 def test_labels_of_every_kind(tmp_path):
@@ -81,7 +94,7 @@ def test_labels_of_every_kind(tmp_path):
         packed = feed.tar(tmp_path / name)
         assert packed.read(range(len(source))) == source.read(range(len(source))) and packed.classes is None
         if name != "mixed":
-            pack(files, tmp_path / f"{name}-p", labels=labels, kind="parquet")
+            parquet_pack(source, tmp_path / f"{name}-p")
             assert feed.parquet(tmp_path / f"{name}-p").read(range(len(source))) == source.read(range(len(source)))
     with pytest.raises(ArgumentError, match=r"must be classes or numbers; found"):
         pack(files, tmp_path / "bad", labels=lambda n: {"a": 1})
@@ -110,14 +123,13 @@ def test_the_shards_are_webdatasets(tmp_path):
     assert len(feed.tar(sorted((tmp_path / "out").glob("*.tar")))) == len(source)
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_the_same_bytes_from_anywhere(tmp_path, kind):
+def test_the_same_bytes_from_anywhere(tmp_path):
     folder(tmp_path / "a")
     folder(tmp_path / "elsewhere/b")
     for path in (tmp_path / "a").rglob("*"):
         os.utime(path, (1, 1))
-    pack(tmp_path / "a", tmp_path / "1", kind=kind, shard_bytes=1 << 17)
-    pack(tmp_path / "elsewhere/b", tmp_path / "2", kind=kind, shard_bytes=1 << 17)
+    pack(tmp_path / "a", tmp_path / "1", shard_bytes=1 << 17)
+    pack(tmp_path / "elsewhere/b", tmp_path / "2", shard_bytes=1 << 17)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
@@ -128,18 +140,17 @@ def forked(task) -> multiprocessing.Process:
     return child
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_killed_and_gone_on(tmp_path, kind):
+def test_killed_and_gone_on(tmp_path):
     """SIGKILL in the middle, several times; the same call then ends with the bytes of one that was left alone."""
     files = folder(tmp_path / "files", 1500, largest=30_000)
-    pack(files, tmp_path / "whole", kind=kind, shard_bytes=1 << 19)
+    pack(files, tmp_path / "whole", shard_bytes=1 << 19)
     wanted = contents(tmp_path / "whole")
     out = tmp_path / "out"
     kills = 0
     for goal in (0, 1, 4, 9):
-        going = forked(lambda: pack(files, out, kind=kind, shard_bytes=1 << 19))
+        going = forked(lambda: pack(files, out, shard_bytes=1 << 19))
         limit = time.monotonic() + 60
-        while going.is_alive() and len(list(out.glob(f"shard-*.{kind}"))) < goal and time.monotonic() < limit:
+        while going.is_alive() and len(list(out.glob("shard-*.tar"))) < goal and time.monotonic() < limit:
             time.sleep(0.001)
         going.kill()
         going.join(30)
@@ -147,12 +158,12 @@ def test_killed_and_gone_on(tmp_path, kind):
         if (out / PARTIAL).exists():
             with pytest.raises(ArgumentError, match=r"unfinished pack"):
                 verify_pack(out)
-            for opens in (getattr(feed, kind), feed.images):
+            for opens in (feed.tar, feed.images):
                 with pytest.raises(ArgumentError, match=r"unfinished pack"):
                     opens(out)
     assert kills >= 3
     (out / "shard-000099.tar.writing").write_bytes(b"half")
-    done = pack(files, out, kind=kind, shard_bytes=1 << 19)
+    done = pack(files, out, shard_bytes=1 << 19)
     assert done.resumed > 0 and done.samples == 1506
     assert contents(out) == wanted
 
@@ -161,7 +172,7 @@ def test_killed_and_gone_on(tmp_path, kind):
 @pytest.mark.parametrize("labels", ["folder", "none", len])
 def test_a_manifest_that_is_damaged_is_told(tmp_path, kind, labels):
     files, out = folder(tmp_path / "files", 20), tmp_path / "out"
-    pack(files, out, kind=kind, labels=labels)
+    pack(files, out, labels=labels) if kind == "tar" else parquet_pack(feed.folder(files, labels=labels), out)
     assert verify_pack(out).problems == ()
     manifest = out / "ronde-pack.json"
     good = manifest.read_bytes()
@@ -189,27 +200,26 @@ import sys
 from pathlib import Path
 from ronde import SampleError, feed
 
-files, out, kind = sys.argv[1:]
+files, out = sys.argv[1:]
 
 def progress(done, total):
     if done == 10:  # further on than what is read ahead
         (Path(files) / "a" / "39.bin").write_bytes(b"less")
 
 try:
-    feed.pack(files, out, kind=kind, shard_bytes=1 << 16, progress=progress)
+    feed.pack(files, out, shard_bytes=1 << 16, progress=progress)
 except SampleError as error:
     print(error)
 """
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_file_that_shrinks_meanwhile_is_named_and_nothing_else_is_said(tmp_path, kind):
+def test_a_file_that_shrinks_meanwhile_is_named_and_nothing_else_is_said(tmp_path):
     for i in range(40):
         path = tmp_path / "files" / "a" / f"{i:02d}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(random.Random(i).randbytes(9000))
     out = tmp_path / "out"
-    done = python(["-c", SHRINKS, str(tmp_path / "files"), str(out), kind], tmp_path)
+    done = python(["-c", SHRINKS, str(tmp_path / "files"), str(out)], tmp_path)
     assert done.returncode == 0 and "39.bin" in done.stdout and done.stderr == "", done.stderr
     assert not list(out.glob("*.writing"))
 
@@ -230,8 +240,7 @@ def test_ctrl_c_is_clean(tmp_path):
     assert pack(files, out, shard_bytes=512 << 10).resumed > 0 and verify_pack(out).problems == ()
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch, kind):
+def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch):
     packing = sys.modules["ronde.feed.pack"]  # the function has the module's name
     files = folder(tmp_path / "files", 50)
     opened = packing._Summed.__init__
@@ -242,10 +251,10 @@ def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(packing._Summed, "__init__", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        pack(files, tmp_path / "out", kind=kind)
+        pack(files, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.writing"))
     monkeypatch.undo()
-    assert pack(files, tmp_path / "out", kind=kind).samples == 50 + 6
+    assert pack(files, tmp_path / "out").samples == 50 + 6
 
 
 def test_two_at_once(tmp_path):
@@ -277,8 +286,6 @@ def test_out_must_be_free(tmp_path):
     pack(files, tmp_path / "out")
     again = pack(files, tmp_path / "out")
     assert again.already and again.samples == 11
-    with pytest.raises(ArgumentError, match=r"other settings \(kind 'tar', now 'parquet'\)"):
-        pack(files, tmp_path / "out", kind="parquet")
     with pytest.raises(ArgumentError, match=r"other settings"):
         pack(files, tmp_path / "out", labels=None)
     (files / "ant/new.jpg").write_bytes(b"new")
@@ -291,7 +298,8 @@ def test_out_must_be_free(tmp_path):
     with pytest.raises(ArgumentError, match=r"shard-000000.tar has 5 bytes"):
         feed.tar(tmp_path / "out")
     for arguments, text in (
-        ({"kind": "zip"}, "kind='zip'"),
+        ({"kind": "zip"}, "pack writes tar shards, not 'zip'"),
+        ({"kind": "parquet"}, "not Parquet. To make Parquet files, use pyarrow or datasets"),
         ({"shard_bytes": 5}, "too small"),
         ({"resize": 0}, "resize=0"),
         ({"quality": 0}, "quality=0"),
@@ -325,8 +333,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert isinstance(found.exception, ArgumentError) and f"{source.names[30]} cannot be opened" in str(found.exception)
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_no_room_on_the_disk(tmp_path, kind):
+def test_no_room_on_the_disk(tmp_path):
     """A limit on the size of files stands in for a full disk: it is the same error of write(), with another number."""
     files = folder(tmp_path / "files", 200, largest=30_000)
     limit = 300_000
@@ -334,16 +341,16 @@ def test_no_room_on_the_disk(tmp_path, kind):
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
-            pack(files, tmp_path / "out", kind=kind, shard_bytes=900 << 10)
+            pack(files, tmp_path / "out", shard_bytes=900 << 10)
         except RondeError as error:
             (tmp_path / "said").write_text(str(error))
 
     limited_one = forked(limited)
     limited_one.join(60)
     said = (tmp_path / "said").read_text()
-    assert limited_one.exitcode == 0 and f"shard-000000.{kind} cannot be written: File too large" in said and "bytes are free there" in said
+    assert limited_one.exitcode == 0 and "shard-000000.tar cannot be written: File too large" in said and "bytes are free there" in said
     assert not (tmp_path / "out/ronde-pack.json").exists() and not list((tmp_path / "out").glob("*.writing"))
-    assert pack(files, tmp_path / "out", kind=kind, shard_bytes=900 << 10).samples == 206  # with room, the same command ends
+    assert pack(files, tmp_path / "out", shard_bytes=900 << 10).samples == 206  # with room, the same command ends
 
 
 def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path, monkeypatch):
@@ -357,12 +364,14 @@ def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_damage_is_found_and_named(tmp_path, kind):
     source = feed.folder(folder(tmp_path / "files"))
-    pack(tmp_path / "files", tmp_path / "out", kind=kind, shard_bytes=1 << 16)
+    if kind == "tar":
+        pack(source, tmp_path / "out", shard_bytes=1 << 16)
+    else:
+        parquet_pack(source, tmp_path / "out", shards=3)
     shard = sorted((tmp_path / "out").glob(f"*.{kind}"))[1]
     whole = bytearray(shard.read_bytes())
     i = next(i for i in range(len(source)) if source.sizes[i] > 600 and source.read([i])[0].data in whole)
     where, name = whole.index(source.read([i])[0].data), source.names[i]
-    assert pq.read_schema(shard).names == ["data", "label", "name", "crc32"] if kind == "parquet" else True
     bent = bytearray(whole)
     bent[where + 100] ^= 1
     shard.write_bytes(bent)
@@ -419,7 +428,8 @@ def test_the_command(tmp_path):
     for arguments, text in (
         (["x"], "OUT is missing"),
         (["--verify", "x", "y"], "--verify takes one folder"),
-        (["--format", "zip", "x", "y"], "choose tar or parquet"),
+        (["--format", "zip", "x", "y"], "pack writes tar shards, not 'zip'"),
+        (["--format", "parquet", "x", "y"], "use pyarrow or datasets and read them with feed.parquet"),
         (["--shard-size", "big", "x", "y"], "--shard-size big: expected a size"),
     ):
         found = runner.invoke(app, ["pack", *arguments])
@@ -434,7 +444,7 @@ def test_a_damaged_sample_is_named_when_it_is_read_and_the_others_are_read(tmp_p
     for name, data in content.items():
         (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "files" / name).write_bytes(data)
-    pack(tmp_path / "files", tmp_path / "out", kind=kind)
+    pack(tmp_path / "files", tmp_path / "out") if kind == "tar" else parquet_pack(feed.folder(tmp_path / "files"), tmp_path / "out")
     names = sorted(content)
     (shard,) = (tmp_path / "out").glob(f"*.{kind}")
     raw = bytearray(shard.read_bytes())

@@ -21,6 +21,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from parquet_pack import parquet_pack
 from ronde import feed
 from ronde.feed.pack import PARTIAL, pack, verify_pack
 from ronde.feed.sources import Sample, storage, tarindex
@@ -251,8 +252,9 @@ def test_links_to_folders_above_and_to_themselves(tmp_path):
 def test_folders_whose_names_look_like_patterns(tmp_path, name):
     files = write(tmp_path / "files", {"cat/1.jpg": b"one", "dog/2.jpg": b"two"})
     expected = [Sample(b"one", 0, "cat/1.jpg"), Sample(b"two", 1, "dog/2.jpg")]
+    pack(files, tmp_path / "tar" / name)
+    parquet_pack(feed.folder(files), tmp_path / "parquet" / name)
     for kind, opened in (("tar", feed.tar), ("parquet", feed.parquet)):
-        pack(files, tmp_path / kind / name, kind=kind)
         assert opened(tmp_path / kind / name).read([0, 1]) == expected
     (tmp_path / "tar" / name / "ronde-pack.json").unlink()
     assert len(feed.tar(tmp_path / "tar" / name)) == 2
@@ -272,13 +274,10 @@ class Stopped(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("kind", "harm"),
-    [("tar", "shard"), ("tar", "short"), ("tar", "index"), ("tar", "no index"), ("parquet", "shard"), ("parquet", "short")],
-)
-def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, kind, harm):
+@pytest.mark.parametrize("harm", ["shard", "short", "index", "no index"])
+def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, harm):
     files = write(tmp_path / "files", {f"{i}.bin": bytes([i]) * 40_000 for i in range(8)})
-    pack(files, tmp_path / "whole", kind=kind, labels=None, shard_bytes=1 << 16)
+    pack(files, tmp_path / "whole", labels=None, shard_bytes=1 << 16)
     wanted = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
 
     def stop(done: int, total: int) -> None:
@@ -287,9 +286,9 @@ def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, kind, harm):
 
     out = tmp_path / "out"
     with pytest.raises(Stopped):
-        pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16, progress=stop)
+        pack(files, out, labels=None, shard_bytes=1 << 16, progress=stop)
     assert len(json.loads((out / PARTIAL).read_bytes())["shards"]) == 5
-    shard = out / f"shard-000002.{kind}"
+    shard = out / "shard-000002.tar"
     index = out / f"{shard.name}.ronde-index"
     if harm == "shard":
         shard.unlink()
@@ -299,12 +298,11 @@ def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, kind, harm):
         index.write_bytes(index.read_bytes()[::-1])
     else:
         index.unlink()
-    assert pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16).resumed == 2
+    assert pack(files, out, labels=None, shard_bytes=1 << 16).resumed == 2
     assert {p.name: p.read_bytes() for p in out.iterdir()} == wanted
-    if kind == "tar":
-        (out / "shard-000001.tar.ronde-index").unlink()
-        with pytest.raises(RondeError, match=r"shard-000001.tar.ronde-index is missing or damaged"):
-            pack(files, out, kind=kind, labels=None, shard_bytes=1 << 16)
+    (out / "shard-000001.tar.ronde-index").unlink()
+    with pytest.raises(RondeError, match=r"shard-000001.tar.ronde-index is missing or damaged"):
+        pack(files, out, labels=None, shard_bytes=1 << 16)
 
 
 # Links in a tar

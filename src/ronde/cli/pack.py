@@ -28,7 +28,7 @@ Examples:
 
   ronde pack --labels labels.csv --suffixes jpg,png photos packed
 
-  ronde pack --format parquet --shard-size 1GiB photos/train packed/train
+  ronde pack --shard-size 1GiB photos/train packed/train
 
   ronde pack --resize 256 --quality 90 photos/train small    changes pixels: shorter side 256, JPEG again
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
         out: Annotated[
             Path | None, typer.Argument(metavar="OUT", help="A new or empty folder, or one where this pack was begun.", show_default=False)
         ] = None,
-        kind: Annotated[str, typer.Option("--format", metavar="tar|parquet", help="Tars that WebDataset reads too, or Parquet.")] = "tar",
+        kind: Annotated[str, typer.Option("--format", hidden=True)] = "tar",
         shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most bytes of a shard.")] = "256MiB",
         labels: Annotated[
             str,
@@ -81,15 +81,13 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(1 if found.problems else 0)
         if out is None:
             raise ArgumentError("OUT is missing: ronde pack FOLDER OUT, or ronde pack --verify OUT.")
-        if kind not in ("tar", "parquet"):
-            raise ArgumentError(f"--format {kind}: choose tar or parquet.")
         endings = [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
         size = _size(shard_size)
         with _bar("packing", as_json) as progress, _stoppable(out, "the same command goes on"):
             result = write(
                 folder,
                 out,
-                kind=kind,  # type: ignore[arg-type]
+                kind=kind,
                 shard_bytes=size,
                 labels=labels,
                 suffixes=endings,

@@ -1,4 +1,4 @@
-"""Pack a folder of files into shards that are read by place: tars with an index, or Parquet.
+"""Pack a folder of files into tar shards with an index, which readers use to seek to a sample.
 
 The same folder gives the same bytes, wherever and whenever it is packed. A shard is written under another name, and takes its own when it
 is whole and on the disk; the manifest comes last and says that the pack is complete. So a pack that was killed goes on where it stopped,
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,6 @@ __all__ = ["Packed", "pack", "verify_pack"]
 _LOCK = ".ronde-pack.lock"
 _WRITING = ".writing"
 _AHEAD = 16  # files that are read ahead of the one being written
-_ROW_GROUP = 4 << 20  # bytes of data: reading one row decodes one of these
 
 Progress = Callable[[int, int], None]
 
@@ -48,7 +47,7 @@ class Packed:
 
     Attributes:
         path: the pack.
-        kind: ``tar`` or ``parquet``.
+        kind: ``tar``; ``parquet`` for a pack that an earlier version wrote.
         samples: in it.
         bytes: of its shards.
         shards: how many.
@@ -96,44 +95,27 @@ def _write_whole(path: Path, raw: bytes) -> None:
     _sync_folder(path.parent)
 
 
-class _Summed(io.RawIOBase):
-    """A file that is written, and the digest of what was written."""
+class _Summed:
+    """A file being written, with the digest and size of its bytes so far."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
         self.sha256 = hashlib.sha256()
         self.bytes = 0
-        self._abandoned = False
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        length = memoryview(data).nbytes
-        if self._abandoned:
-            return length
+    def write(self, data: bytes) -> None:
         self._file.write(data)
         self.sha256.update(data)
-        self.bytes += length
-        return length
-
-    def tell(self) -> int:
-        return self.bytes
+        self.bytes += len(data)
 
     def finish(self) -> None:
-        """All of it is on the disk."""
+        """Flush all of it to the disk and close the file."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def abandon(self) -> None:
-        """Close the file unfinished. Parquet's writer writes its footer when it is collected, which then goes nowhere."""
-        self._abandoned = True
-        self._file.close()
-
     def close(self) -> None:
         self._file.close()
-        super().close()
 
 
 @dataclass(frozen=True)
@@ -181,10 +163,8 @@ def _padding(size: int) -> bytes:
     return b"\0" * (-size % 512)
 
 
-class _TarShard:
+class _Shard:
     """One tar that is being written."""
-
-    kind = "tar"
 
     def __init__(self, path: Path, keys: _Keys, labels: Any) -> None:
         self.path = path
@@ -243,63 +223,11 @@ class _TarShard:
         ).to_bytes()
 
 
-class _ParquetShard:
-    """One Parquet file that is being written."""
-
-    kind = "parquet"
-
-    def __init__(self, path: Path, labels: Any) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.path = path
-        self.out = _Summed(path)
-        fields = [("data", pa.binary()), ("name", pa.string()), ("crc32", pa.uint32())]
-        if labels is not None:
-            fields.insert(1, ("label", pa.int64() if np.asarray(labels[:1]).dtype.kind == "i" else pa.float64()))
-        self._schema = pa.schema(fields)
-        # Files are mostly compressed already: what zstd would gain is less than what it costs to read.
-        self._writer = pq.ParquetWriter(self.out, self._schema, compression="none", use_dictionary=False, write_statistics=["name"])
-        self._rows: list[_Item] = []
-        self._held = 0
-        self.items: list[None] = []
-
-    def size_with(self, item: _Item) -> int:
-        return self.out.bytes + self._held + len(item.data) + len(item.name) + 32
-
-    def add(self, item: _Item) -> None:
-        self._rows.append(item)
-        self._held += len(item.data) + len(item.name) + 32
-        self.items.append(None)
-        if self._held >= _ROW_GROUP:
-            self._flush()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        columns: dict[str, list[Any]] = {
-            "data": [row.data for row in self._rows],
-            "label": [row.label for row in self._rows],
-            "name": [row.name for row in self._rows],
-            "crc32": [zlib.crc32(row.data) for row in self._rows],
-        }
-        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=max(1, len(self._rows)))
-        self._rows, self._held = [], 0
-
-    def finish(self) -> None:
-        if self._rows:
-            self._flush()
-        self._writer.close()
-        self.out.finish()
-
-
 @dataclass(frozen=True)
 class _Task:
     """What a pack is made of: everything that its bytes depend on."""
 
     source: FolderSource
-    kind: Literal["tar", "parquet"]
     shard_bytes: int
     resize: int | None
     quality: int
@@ -313,7 +241,7 @@ class _Task:
         return {
             "format": "ronde pack",
             "version": 1,
-            "kind": self.kind,
+            "kind": "tar",
             "samples": len(self.source),
             "classes": self.source.classes,
             "labels": self.source.labels is not None,
@@ -353,15 +281,15 @@ def _smaller(data: bytes, file: str, side: int, quality: int) -> bytes:
     return out.getvalue()
 
 
-def _shard_name(kind: str, number: int) -> str:
-    return f"shard-{number:06d}.{kind}"
+def _shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
 
 
 def pack(
     source: str | os.PathLike[str] | FolderSource,
     out: str | os.PathLike[str],
     *,
-    kind: Literal["tar", "parquet"] = "tar",
+    kind: str = "tar",
     shard_bytes: int = 256 << 20,
     labels: Any = "folder",
     suffixes: Sequence[str] | None = None,
@@ -372,14 +300,14 @@ def pack(
 ) -> Packed:
     """Pack a folder: many small files become a few large ones, which disks and networks read many times faster.
 
-    ``feed.tar(out)`` (or ``feed.parquet(out)``) then gives what ``feed.folder(source)`` gives: the same samples, labels, classes, names,
+    ``feed.tar(out)`` then gives what ``feed.folder(source)`` gives: the same samples, labels, classes, names,
     order and fingerprint, so that a training resumes from either. Called again after it was stopped, it goes on; after it was done, it
     does nothing.
 
     Args:
         source: the folder, or what :func:`~ronde.feed.folder` gave of it.
         out: a folder that does not exist, is empty, or holds the same pack.
-        kind: ``tar`` (WebDataset reads them too) or ``parquet`` (extra ``tables``).
+        kind: ``tar``, the only format; WebDataset reads it too.
         shard_bytes: the most bytes of a shard; one that holds a single larger file is larger.
         labels: as for ``folder``.
         suffixes: as for ``folder``.
@@ -403,16 +331,19 @@ def pack(
         >>> tar(here / "packed")[0]
         Sample(data=b'meow', label=0, name='cat/1.txt')
     """
-    if kind not in ("tar", "parquet"):
-        raise ArgumentError(f"kind={kind!r} is not known: choose tar or parquet.")
+    if kind == "parquet":
+        raise ArgumentError(
+            "pack writes tar shards, not Parquet. To make Parquet files, use pyarrow or datasets and read them with feed.parquet "
+            "(docs/pack.md shows how); to pack files, leave the format out."
+        )
+    if kind != "tar":
+        raise ArgumentError(f"pack writes tar shards, not {kind!r}: leave the format out.")
     if shard_bytes < 1 << 16:
         raise ArgumentError(f"a shard of {shard_bytes:,} bytes is too small: 64 KiB or more.")
     if resize is not None and resize < 1:
         raise ArgumentError(f"resize={resize} must be 1 or more pixels.")
     if not 1 <= quality <= 95:
         raise ArgumentError(f"quality={quality} must be from 1 to 95.")
-    if kind == "parquet":
-        need("pyarrow", "tables", "a pack in Parquet")
     if resize is not None:
         need("PIL", "images", "resize")
     place = Path(out)
@@ -421,17 +352,11 @@ def pack(
         source = folder(source, labels=labels, suffixes=suffixes, pattern=pattern)
     else:
         _apart(Path(source.path), place)
-    task = _Task(source, kind, shard_bytes, resize, quality)
+    task = _Task(source, shard_bytes, resize, quality)
     if isinstance(source.labels, list):
         odd = next((label for label in source.labels if not isinstance(label, int | float | str | bool | type(None))), None)
-        if odd is not None or kind == "parquet":
-            raise ArgumentError(
-                f"labels of a pack in {kind} must be classes or numbers; found {odd if odd is not None else source.labels[0]!r}."
-            )
-    if kind == "parquet":
-        for name in source.names:
-            if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
-                raise ArgumentError(f"the name {name!r} is not UTF-8, which Parquet needs: rename the file, or pack into tar.")
+        if odd is not None:
+            raise ArgumentError(f"labels of a pack must be classes or numbers; found {odd!r}.")
     done = _done(place, task)
     if done is not None:
         return done
@@ -600,7 +525,7 @@ class _Packing:
 
     def _write(self, start: int, described: dict[str, Any]) -> None:
         total = len(self.task.source)
-        shard: _TarShard | _ParquetShard | None = None
+        shard: _Shard | None = None
         self.progress(start, total)
         items = self._items(start)
         try:
@@ -618,23 +543,25 @@ class _Packing:
             items.close()
             if shard is not None:
                 with contextlib.suppress(Exception):
-                    shard.out.abandon()
+                    shard.out.close()
                 if isinstance(error, OSError) and error.filename is None:
                     error.filename = str(shard.path).removesuffix(_WRITING)
             raise
 
-    def _open(self) -> _TarShard | _ParquetShard:
-        path = self.place / (_shard_name(self.task.kind, len(self.shards)) + _WRITING)
-        labels = self.task.source.labels
-        return _TarShard(path, self.keys, labels) if self.task.kind == "tar" else _ParquetShard(path, labels)
+    def _open(self) -> _Shard:
+        return _Shard(self.place / (_shard_name(len(self.shards)) + _WRITING), self.keys, self.task.source.labels)
 
-    def _finish(self, shard: _TarShard | _ParquetShard, described: dict[str, Any]) -> None:
+    def _finish(self, shard: _Shard, described: dict[str, Any]) -> None:
         index = shard.finish()
-        name = _shard_name(self.task.kind, len(self.shards))
-        entry = {"name": name, "samples": len(shard.items), "bytes": shard.out.bytes, "sha256": shard.out.sha256.hexdigest()}
-        if index is not None:
-            _write_whole(self.place / (name + SUFFIX), index)
-            entry["index_sha256"] = hashlib.sha256(index).hexdigest()
+        name = _shard_name(len(self.shards))
+        _write_whole(self.place / (name + SUFFIX), index)
+        entry = {
+            "name": name,
+            "samples": len(shard.items),
+            "bytes": shard.out.bytes,
+            "sha256": shard.out.sha256.hexdigest(),
+            "index_sha256": hashlib.sha256(index).hexdigest(),
+        }
         os.replace(shard.path, self.place / name)  # noqa: PTH105
         _sync_folder(self.place)
         self.shards.append(entry)

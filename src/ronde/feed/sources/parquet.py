@@ -545,7 +545,7 @@ def parquet(
     ``datetime64``, a null NaT, of which ``default_collate`` makes the smallest of whole numbers.
 
     Args:
-        paths: a file, a folder, a glob, URLs, or a list of such; or a pack of ``ronde pack --format parquet``.
+        paths: a file, a folder, a glob, URLs, or a list of such; or a Parquet pack from an earlier version.
         columns: which are read; None for all.
         data: a column of bytes, or of structs of ``bytes`` and ``path`` as Hugging Face's data sets have it: samples are then
             :class:`Sample` of it, ``label`` and ``name``, as :func:`folder` gives them.
