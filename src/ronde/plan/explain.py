@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,8 @@ from ronde.world import ArgumentError
 
 __all__ = ["Explanation", "Flip", "explain", "find_flip", "flips", "render", "stretched", "text"]
 
-_RANGE = 64.0  # how far each way a flip is looked for
-_GRID = 4.0  # steps in which it is
-_CLOSE = 1.05  # to what factor it is then narrowed
-_SECONDS = 4.0  # for all flips: what is not found by then is said to be open
+_DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
+_LOOKED_AT = 200_000  # plans times layers, for all flips: about 6 s at 30 µs each; fewer doublings for large searches
 _NO_FASTER = 1.05  # speed-up up to which several devices are not worth it
 _HIDES = 0.05  # share of the step below which an exchange counts as hidden
 
@@ -37,13 +34,12 @@ class Flip:
         variable: what changes, everything else as it is.
         direction: ``"up"`` or ``"down"``.
         now: its value; 1 for the links, which are changed by a factor.
-        at: the value nearest to now at which another family wins, as searched there; None where that was not found.
+        at: the first value of the grid where another family wins; None if none does.
         to: family that wins there; empty where no plan is possible any more.
         spec: the plan.
-        limit: how far it is looked for.
+        limit: the last value of the grid.
+        holds: the last value before ``at`` where the same family wins.
         note: how the change was modelled.
-        holds: the value farthest from now, on this side of ``at``, at which the same family was found to win; now's where none was searched.
-        complete: whether the search came to its end: at the limit without a flip, or with ``holds`` next to ``at``.
     """
 
     variable: str
@@ -53,22 +49,18 @@ class Flip:
     to: str
     spec: str
     limit: float
+    holds: float
     note: str = ""
-    holds: float = math.nan
-    complete: bool = True
 
     def sentence(self) -> str:
         """In words."""
-        show = _SHOW[self.variable]
-        if self.at is None and self.complete:
-            return f"{self.variable}: never {self.direction} to {show(self.limit)}"
+        show, unit = _SHOW[self.variable]
         if self.at is None:
-            far = f"not {self.direction} to {show(self.holds)}; further" if self.holds != self.now else self.direction
-            return f"{self.variable}: {far} was not searched, for lack of time"
-        if not self.complete:
-            to = self.to or "no plan at all"
-            return f"{self.variable}: flips to {to} between {show(self.holds)} and {show(self.at)} (now {show(self.now)})"
-        return f"{self.variable}: flips to {self.to or 'no plan at all'} at {show(self.at)} (now {show(self.now)})"
+            plural = "s" if unit and self.limit > 1 else ""
+            return f"{self.variable}: no flip {self.direction} to {show(self.limit)}{unit}{plural}"
+        low, high = sorted((self.holds, self.at))
+        between = f"between {show(low)} and {show(high)}{unit and unit + 's'}"
+        return f"{self.variable}: flips to {self.to or 'no plan at all'} {between} (now {show(self.now)})"
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ def explain(found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = 
     Args:
         found: the search.
         costs, cluster: what it was about.
-        with_flips: whether it is searched again, many times, for when the answer would flip.
+        with_flips: whether other values are searched, for when the answer would flip.
     """
     best = found.best
     if best.verdict == "does not fit" and found.optimize == "speed":
@@ -344,37 +336,27 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 # When it would flip.
 
 
-def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECONDS) -> tuple[Flip, ...]:
+def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
     """When another family of plans would win, for each thing that may change, one at a time, both ways.
 
-    Each value is searched as ``found`` was: where the same family wins, without what cannot, and where another does, in whole. First outwards
-    in all directions, then between the values where the winner changes; what is not done after so many ``seconds`` is said to be open.
+    Every value of a fixed grid is searched, up to six doublings each way. Large searches take fewer, by the number of plans they look at.
 
     Args:
         found: the search now.
         costs, cluster: what it was about.
-        seconds: after which no further value is begun.
     """
-    ends = time.perf_counter() + seconds
 
     def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
-        named = here, ""
-        # What is pruned may make room for plans that the whole search does not simulate: another winner counts where that names it too.
-        for prune in (True, False):
-            try:
-                named = _named(search(costs, cluster, workers, optimize=found.optimize, prune=prune, like=found.like).best)
-            except ArgumentError:
-                return "", ""
-            if named[0] == here:
-                break
-        return named
+        try:
+            return _named(search(costs, cluster, workers, optimize=found.optimize, prune=True, like=found.like).best)
+        except ArgumentError:
+            return "", ""
 
-    here = _named(found.best)[0]
     workers = found.workers
     node = max(1, cluster.devices_per_node)
 
     def at_batch(value: float) -> tuple[str, str]:
-        return winner(dataclasses.replace(costs, batch_size=max(1, round(value))), cluster, workers)
+        return winner(dataclasses.replace(costs, batch_size=round(value)), cluster, workers)
 
     def at_link(value: float) -> tuple[str, str]:
         links = {
@@ -384,7 +366,7 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
         return winner(costs, dataclasses.replace(cluster, links=links), workers)
 
     def at_workers(value: float) -> tuple[str, str]:
-        count = max(1, round(value))
+        count = round(value)
         grown = costs
         if found.like is not None and found.like.batch == "grow":
             grown = dataclasses.replace(costs, batch_size=max(1, round(costs.batch_size * count / workers)))
@@ -396,25 +378,24 @@ def flips(found: Found, costs: Costs, cluster: Cluster, seconds: float = _SECOND
     def at_sequence(value: float) -> tuple[str, str]:
         return winner(stretched(costs, value / costs.sequence), cluster, workers)
 
-    hunts: list[_Hunt] = []
-
-    def both(
-        variable: str, value: float, at: Callable[[float], tuple[str, str]], whole: bool = False, doubling: bool = False, note: str = ""
-    ) -> None:
-        hunts.extend(_Hunt(variable, value, at, direction, here, whole, doubling, note) for direction in ("down", "up"))
-
-    both("global batch", float(costs.batch_size), at_batch, whole=True)
+    asked: list[tuple[str, float, Callable[[float], tuple[str, str]], str]] = [("global batch", costs.batch_size, at_batch, "")]
     if workers > 1 and cluster.links:
-        both("link speed", 1.0, at_link, note="bandwidth of every link times this, latency as it is")
-    both("workers", float(workers), at_workers, whole=True, doubling=True, note="doubled and halved; nodes of as many devices as now")
+        asked.append(("link speed", 1.0, at_link, "bandwidth of every link times this, latency as it is"))
+    asked.append(("workers", workers, at_workers, "doubled and halved; nodes of as many devices as now"))
     if cluster.memory_bytes:
-        both("memory", cluster.memory_bytes, at_memory)
+        asked.append(("memory", cluster.memory_bytes, at_memory, ""))
     if costs.sequence:
-        both("sequence length", float(costs.sequence), at_sequence, whole=True, note="activations, messages and times in a line with it")
-    hunts = [h for h in hunts if h.limit != h.value]
-    while (left := [h for h in hunts if h.following() is not None]) and time.perf_counter() < ends:
-        min(left, key=lambda h: (h.turn, h.asked)).ask()
-    return tuple(h.flip() for h in hunts)
+        asked.append(("sequence length", costs.sequence, at_sequence, "activations, messages and times in a line with it"))
+    now = search(costs, cluster, workers, optimize=found.optimize, simulate=0, prune=True, like=found.like)
+    each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
+    doublings = max(1, min(_DOUBLINGS, _LOOKED_AT // max(1, each * 2 * len(asked))))
+    here = _named(found.best)
+    every = [
+        find_flip(variable, value, at, direction, now=here, doublings=doublings, note=note)
+        for variable, value, at, note in asked
+        for direction in ("down", "up")
+    ]
+    return tuple(flip for flip in every if flip.limit != flip.now)
 
 
 def _named(best: Prediction) -> tuple[str, str]:
@@ -429,11 +410,10 @@ def find_flip(
     direction: str,
     *,
     now: tuple[str, str] | None = None,
-    whole: bool = False,
-    doubling: bool = False,
+    doublings: int = _DOUBLINGS,
     note: str = "",
 ) -> Flip:
-    """The value nearest to ``value``, in one direction, at which another family wins: by steps of 4, then by bisection.
+    """Double or halve ``value`` until another family wins.
 
     Args:
         variable: its name.
@@ -441,108 +421,26 @@ def find_flip(
         winner: value -> (family, spec).
         direction: ``"up"`` or ``"down"``.
         now: the winner at ``value``; None to ask.
-        whole: whether only whole numbers count.
-        doubling: whether only ``value`` times a power of 2 counts (numbers of workers: others have few divisors).
+        doublings: how many at most.
         note: how the change is modelled.
 
     Example:
-        >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""), "down").at  # doctest: +ELLIPSIS
-        2.9...
+        >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""), "down").at
+        2.0
     """
-    hunt = _Hunt(variable, value, winner, direction, (now or winner(value))[0], whole, doubling, note)
-    while hunt.following() is not None:
-        hunt.ask()
-    return hunt.flip()
-
-
-class _Hunt:
-    """The search for one flip, value by value, so that several can take turns and be ended at any time."""
-
-    def __init__(
-        self,
-        variable: str,
-        value: float,
-        winner: Callable[[float], tuple[str, str]],
-        direction: str,
-        here: str,
-        whole: bool,
-        doubling: bool,
-        note: str,
-    ) -> None:
-        self.variable, self.value, self.winner, self.direction = variable, value, winner, direction
-        self.here, self.whole, self.doubling, self.note = here, whole, doubling, note
-        limit = value * _RANGE if direction == "up" else value / _RANGE
-        if doubling and direction == "up":
-            limit = max(value, min(limit, 4096.0))
-        self.limit = max(1.0, float(round(limit))) if whole else limit
-        self.near, self.far = value, math.nan  # the same family wins, another does
-        self.to = self.spec = ""
-        self.asked = 0
-        self.skipped: list[tuple[float, float]] = []  # between two steps, and the step before it
-
-    @property
-    def bracketed(self) -> bool:
-        """Whether a value at which another family wins is known."""
-        return not math.isnan(self.far)
-
-    def following(self) -> float | None:
-        """The value to ask about; None when done."""
-        if self.bracketed:
-            return self._between()
-        if self.near == self.limit:
-            return self.skipped[0][0] if self.skipped else None
-        step = 2.0 if self.doubling else _GRID
-        far = min(self.near * step, self.limit) if self.direction == "up" else max(self.near / step, self.limit)
-        far = float(round(far)) if self.whole else far
-        return far if far != self.near else None
-
-    def _between(self) -> float | None:
-        low, high = sorted((self.near, self.far))
-        if self.doubling or (not self.whole and high / low < _CLOSE):
-            return None
-        if not self.whole:
-            return math.sqrt(low * high)
-        if high - low <= 1 or (high / low < _CLOSE and self.value > 64):
-            return None
-        return min(max(float(round(math.sqrt(low * high))), low + 1), high - 1)
-
-    @property
-    def turn(self) -> int:
-        """What comes first: outwards, then between values of which one flips, then between steps of which none did."""
-        return 1 if self.bracketed else 2 if self.near == self.limit else 0
-
-    def ask(self) -> None:
-        """About that value."""
-        at = self.following()
-        assert at is not None
-        again = not self.bracketed and self.near == self.limit
-        before = self.skipped.pop(0)[1] if again else self.near
-        self.asked += 1
-        family, spec = self.winner(at)
-        if family != self.here:
-            self.near, self.far, self.to, self.spec = before, at, family, spec
-        elif not again:
-            middle = math.sqrt(self.near * at)
-            middle = float(round(middle)) if self.whole else middle
-            if not self.bracketed and not self.doubling and middle not in (self.near, at):
-                self.skipped.append((middle, self.near))
-            self.near = at
-
-    def flip(self) -> Flip:
-        """What is known so far."""
-        at = self.far if self.bracketed else None
-        return Flip(
-            self.variable,
-            self.direction,
-            self.value,
-            at,
-            self.to,
-            self.spec,
-            self.limit,
-            self.note,
-            holds=self.near,
-            complete=self.turn == 2 or self.following() is None,
-        )
+    here = (now or winner(value))[0]
+    grid = [value * 2.0 ** (n if direction == "up" else -n) for n in range(1, doublings + 1)]
+    if variable in _WHOLE:
+        grid = [v for v in dict.fromkeys(max(1.0, float(round(v))) for v in grid) if v != value]
+    if variable == "workers":
+        grid = [v for v in grid if v < value or v <= _MOST_WORKERS]
+    limit, holds = grid[-1] if grid else value, value
+    for at in grid:
+        family, spec = winner(at)
+        if family != here:
+            return Flip(variable, direction, value, at, family, spec, limit, holds, note)
+        holds = at
+    return Flip(variable, direction, value, None, "", "", limit, holds, note)
 
 
 def stretched(costs: Costs, factor: float) -> Costs:
@@ -637,10 +535,12 @@ def _rate(best: Prediction) -> str:
     return f"{best.samples_per_second:.4g} samples/s"
 
 
-_SHOW: dict[str, Callable[[float], str]] = {
-    "global batch": lambda v: f"{v:.0f}",
-    "link speed": lambda v: f"× {v:.3g}",
-    "workers": lambda v: f"{v:.0f}",
-    "memory": tables.size,
-    "sequence length": lambda v: f"{v:.0f}",
+_WHOLE = ("global batch", "workers", "sequence length")
+_MOST_WORKERS = 4096
+_SHOW: dict[str, tuple[Callable[[float], str], str]] = {  # and the unit
+    "global batch": (lambda v: f"{v:.0f}", " sample"),
+    "link speed": (lambda v: f"× {v:.3g}", ""),
+    "workers": (lambda v: f"{v:.0f}", " device"),
+    "memory": (tables.size, ""),
+    "sequence length": (lambda v: f"{v:.0f}", ""),
 }
