@@ -22,9 +22,14 @@ counts. A capacity just below what was measured must not be called *fits*; one a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import platform
+import runpy
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from ronde.plan import Costs
 
 HERE = Path(__file__).resolve()
 
@@ -282,7 +289,7 @@ def one_device(name: str, samples: int, steps: int = 2) -> Callable[[], None]:
 def predict_one_device(name: str, samples: int) -> dict[str, float]:
     """The chain's sum, and torch's MemTracker."""
     from ronde.run.losses import LossCall
-    from ronde.study.memory import chain_peak, peak, weigh
+    from ronde.study.memory import peak, weigh
 
     build, batches, loss, optimizer_class, sizes = MODELS[name]
     torch.manual_seed(0)
@@ -293,18 +300,75 @@ def predict_one_device(name: str, samples: int) -> dict[str, float]:
     return {"chain": chain_peak(costs, samples), "tracker": float(peak(model, optimizer, compute, batches(samples))["Total"])}
 
 
+def chain_peak(costs: Costs, samples: int) -> float:
+    """Most bytes at once of steps on one device, micro-batches of ``samples``: the sum over the chain, pass by pass.
+
+    Gradients are there from their unit's backward pass to the end of the step, as after ``zero_grad()``.
+    """
+    always = samples * costs.input_bytes + sum(u.parameter_bytes + u.optimizer_bytes + u.buffer_bytes for u in costs.units)
+    saved, most = 0.0, 0.0
+    left = sum(u.trainable_bytes + u.tied_grad_bytes for u in costs.units)
+    gradients = float(sum(u.trainable_bytes for u in costs.units))
+    for unit in costs.units:
+        saved += unit.saved_bytes.at(samples)
+        most = max(
+            most,
+            saved + unit.forward_transient_bytes.at(samples),
+            saved + left + unit.backward_transient_bytes.at(samples),
+        )
+        left -= unit.trainable_bytes + unit.tied_grad_bytes
+    return always + max(most, gradients + costs.optimizer_transient_bytes)
+
+
+def status(name: str) -> int:
+    """A field of ``/proc/self/status`` in bytes: ``VmRSS`` now, ``VmHWM`` at most."""
+    text = next(t for t in Path("/proc/self/status").read_text().splitlines() if t.startswith(f"{name}:"))
+    return int(text.split()[1]) * 1024
+
+
+def measured_peak(target: str, *arguments: Any, timeout: float = 120.0) -> int:
+    """Most resident memory that a function takes in a child process, in bytes above what the process held before. Linux only.
+
+    Args:
+        target: ``"path/file.py:function"``. It is called with ``arguments`` (JSON) and returns a callable: imports and warm kernels
+            belong to the baseline, what the callable does is measured.
+    """
+    environment = {
+        **os.environ,
+        # Freed memory goes back to the system at once, instead of being kept for later.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(HERE), "--child", target, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{target} failed in a child process:\n{done.stderr.strip()[-2000:]}")
+    return int(done.stdout.splitlines()[-1])
+
+
+def child(target: str, arguments: str) -> None:
+    """The child's part of :func:`measured_peak`."""
+    file, _, name = target.rpartition(":")
+    go = runpy.run_path(file)[name](*json.loads(arguments))
+    gc.collect()
+    baseline = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    go()
+    print(max(0, status("VmHWM") - baseline))
+
+
 # --- one device -------------------------------------------------------------------------------------------------------------------
 
 
 def one_device_rows(names: list[str], output: Path) -> None:
-    from ronde.study.resident import measured_peak
-
     rows: list[dict[str, Any]] = []
     print(f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)")
     for name in names:
         for samples in MODELS[name][4]:
             predicted = predict_one_device(name, samples)
-            measured = measured_peak(f"{HERE}:one_device", name, samples, timeout=900).peak_bytes
+            measured = measured_peak(f"{HERE}:one_device", name, samples, timeout=900)
             row: dict[str, Any] = {"family": "one device", "model": name, "batch": samples, "measured_bytes": measured, **predicted}
             row["chain_error"] = predicted["chain"] / measured - 1
             row["tracker_error"] = predicted["tracker"] / measured - 1
@@ -460,7 +524,6 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
 
     import ronde
     from ronde.plan import Plan
-    from ronde.study.resident import status
 
     _, loss, optimizer_class = SIZED[name]
 
@@ -625,4 +688,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+    else:
+        main()

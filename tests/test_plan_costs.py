@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cost_models import MSE, PEAKS, Block, Tied, numbers, sgd, tokens_loss, words
-from ronde.plan import Costs
+from cost_models import MSE, Block, Tied, numbers, sgd, tokens_loss, words
 from ronde.run.losses import LossCall
 from ronde.study.chain import find_chain, take
-from ronde.study.memory import account, chain_peak, line, optimizer_bytes, peak, weigh
-from ronde.study.resident import measured_peak
+from ronde.study.memory import account, line, optimizer_bytes, weigh
 from ronde.world import ArgumentError
 
 # -- lines ---------------------------------------------------------------------------------------------------------------------------
@@ -285,32 +280,3 @@ def test_masks_and_lengths_that_a_model_looks_at_do_not_need_a_real_run():
     found = account(Masked(), LossCall(F.mse_loss, None), lambda b: (torch.randn(b, 4, 16), torch.randn(b, 4, 16)), [2, 4])
     assert found.faked, found.reason
     assert [link.name for link in found.chain] == ["net.layers.0", "net.layers.1", "(loss)"]
-
-
-def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds():
-    model = Tied(width=64, layers=3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    compute = LossCall(tokens_loss, None)
-    costs = weigh(model, optimizer, compute, words, 32)
-    for b in (8, 32):
-        assert chain_peak(costs, b) == pytest.approx(
-            peak(model, optimizer, compute, words(b))["Total"], rel=0.05
-        )  # it rounds up to 512 bytes
-    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", list(PEAKS))
-def test_predicted_peak_against_that_of_a_process(name):
-    build, shape, samples = PEAKS[name]
-    model = build()
-
-    def batches(b):
-        return torch.randn(b, *shape), torch.randint(10, (b,))
-
-    costs = weigh(model, torch.optim.AdamW(model.parameters()), LossCall(F.cross_entropy, None), batches, samples)
-    predicted = chain_peak(costs, samples)
-    target = f"{Path(__file__).with_name('cost_models.py')}:train"
-    measured = measured_peak(target, name, cwd=Path(__file__).parent)
-    assert measured.peak_bytes > 140 << 20
-    assert predicted == pytest.approx(measured.peak_bytes, rel=0.08)

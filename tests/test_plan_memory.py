@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cost_models import PEAKS, Tied, tokens_loss, words
 from ronde.plan import Cluster, Costs, Line, Plan, Unit
 from ronde.plan.explain import stretched
 from ronde.plan.predict import predict
 from ronde.plan.search import unsupported
 from ronde.run.losses import LossCall
-from ronde.study.memory import account, weigh
+from ronde.study.memory import account, peak, weigh
 from sampling import long, some
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a process's peak is read from Linux's /proc")
@@ -141,12 +142,39 @@ def test_a_divided_block_keeps_its_input_and_its_output_whole():
     assert need(costs, workers=2, batch_size=1, tensor=2)[1]["activations"] == 60
 
 
+def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds(bench):
+    model = Tied(width=64, layers=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compute = LossCall(tokens_loss, None)
+    costs = weigh(model, optimizer, compute, words, 32)
+    for b in (8, 32):
+        assert bench.chain_peak(costs, b) == pytest.approx(
+            peak(model, optimizer, compute, words(b))["Total"], rel=0.05
+        )  # it rounds up to 512 bytes
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+@LINUX
+@pytest.mark.parametrize("name", list(PEAKS))
+def test_predicted_peak_against_that_of_a_process(bench, name):
+    build, shape, samples = PEAKS[name]
+    model = build()
+
+    def batches(b):
+        return torch.randn(b, *shape), torch.randint(10, (b,))
+
+    costs = weigh(model, torch.optim.AdamW(model.parameters()), LossCall(F.cross_entropy, None), batches, samples)
+    predicted = bench.chain_peak(costs, samples)
+    target = f"{Path(__file__).with_name('cost_models.py')}:train"
+    measured = bench.measured_peak(target, name)
+    assert measured > 140 << 20
+    assert predicted == pytest.approx(measured, rel=0.08)
+
+
 @LINUX
 @pytest.mark.parametrize(("name", "samples"), some([("repeated", 64), ("checkpointed", 32)], 2))
 def test_one_device_takes_what_the_chain_says_of_own_checkpoints_and_of_repeated_blocks(bench, name, samples):
-    from ronde.study.resident import measured_peak
-
-    measured = measured_peak(f"{bench.HERE}:one_device", name, samples, timeout=200).peak_bytes
+    measured = bench.measured_peak(f"{bench.HERE}:one_device", name, samples, timeout=200)
     assert abs(bench.predict_one_device(name, samples)["chain"] / measured - 1) < 0.04
 
 

@@ -33,7 +33,6 @@ __all__ = [
     "Account",
     "UnitBytes",
     "account",
-    "chain_peak",
     "copied_optimizer",
     "line",
     "most",
@@ -620,26 +619,6 @@ def weigh(
         again=tuple(found.again),
         refused=refused,
     )
-
-
-def chain_peak(costs: Costs, samples: int) -> float:
-    """Most bytes at once of steps on one device, micro-batches of ``samples``: the sum over the chain, pass by pass.
-
-    Gradients are there from their unit's backward pass to the end of the step, as after ``zero_grad()``.
-    """
-    always = samples * costs.input_bytes + sum(u.parameter_bytes + u.optimizer_bytes + u.buffer_bytes for u in costs.units)
-    saved, most = 0.0, 0.0
-    left = sum(u.trainable_bytes + u.tied_grad_bytes for u in costs.units)
-    gradients = float(sum(u.trainable_bytes for u in costs.units))
-    for unit in costs.units:
-        saved += unit.saved_bytes.at(samples)
-        most = max(
-            most,
-            saved + unit.forward_transient_bytes.at(samples),
-            saved + left + unit.backward_transient_bytes.at(samples),
-        )
-        left -= unit.trainable_bytes + unit.tied_grad_bytes
-    return always + max(most, gradients + costs.optimizer_transient_bytes)
 
 
 def peak(
