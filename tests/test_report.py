@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ronde.watch.report import doctor_report, scale_report
+from ronde.study.doctor_report import doctor_report
+from ronde.study.scale_report import scale_report
 from ronde.world import ArgumentError, RondeError
 
 EVIL = "<script>alert('$x$ & \"y\"')</script>"
@@ -183,6 +184,20 @@ def test_the_scaling_report_sets_what_is_extrapolated_apart(tmp_path):
     assert "5.0%, assumed" in words and "read (storage) is met at 3 workers" in words
 
 
+def test_names_from_the_script_are_escaped_wherever_they_stand(tmp_path):
+    values = copy.deepcopy(DOCTOR)
+    values.update(script=EVIL, device=EVIL, machine={EVIL: EVIL}, cold={EVIL: EVIL}, cause={"stage": EVIL, "points": 1.0})
+    values["stages"][1]["name"] = values["walls"][0]["stage"] = EVIL
+    values["prescriptions"][0].update(settings={EVIL: EVIL}, label=EVIL, number=EVIL)
+    doctor_report(values, tmp_path / "doctor.html")
+    wall = {"stage": EVIL, "devices": EVIL, "limit": EVIL}
+    laws = {EVIL: {EVIL: {**FIT, "error_assumed": False, "degrees_of_freedom": EVIL}}}
+    scale_report({**SCALE, "wall": wall, "fits": laws, "sentence": EVIL}, tmp_path / "scale.html")
+    for name in ("doctor", "scale"):
+        text, words, _ = read(tmp_path / f"{name}.html")
+        assert "<script" not in text and words.count("alert(") >= 8
+
+
 def test_a_scaling_report_of_one_size(tmp_path):
     scale_report({**SCALE, "rows": [ROW], "fits": {}, "extrapolated": [], "wall": None}, tmp_path / "report.html")
     _, words, drawings = read(tmp_path / "report.html")
@@ -205,7 +220,7 @@ def test_the_same_values_give_the_same_file(tmp_path):
 def test_without_matplotlib_the_extra_is_named(tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from ronde.watch.report import check_drawing\n"
+        "from ronde.watch.html import check_drawing\n"
         "from ronde.world import ArgumentError\n"
         "try:\n    check_drawing()\nexcept ArgumentError as error:\n    print(error)\n"
     )

@@ -105,7 +105,7 @@ def register(app: typer.Typer) -> None:
             check_writable(script)
         fetched, told_feed = feed_of(feed, script)
         if report is not None:
-            from ronde.watch.report import check_drawing
+            from ronde.watch.html import check_drawing
 
             check_drawing()  # before a minute of measuring
         options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes, "cold": cold}
@@ -139,7 +139,7 @@ def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> No
     if file is not None:
         write_json(file, values)
     if report is not None:
-        from ronde.watch.report import doctor_report
+        from ronde.study.doctor_report import doctor_report
 
         doctor_report(values, report)
 

@@ -144,7 +144,7 @@ def register(app: typer.Typer) -> None:
         check_folders(json=file, report=report)
         fetched, told_feed = feed_of(feed, module or command[0])
         if report is not None:
-            from ronde.watch.report import check_drawing
+            from ronde.watch.html import check_drawing
 
             check_drawing()  # before minutes of measuring
         console = terminal()
@@ -170,7 +170,7 @@ def register(app: typer.Typer) -> None:
             if file is not None:  # first: what is shown may go to a pipe that is closed
                 write_json(file, values)
             if report is not None:
-                from ronde.watch.report import scale_report
+                from ronde.study.scale_report import scale_report
 
                 scale_report(values, report)
         finally:  # it took minutes: what cannot be written, on a full disk say, is shown at least
