@@ -334,10 +334,10 @@ def pack(
     if kind == "parquet":
         raise ArgumentError(
             "pack writes tar shards, not Parquet. To make Parquet files, use pyarrow or datasets and read them with feed.parquet "
-            "(docs/pack.md shows how); to pack files, leave the format out."
+            "(docs/pack.md shows how). To pack files as tar, leave out --format (in Python kind=)."
         )
     if kind != "tar":
-        raise ArgumentError(f"pack writes tar shards, not {kind!r}: leave the format out.")
+        raise ArgumentError(f"pack writes tar shards, not {kind!r}: leave out --format (in Python kind=).")
     if shard_bytes < 1 << 16:
         raise ArgumentError(f"a shard of {shard_bytes:,} bytes is too small: 64 KiB or more.")
     if resize is not None and resize < 1:
