@@ -115,6 +115,7 @@ class Pipeline(Strategy):
         self._sharded: list[nn.Module] = []
         self._programs: dict[Any, list[_Path]] = {}
         self._keeper = Keeper(plan.spec)  # open: modules are called for a stage, or to be followed
+        self._stage_of: dict[int, int] = {}  # identity in that pass -> the first stage that uses it
         self._holders: dict[int, set[int]] = {}  # identity of a parameter in the pass that was followed -> workers; none before the cut
         self._unsplit: set[tuple[Program, int]] = set()
         self._same_weights()
@@ -252,10 +253,9 @@ class Pipeline(Strategy):
         """Keep the weights of this worker's stages, let go of the others."""
         made = self._any_program()
         holders: dict[int, set[int]] = {}
-        stages_with: dict[int, set[int]] = {}
         for stage in range(self.last + 1):
             for p in made.parameters(stage):
-                stages_with.setdefault(id(p), set()).add(stage)
+                self._stage_of.setdefault(id(p), stage)
                 holders.setdefault(id(p), set()).add(worker_of(stage, self.plan.pipeline, self.plan.schedule))
         mine, everyone = self.place.pipeline, list(self.model.parameters())
         self._beside(holders)
@@ -306,7 +306,8 @@ class Pipeline(Strategy):
                         p = owner._parameters[name] = self._stand_ins.pop((owner, name))
                     else:
                         _hollow(p)
-                    let_go(p, path, self._keeper)
+                    stage = self._stage_of.get(self._key(p))
+                    let_go(p, path, min(self._holders[self._key(p)]) if stage is None else stage, self._keeper)
 
     def _own(self) -> None:
         """The parameters that this worker trains."""
