@@ -21,7 +21,6 @@ from ronde.feed.echo import Echoed
 from ronde.feed.executor import Threads, limit_process_threads, parts_of
 from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open
-from ronde.feed.mark import Mark, mark
 from ronde.feed.order import Order, key_of
 from ronde.feed.ours import ours
 from ronde.feed.processes import batches as from_processes
@@ -178,16 +177,13 @@ class Feed:
             self.executor = "processes" if settings.num_workers and settings.executor != "none" else "none"
         else:
             self._reader = Reader(dataset, settings, order, seed, evaluate)
-        # What loading processes have a copy of.
-        self._copied = (self._reader.dataset, self._reader.collate) if self._reader is not None else None
+        # Nothing that the script does between two epochs can show in such data.
+        self._is_own = self._reader is not None and ours(self._reader.dataset, self._reader.collate)
         self._tolerant = self._reader is not None and self._reader.skip
         self._tried = False
         self._warned = False
         self._false_alarms = 0
         self._line: Line | None = None
-        self._ahead: bool | None = None
-        self._watched = False
-        self._given: Mark | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
@@ -201,8 +197,6 @@ class Feed:
 
     def _make_loader(self) -> None:
         """torch's DataLoader, for processes and for what is read in this process but pinned; made when it is first needed."""
-        self._ahead = None
-        self._watched = False
         settings = self.settings
         options = dict(settings.options)
         workers = settings.num_workers if self.executor == "processes" else 0
@@ -216,10 +210,8 @@ class Feed:
             if settings.prefetch is not None:
                 options["prefetch_factor"] = settings.prefetch
             if settings.executor is not None and self._stream is None and "persistent_workers" not in options:
-                # Nobody said whether they stay: they do for as long as the data set is what they were given.
-                self._watched = True
-                self._given = mark(self._copied)
-                options["persistent_workers"] = self._given is not None
+                # Nobody said whether they stay: as in torch's DataLoader they do not, since each has a copy of data that may change.
+                options["persistent_workers"] = self._is_own
         # The loader draws its base seed from a generator of its own: the script's randomness is left alone.
         options["generator"] = torch.Generator().manual_seed(key_of(self.seed, 3) & 0x7FFFFFFFFFFFFFFF)
         self._loader = DataLoader(
@@ -251,15 +243,6 @@ class Feed:
             self._say(f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}", False)
         elif trial.draws:
             self._serialise("they are read one after another in the training process instead")
-
-    def _renew(self) -> None:
-        """Processes that stayed end, if the data set is no longer what they were given."""
-        if self._loader is None:
-            self._make_loader()
-        elif self._watched and self._given is not None and mark(self._copied) != self._given:
-            self._end_line()
-            end_processes(self._loader)
-            self._make_loader()
 
     def _end_line(self) -> None:
         if self._line is not None:
@@ -365,26 +348,19 @@ class Feed:
             return self._from_threads(shares, after if self._goes_ahead else None)
         if self._direct:
             return self._from_here(shares)
-        self._renew()
+        if self._loader is None:
+            self._make_loader()
         return self._from_loader(shares, after if self._goes_ahead else None)
 
     @property
     def _goes_ahead(self) -> bool:
         """Whether it may begin with the next epoch before this one has ended: only if nothing that the script does in between could show.
 
-        Processes that stay read the data set that they were given, unless they share memory with the script; threads read the script's own.
         A sampler of the script's may look at what the training has come to.
         """
-        if self._ahead is None:
-            self._ahead = False
-            if self._reader is None or self._probe is not None or self.order.draw is not None:
-                return False
-            if self.executor == "threads":
-                self._ahead = ours(self._reader.dataset, self._reader.collate)
-            elif self._loader is not None and self._loader.persistent_workers:
-                given = self._given if self._watched else mark(self._copied)
-                self._ahead = given is not None and not given.shared
-        return self._ahead
+        if not self._is_own or self._probe is not None or self.order.draw is not None:
+            return False
+        return self.executor == "threads" or (self._loader is not None and bool(self._loader.persistent_workers))
 
     def _continued(self, shares: Shares) -> Line | None:
         """What is on its way already, if it is what is asked for."""

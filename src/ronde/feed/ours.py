@@ -1,16 +1,16 @@
-"""Which data sets are Ronde's own through and through: nothing of the script's is in them that it could change between two epochs."""
+"""Which data sets consist of Ronde's own sources and steps alone, so that the script cannot change them between epochs."""
 
 from __future__ import annotations
 
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, Subset, default_collate
 
 from ronde.feed.found import _vars
-from ronde.feed.mark import held_arrays
 from ronde.feed.pipeline import Pipeline
-from ronde.feed.sources import BaseSource, DatasetSource
+from ronde.feed.sources import ArraySource, BaseSource, DatasetSource
 
 __all__ = ["ours"]
 
@@ -47,5 +47,7 @@ def ours(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
         source = dataset.source  # type: ignore[assignment]
     if not all(call is None or call is default_collate or (_is_ours(call) and _spec_is_ours(call)) for call in calls):
         return False
-    own = isinstance(source, BaseSource) and not isinstance(source, DatasetSource) and _is_ours(source)
-    return own and not held_arrays(cast("BaseSource", source))
+    if not isinstance(source, BaseSource) or isinstance(source, DatasetSource) or not _is_ours(source):
+        return False
+    # Arrays of the script's are read where they are: it may write to them.
+    return not (isinstance(source, ArraySource) and any(isinstance(origin, np.ndarray) for origin in source.origins() or ()))
