@@ -367,6 +367,26 @@ def test_files_are_counted_where_they_lie(tmp_path):
     assert _files_in(str(tmp_path), 100) == 3 and _files_in(str(tmp_path), 2) == 2 and _files_in("", 7) == 7
 
 
+def test_what_only_feed_images_can_do_is_prescribed_in_words():
+    values = judge(seen(rounds(synthetic=1000, real=400, without__decode=900, without__read=500, beside=1000), STAGES)).values
+    given = Facts(
+        1, 2, "processes", 8, jpeg=True, images=True, draws=True, decoders={"pillow": 2.0}, array_milliseconds=1.5, shrink=4,
+        folder="photos", files=2000, sample_bytes=1e4, decoded_bytes=1e5, samples=2000, memory_bytes=1e9,
+    )  # fmt: skip
+    found = {r.id: r for r in remedies(values, given)}
+    assert found["feed-images"].text == "read the images with feed.images('photos', decode_to_size=True) instead of the Dataset"
+    assert found["feed-images"].faster["decode"] == pytest.approx(0.75 * (0.3 + 0.7 / 16))
+    assert found["cache-decode"].text.endswith("feed.images('photos').cache('decode') instead of the Dataset")
+    assert found["pack"].text.endswith("ronde pack photos OUT, then feed.images(OUT)")
+    assert found["cache-read"].settings == FeedSettings(cache="read", cache_in="memory")
+    assert {found[name].settings for name in ("feed-images", "cache-decode", "pack")} == {None}
+    assert {found[name].label for name in ("feed-images", "cache-decode", "pack")} == {"same distribution"}
+    opencv = {r.id: r for r in remedies(values, replace(given, jpeg=False, imread=True, draws=False, folder=""))}
+    assert opencv["cache-read"].settings is None and "feed.images(FOLDER).cache('read')" in opencv["cache-read"].text
+    assert opencv["cache-decode"].settings == FeedSettings(cache="decode", cache_in="memory") and "feed-images" not in opencv
+    assert "feed-images" not in {r.id for r in remedies(values, replace(given, shrink=1, array_milliseconds=1.9))}
+
+
 def test_every_remedy_has_a_name_that_can_be_asked_for():
     written = set(re.findall(r'Remedy\(\s*f?"([\w-]+?)-?["{]', inspect.getsource(prescribe)))
     assert len(written) > 10 and written == {"decoder" if name.startswith("decoder-") else name for name in prescribe.NAMES}

@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ronde.feed import FeedSettings, LoaderSettings, layers, synthetic
+from ronde.feed import FeedSettings, layers, synthetic
 from ronde.feed.decode import DECODERS, Decoder
-from ronde.feed.pack import pack
 from ronde.feed.probe import Probe
 from ronde.feed.remedies import apply, facts
 from ronde.feed.swap import Plan, Remedied
+from ronde.world import ArgumentError
 
 N = 24
 
@@ -254,14 +254,12 @@ def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(
     dataset = Noisy()
     found = facts(dataset)
     assert found.draws  # and what it draws is still seen
-    assert not found.batched
     synthetic(dataset, batches=1)
-    for settings in (FeedSettings(batched=True), FeedSettings(cache="decode")):
-        with pytest.raises(Exception, match="feed setting"):
-            apply(dataset, LoaderSettings(), settings)
+    with pytest.raises(ArgumentError, match="feed setting cache: decode keeps the finished samples"):
+        apply(dataset, FeedSettings(cache="decode"))
     assert torch.equal(dataset[0], plain[0])
     pictures, first = NoisyPictures(folder), NoisyPictures(folder)[0]
-    swapped, _ = apply(pictures, LoaderSettings(), FeedSettings(decoder="simplejpeg"))
+    swapped = apply(pictures, FeedSettings(decoder="simplejpeg"))
     assert torch.equal(swapped[0], first)
     stream = NoisyStream()
     synthetic(stream, batches=1)
@@ -294,11 +292,11 @@ class Streams(Pictures):
 @pytest.mark.parametrize("settings", [FeedSettings(decoder="simplejpeg"), FeedSettings(cache="decode")])
 def test_a_stream_that_cannot_be_rewound_is_an_image_as_well(folder, settings):
     dataset = Streams(folder)
-    swapped, _ = apply(dataset, LoaderSettings(), settings)
+    swapped = apply(dataset, settings)
     for _ in range(2):
         assert same([dataset[i] for i in range(N)], [swapped[i] for i in range(N)])
     if settings.cache:
-        swapped.plan.pixels.close()
+        swapped.close()
 
 
 class Peeks(Pictures):
@@ -334,16 +332,12 @@ class Peeks(Pictures):
         return seen
 
 
-@pytest.mark.parametrize("way", ["cache", "pack"])
-def test_files_from_elsewhere_can_be_read_in_every_way(folder, tmp_path, way):
-    pack(folder, tmp_path / "pack", labels="none")
-    settings = FeedSettings(cache="read") if way == "cache" else FeedSettings(pack=str(tmp_path / "pack"))
+def test_files_from_a_cache_can_be_read_in_every_way(folder):
     dataset = Peeks(folder)
-    swapped, _ = apply(dataset, LoaderSettings(), settings)
+    swapped = apply(dataset, FeedSettings(cache="read"))
     for _ in range(2):
         assert [swapped[i] for i in range(4)] == [dataset[i] for i in range(4)]
-    if way == "cache":
-        swapped.plan.reads.close()
+    swapped.plan.reads.close()
 
 
 def test_files_that_are_replayed_can_be_peeked_into(folder):
@@ -411,7 +405,7 @@ def test_a_data_set_that_holds_the_function_itself_is_remedied_and_sent(folder, 
 def test_loading_processes_that_start_anew_get_it_as_well(folder):
     dataset = Pictures(folder, Image.open)
     plain = [dataset[i] for i in range(N)]
-    swapped, _ = apply(dataset, LoaderSettings(), FeedSettings(decoder="simplejpeg"))
+    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
     loader = DataLoader(swapped, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert same(plain, list(loader))
 

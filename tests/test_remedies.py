@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import functools
 import gc
 import io
 import os
@@ -17,14 +16,14 @@ import PIL.Image
 import pytest
 import torch
 from PIL import Image, ImageFile
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ronde.feed import Feed, FeedSettings, LoaderSettings, Order, lazy
+from ronde.feed import Feed, FeedSettings, LoaderSettings, Order
 from ronde.feed.cache import cached_dataset, clear_cache
 from ronde.feed.decode import DECODERS, Decoder
 from ronde.feed.pack import pack
 from ronde.feed.probe import Probe
-from ronde.feed.remedies import DatasetFacts, apply, batched_access, facts, judge
+from ronde.feed.remedies import DatasetFacts, apply, facts, judge
 from ronde.plan.batch import Share
 from ronde.world import ArgumentError
 
@@ -175,9 +174,9 @@ def counted(monkeypatch):
 def test_another_decoder_gives_the_same_bits_and_leaves_odd_files_to_pillow(pictures, counted, way):
     dataset = Pictures(pictures, way)
     plain = batches(dataset)
-    swapped, loader = apply(dataset, LoaderSettings(), FeedSettings(decoder="counted"))
+    swapped = apply(dataset, FeedSettings(decoder="counted"))
     counted.calls = 0
-    assert same(plain, batches(swapped, loader))
+    assert same(plain, batches(swapped))
     # Of the four odd ones it is asked for none that Pillow does not hold for a colour JPEG; after draft() for none at all.
     assert counted.calls == (0 if way == "draft" else N - 3)
 
@@ -192,18 +191,18 @@ def test_the_same_bits_wherever_samples_are_read(pictures, executor, workers):
         for settings in (
             FeedSettings(decoder="simplejpeg"),
             FeedSettings(cache="read"),
-            FeedSettings(cache="decode", decoder="simplejpeg"),
+            FeedSettings(cache="read", decoder="simplejpeg"),
         ):
-            swapped, loader = apply(dataset, LoaderSettings(), settings)
-            assert same(plain, batches(swapped, loader, executor, workers, 2)), settings
+            swapped = apply(dataset, settings)
+            assert same(plain, batches(swapped, None, executor, workers, 2)), settings
             del swapped
     assert clear_cache() == 0  # nothing is left in memory
 
 
 def test_errors_of_broken_files_are_pillows_own(copy):
     dataset = Pictures(copy)
-    given = (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="read"), FeedSettings(cache="decode", decoder="simplejpeg"))
-    swapped = [apply(dataset, LoaderSettings(), settings)[0] for settings in given]
+    given = (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="read"), FeedSettings(cache="read", decoder="simplejpeg"))
+    swapped = [apply(dataset, settings) for settings in given]
     data = dataset.paths[3].read_bytes()
     dataset.paths[3].write_bytes(data[: len(data) // 2])
     dataset.paths[4].write_bytes(b"\xff\xd8\xff nothing")
@@ -228,8 +227,8 @@ def test_a_picture_handed_out_undecoded_is_still_a_picture(pictures):
             return Image.open(self.paths[i])
 
     dataset = Lazy(pictures)
-    for settings in (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="decode"), FeedSettings(cache="read")):
-        swapped, _ = apply(dataset, LoaderSettings(), settings)
+    for settings in (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="read")):
+        swapped = apply(dataset, settings)
         for _ in range(2):
             for i in (0, 5, 6, 7, 8):
                 assert swapped[i].tobytes() == dataset[i].tobytes()
@@ -242,71 +241,6 @@ def test_a_picture_handed_out_undecoded_is_still_a_picture(pictures):
         del swapped, small
         gc.collect()
         assert kept.tobytes() == dataset[0].tobytes()
-
-
-def test_a_picture_that_is_not_pillows_yet_behaves_as_one(large):
-    """Every operation on it gives what it gives on Pillow's own, in whatever order."""
-
-    def ways(image):
-        yield "array", np.array(image)
-        yield "bytes", image.tobytes()
-        seen = np.asarray(image.crop((0, 0, 30, 30)))  # the picture is gone, the array is not
-        cut = image.crop((3, 3, 30, 30))
-        yield "arrays of its own", (seen, seen.flags.writeable, *[np.asarray(cut) for _ in range(5)])
-        yield "crop", np.asarray(image.crop((10, 20, 110.4, 95)))
-        yield "crop beyond", np.asarray(image.crop((-5, 0, 10, 10)))
-        yield "crop twice", np.asarray(image.crop((50, 50, 350, 250)).crop((1, 2, 30, 40)))
-        yield "flip", np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).transpose(Image.Transpose.FLIP_TOP_BOTTOM))
-        yield "turn", np.asarray(image.transpose(Image.Transpose.ROTATE_90))
-        yield "flip and resize", np.asarray(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).resize((30, 20)))
-        yield "resize in a box", np.asarray(image.resize((30, 20), Image.Resampling.BILINEAR, (10, 10, 210, 110)))
-        yield "rotate", np.asarray(image.rotate(30))
-        yield "grey", np.asarray(image.convert("L"))
-        yield "same", np.asarray(image.convert("RGB").convert("RGB"))
-        yield "pixel", image.getpixel((3, 4))
-        yield "bands", [b.tobytes() for b in image.split()]
-        yield "sizes", (image.size, image.width, image.height, image.mode, image.getbands(), image.getbbox(), image.getextrema())
-        yield (
-            "copy",
-            (image.copy().tobytes(), image.copy() == image, image == Image.fromarray(np.array(image)), image == image.crop((0, 0, 5, 5))),
-        )
-        yield "pickled", pickle.loads(pickle.dumps(image)).tobytes()  # noqa: S301
-        yield "info", sorted(map(str, image.info))
-        painted = image.copy()
-        painted.paste((9, 9, 9), (0, 0, 50, 50))
-        yield "painted", (painted.tobytes(), image.tobytes())
-        other = image.crop((0, 0, 20, 20))
-        other.putpixel((0, 0), (1, 2, 3))
-        other.load()[1, 1] = (4, 5, 6)
-        yield "written", (other.tobytes(), np.asarray(other), np.asarray(image.crop((0, 0, 20, 20))))
-        small = image.copy()
-        small.thumbnail((50, 50))
-        yield "thumbnail", (small.size, small.tobytes())
-        saved = io.BytesIO()
-        image.save(saved, "PNG")
-        yield "saved", saved.getvalue()
-
-    class All(Dataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, i):
-            first = dict(ways(Image.open(large / f"{i}.jpg").convert("RGB")))
-            again = {}
-            for name in first:  # each on a picture that nothing was done to before
-                for found, value in ways(Image.open(large / f"{i}.jpg").convert("RGB")):
-                    if found == name:
-                        again[name] = value
-                        break
-            return first, again
-
-    dataset = All()
-    swapped, _ = apply(Large(large, to_tensor), LoaderSettings(), FeedSettings(decoder="simplejpeg"))
-    swapped.dataset = dataset
-    for i in (0,):
-        for mine, theirs in zip(swapped[i], dataset[i], strict=True):
-            for name in theirs:
-                np.testing.assert_equal(mine[name], theirs[name], err_msg=name)
 
 
 def test_a_decoder_is_judged_on_the_data_sets_own_images(pictures, monkeypatch):
@@ -329,49 +263,43 @@ def test_a_decoder_is_judged_on_the_data_sets_own_images(pictures, monkeypatch):
 # -- caches ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["read", "decode"])
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_what_is_cached_is_not_read_again(copy, tmp_path, kind, where):
+def test_what_is_cached_is_not_read_again(copy, tmp_path, where):
     dataset = Pictures(copy)
-    odd = dataset.paths[6:8] if kind == "decode" else []  # of these, Pillow is the only decoder
     plain = batches(dataset, epochs=2)
-    settings = FeedSettings(cache=kind, cache_in=None if where == "memory" else str(tmp_path / "cache"))
-    cached, loader = apply(dataset, LoaderSettings(), settings)
-    first = batches(cached, loader)
+    cached = apply(
+        dataset, FeedSettings(cache="read", decoder="simplejpeg", cache_in=None if where == "memory" else str(tmp_path / "cache"))
+    )
+    first = batches(cached)
     for path in dataset.paths:
-        if path not in odd:
-            path.unlink()
+        path.unlink()
     with pytest.raises(FileNotFoundError):
         dataset[0]
-    assert same(plain, first + batches(cached, loader, epochs=2)[4:])
-    report = (cached.plan.reads or cached.plan.pixels).report()
-    assert report.held == (N if kind == "read" else N - len(odd))
+    assert same(plain, first + batches(cached, epochs=2)[4:])
+    assert cached.plan.reads.report().held == N
     if where == "disk":  # a later run finds it, loading processes too
         again = pickle.loads(pickle.dumps(cached))  # noqa: S301
-        (cached.plan.reads or cached.plan.pixels).close()
-        shutil.copytree(copy, tmp_path / "nothing")
+        cached.plan.reads.close()
         with pytest.raises(FileNotFoundError):
             again[0]  # it asks once whether the file is what it was
     else:
-        (cached.plan.reads or cached.plan.pixels).close()
+        cached.plan.reads.close()
 
 
 def test_a_file_that_changed_is_read_anew(copy, tmp_path):
     dataset = Pictures(copy)
-    for kind in ("read", "decode"):
-        settings = FeedSettings(cache=kind, cache_in=str(tmp_path / kind))
-        cached, _ = apply(dataset, LoaderSettings(), settings)
-        old = [cached[i] for i in range(3)]
-        (cached.plan.reads or cached.plan.pixels).close()
-        Image.new("RGB", (60, 48), (250, 0, 0)).save(dataset.paths[1])
-        again, _ = apply(dataset, LoaderSettings(), settings)
-        assert same(again[0], old[0])
-        assert not same(again[1], old[1])
-        assert same(again[1], dataset[1])
-        assert same(again[1], dataset[1])
-        assert (again.plan.reads or again.plan.pixels).report().hits >= 2
-        (again.plan.reads or again.plan.pixels).close()
-        dataset.paths[1].write_bytes(dataset.paths[0].read_bytes())
+    settings = FeedSettings(cache="read", cache_in=str(tmp_path / "kept"))
+    cached = apply(dataset, settings)
+    old = [cached[i] for i in range(3)]
+    cached.plan.reads.close()
+    Image.new("RGB", (60, 48), (250, 0, 0)).save(dataset.paths[1])
+    again = apply(dataset, settings)
+    assert same(again[0], old[0])
+    assert not same(again[1], old[1])
+    assert same(again[1], dataset[1])
+    assert same(again[1], dataset[1])
+    assert again.plan.reads.report().hits >= 2
+    again.plan.reads.close()
 
 
 def test_other_files_come_out_of_the_cache_as_they_are(tmp_path):
@@ -396,7 +324,7 @@ def test_other_files_come_out_of_the_cache_as_they_are(tmp_path):
             )
 
     dataset = Mixed()
-    cached, _ = apply(dataset, LoaderSettings(), FeedSettings(cache="read"))
+    cached = apply(dataset, FeedSettings(cache="read"))
     for _ in range(2):
         for i in range(N):
             a, b = dataset[i], cached[i]
@@ -412,15 +340,15 @@ def test_other_files_come_out_of_the_cache_as_they_are(tmp_path):
 
 def test_a_bounded_cache_keeps_what_came_first(pictures):
     dataset = Pictures(pictures)
-    cached, loader = apply(dataset, LoaderSettings(), FeedSettings(cache="decode", cache_bytes=60_000))
-    assert same(batches(dataset, epochs=2), batches(cached, loader, epochs=2))
-    report = cached.plan.pixels.report()
-    assert 0 < report.held < N - 3
-    assert report.bytes <= 60_000
-    cached.plan.pixels.close()
+    cached = apply(dataset, FeedSettings(cache="read", cache_bytes=12_000))
+    assert same(batches(dataset, epochs=2), batches(cached, epochs=2))
+    report = cached.plan.reads.report()
+    assert 0 < report.held < N
+    assert report.bytes <= 12_000
+    cached.plan.reads.close()
 
 
-def test_finished_samples_are_kept_where_there_are_no_images():
+def test_finished_samples_are_kept():
     class Slow(Dataset):
         made = 0
 
@@ -432,10 +360,10 @@ def test_finished_samples_are_kept_where_there_are_no_images():
             return torch.full((3,), i)
 
     dataset = Slow()
-    cached, loader = apply(dataset, LoaderSettings(), FeedSettings(cache="decode"))
-    first = batches(cached, loader)
+    cached = apply(dataset, FeedSettings(cache="decode"))
+    first = batches(cached)
     made = dataset.made
-    assert same(first, batches(cached, loader))
+    assert same(first, batches(cached))
     assert dataset.made == made
     cached.close()
 
@@ -443,40 +371,10 @@ def test_finished_samples_are_kept_where_there_are_no_images():
         def __getitem__(self, i):
             return torch.rand(3)
 
-    with pytest.raises(ArgumentError, match="draws random numbers"):
-        apply(Random(), LoaderSettings(), FeedSettings(cache="decode"))
+    with pytest.raises(ArgumentError, match=r"feed\.images\(FOLDER\)\.cache\(\"decode\"\) instead: .*draws random numbers"):
+        apply(Random(), FeedSettings(cache="decode"))
     with pytest.raises(ArgumentError, match="no file is opened"):
-        apply(Slow(), LoaderSettings(), FeedSettings(cache="read"))
-
-
-# -- a pack ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("executor", "workers"), [("none", 0), ("processes", 2)])
-def test_files_come_out_of_a_pack(copy, tmp_path, executor, workers):
-    dataset = Pictures(copy)
-    plain = batches(dataset)
-    pack(copy, tmp_path / "packed")
-    packed, loader = apply(dataset, LoaderSettings(), FeedSettings(pack=str(tmp_path / "packed"), decoder="simplejpeg"))
-    shutil.rmtree(copy)
-    assert same(plain, batches(packed, loader, executor, workers))
-
-
-def test_a_pack_of_something_else_is_refused(copy, tmp_path):
-    pack(copy, tmp_path / "packed")
-    other = tmp_path / "other"
-    (other / "c").mkdir(parents=True)
-    shutil.copy(copy / "a" / "0.jpg", other / "c" / "77.jpg")
-    with pytest.raises(ArgumentError, match="a pack of another folder"):
-        apply(Pictures(other), LoaderSettings(), FeedSettings(pack=str(tmp_path / "packed")))
-    with pytest.raises(ArgumentError, match="not what ronde pack wrote"):
-        apply(Pictures(copy), LoaderSettings(), FeedSettings(pack=str(copy)))
-    shutil.copy(copy / "a" / "2.jpg", copy / "a" / "0.jpg")
-    with pytest.raises(ArgumentError, match=r"0\.jpg has changed since"):
-        apply(Pictures(copy), LoaderSettings(), FeedSettings(pack=str(tmp_path / "packed")))
-
-
-# -- decoding to size -------------------------------------------------------------------------------------------------------
+        apply(Slow(), FeedSettings(cache="read"))
 
 
 class Large(Dataset):
@@ -503,196 +401,15 @@ def to_tensor(image):
     return torch.from_numpy(np.array(image))
 
 
-def test_large_images_are_decoded_at_a_fraction_of_their_size(large, counted):
-    sizes = []
-
-    def shrink(image):
-        sizes.append(image.size)
-        return to_tensor(image.resize((60, 60)))
-
-    dataset = Large(large, shrink)
-    for settings in (FeedSettings(decode_to_size=True), FeedSettings(decode_to_size=True, decoder="counted")):
-        found, _ = apply(dataset, LoaderSettings(), settings)
-        sizes.clear()
-        counted.shrinks.clear()
-        for i in range(6):
-            whole, small = dataset[i][0].float(), found[i][0].float()
-            assert sizes[-2:] == [(400, 300), (100, 75)]  # a quarter still has the 60 pixels that are asked for
-            assert small.shape == whole.shape
-            assert (whole - small).abs().mean() < 3
-        assert counted.shrinks == ([4] * 6 if settings.decoder else [])
-
-
-def test_decoding_to_size_is_refused_where_it_would_show_something_else(large, monkeypatch):
-    def crop(image):
-        return to_tensor(image.crop((100, 50, 300, 200)).resize((20, 20)))
-
-    with pytest.raises(ArgumentError, match="counts in pixels"):
-        apply(Large(large, crop), LoaderSettings(), FeedSettings(decode_to_size=True))
-    with pytest.raises(ArgumentError, match="nothing to gain"):
-        apply(Large(large, to_tensor), LoaderSettings(), FeedSettings(decode_to_size=True))
-
-    # One that is hardly made smaller is decoded whole, and made smaller by torch.
-    dataset = Large(large, lambda image: to_tensor(image.crop((100, 50, 380, 290)).resize((250, 200), Image.Resampling.BILINEAR)))
-    found, _ = apply(dataset, LoaderSettings(), FeedSettings(decode_to_size=True))
-    assert found.plan.fit is None
-    by_torch = []
-    monkeypatch.setattr(lazy, "smaller", lambda *args, done=lazy.smaller: by_torch.append(args[1]) or done(*args))
-    for i in range(6):
-        apart = (found[i][0].float() - dataset[i][0].float()).abs()
-        assert apart.max() <= 2
-        assert apart.mean() < 0.1
-    assert by_torch == [(250, 200)] * 6
-
-    def share(image):  # a crop in shares of the image is fine
-        w, h = image.size
-        return to_tensor(image.crop((w // 4, 0, w * 3 // 4, h)).resize((40, 60)))
-
-    found, _ = apply(Large(large, share), LoaderSettings(), FeedSettings(decode_to_size=True))
-    assert found.plan.fit == (40, 60, pytest.approx(0.5))
-    assert same(found[0][0].shape, Large(large, share)[0][0].shape)
-
-
-# -- rows by the batch --------------------------------------------------------------------------------------------------------
-
-
 class Rows(Dataset):
-    def __init__(self, form):
-        self.x, self.y, self.form, self.asked = torch.randn(N, 3), np.arange(N), form, 0
+    def __init__(self):
+        self.x, self.y = torch.randn(N, 3), np.arange(N)
 
     def __len__(self):
         return N
 
     def __getitem__(self, i):
-        self.asked += 1
-        return {
-            "pair": lambda: (self.x[i], self.y[i]),
-            "dict": lambda: {"x": self.x[i], "y": self.y[i] * 2},
-            "alone": lambda: self.x[i],
-            "nested": lambda: ([self.x[i]], (self.y[i],)),
-            "random": lambda: self.x[i] + torch.rand(3),
-            "first": lambda: (self.x[i], self.x[0]),
-            "text": lambda: (self.x[i], str(i)),
-            "reshaped": lambda: self.x[i].reshape(3),
-        }[self.form]()
-
-
-@pytest.mark.parametrize(
-    ("form", "executor", "workers"),
-    [*((form, "none", 0) for form in ("pair", "dict", "alone", "nested")), ("pair", "threads", 2), ("pair", "processes", 2)],
-)
-def test_rows_are_had_by_the_batch(form, executor, workers):
-    dataset = Rows(form)
-    plain = batches(dataset, epochs=6)
-    found, loader = apply(dataset, LoaderSettings(), FeedSettings(batched=True))
-    dataset.asked = 0
-    assert same(plain, batches(found, loader, executor, workers, 6))
-    if executor == "none":
-        assert dataset.asked < 4 * N  # one by one only until it is known that nothing is drawn
-
-
-@pytest.mark.parametrize("form", ["random", "first", "text", "reshaped"])
-def test_rows_that_would_come_out_otherwise_are_refused(form):
-    with pytest.raises(ArgumentError, match="does not give the batch"):
-        apply(Rows(form), LoaderSettings(), FeedSettings(batched=True))
-
-
-class KeptRows:
-    def __init__(self, x):
-        self.x = x
-
-    def __getitem__(self, i):
-        return _without_nan(self.x[i])
-
-
-class Decides(Dataset):
-    """One row of 200 is not like the others, and is treated otherwise in one of many ways."""
-
-    def __init__(self, way, n=200):
-        self.x, self.way, self.transform, self.seen = torch.randn(n, 3), getattr(self, f"_{way}"), None, None
-        self.x[77] = torch.nan
-        self.inner = functools.partial(_without_nan)
-        if way == "kept":
-            self.rows = KeptRows(self.x)
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        if self.transform is not None:  # the same for every sample
-            return self.transform(self.x[i])
-        return self.way(i)
-
-    def _method(self, i):
-        x = self.x[i]
-        return torch.zeros_like(x) if torch.isnan(x).any() else x
-
-    def _function(self, i):
-        return _without_nan(self.x[i])
-
-    def _partial(self, i):
-        return self.inner(self.x[i])
-
-    def _nested(self, i):
-        return [part(self.x[i]) for part in (_without_nan,)]
-
-    def _lambda(self, i):
-        return (lambda: self._method(i))()
-
-    def _kept(self, i):
-        return self.rows[i]
-
-    def _arithmetic(self, i):
-        x = self.x[i].nan_to_num(1e9)
-        return x * (x.max() < 1e8)
-
-    def _attribute(self, i):
-        self.seen = bool(torch.isnan(self.x[i]).any())
-        if self.seen:
-            return torch.zeros_like(self.x[i])
-        return self.x[i]
-
-
-def _without_nan(x):
-    while torch.isnan(x).any():
-        x = torch.zeros_like(x)
-    return x
-
-
-@pytest.mark.parametrize("way", ["method", "function", "partial", "nested", "lambda", "kept", "attribute"])
-def test_rows_that_are_treated_by_what_they_hold_are_refused(way):
-    with pytest.raises(ArgumentError, match="decides something for each sample"):
-        batched_access(Decides(way, 3000), LoaderSettings())
-    assert not facts(Decides(way, 3000)).batched
-
-
-def test_rows_that_mix_without_a_decision_are_found_by_trying_many():
-    with pytest.raises(ArgumentError, match="does not give the batch"):
-        batched_access(Decides("arithmetic"), LoaderSettings())
-
-
-def test_what_a_data_set_decides_for_all_samples_alike_does_not_count():
-    class Alike(Rows):
-        def __init__(self, split, double):
-            super().__init__("pair")
-            self.split, self.double = split, double
-
-        def __getitem__(self, i):
-            x = self.x[i]
-            if self.split == "train" and self.double:
-                x = x * 2
-            return x, self.y[i]
-
-    dataset = Alike("train", True)
-    found, loader = batched_access(dataset, LoaderSettings())
-    assert same(batches(dataset), batches(found, loader))
-
-
-def test_rows_with_a_collate_function_of_their_own_are_refused_and_tensor_datasets_left_alone():
-    with pytest.raises(ArgumentError, match="collate function of its own"):
-        apply(Rows("pair"), LoaderSettings(collate=list), FeedSettings(batched=True))
-    rows = TensorDataset(torch.arange(5))
-    assert apply(rows, LoaderSettings(), FeedSettings(batched=True))[0] is rows
+        return self.x[i], self.y[i]
 
 
 # -- facts, pipelines, and what cannot be ---------------------------------------------------------------------------------------
@@ -705,16 +422,16 @@ def test_facts_say_which_remedies_are_possible(pictures, large):
     assert random.getstate() == state[1]
     assert found.jpeg
     assert found.draws
-    assert not found.batched
     assert found.files == 1.0
     assert found.folder == str(pictures)
     assert found.file_bytes == pytest.approx(sum(p.stat().st_size for p in pictures.glob("*/*.jpg")) / N)
     assert found.decoders["simplejpeg"].same_bits
+    assert found.images and not found.imread
     assert found.shrink == 1
     assert 60 * 48 * 3 <= found.decoded_bytes <= 62 * 48 * 3
     assert facts(Large(large, lambda image: to_tensor(image.resize((60, 60))))).shrink == 4
-    rows = facts(Rows("pair"))
-    assert (rows.batched, rows.jpeg, rows.files, rows.draws) == (True, False, 0.0, False)
+    rows = facts(Rows())
+    assert (rows.jpeg, rows.images, rows.files, rows.draws) == (False, False, 0.0, False)
 
     class Broken(Dataset):
         def __len__(self):
@@ -739,14 +456,12 @@ def test_pipelines_of_images_have_the_same_remedies(pictures, tmp_path):
     plain = batches(pipeline, LoaderSettings(pipeline.collate))
     pack(clean, tmp_path / "packed")
     for settings in (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="read"), FeedSettings(pack=str(tmp_path / "packed"))):
-        found, _ = apply(pipeline, LoaderSettings(), settings)
+        found = apply(pipeline, settings)
         assert found.source.fingerprint == pipeline.source.fingerprint
         assert same(plain, batches(found, LoaderSettings(found.collate))), settings
-    with pytest.raises(ArgumentError, match="reads by the batch in any case"):
-        apply(pipeline, LoaderSettings(), FeedSettings(batched=True))
     pack(pictures, tmp_path / "another")
     with pytest.raises(ArgumentError, match="is not a pack of"):
-        apply(pipeline, LoaderSettings(), FeedSettings(pack=str(tmp_path / "another")))
+        apply(pipeline, FeedSettings(pack=str(tmp_path / "another")))
 
 
 def test_what_does_not_fit_is_refused_in_words(pictures):
@@ -756,39 +471,67 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
 
     for dataset, settings, text in (
         (Stream(), FeedSettings(decoder="simplejpeg"), "only be iterated"),
-        (Rows("pair"), FeedSettings(decoder="simplejpeg"), "no JPEG image is decoded"),
-        (Rows("pair"), FeedSettings(device_augment=True), "for a ronde.feed pipeline"),
-        (Rows("pair"), FeedSettings(cache_in="memory"), "go with cache"),
-        (Rows("pair"), FeedSettings(pack="/none"), "not what ronde pack wrote"),
+        (Rows(), FeedSettings(decoder="simplejpeg"), "no JPEG image is decoded"),
+        (Rows(), FeedSettings(device_augment=True), r"is for ronde\.feed pipelines.*feed\.images\(FOLDER, on_device=True\) instead"),
+        (Rows(), FeedSettings(cache_in="memory"), "go with cache"),
+        (Rows(), FeedSettings(pack="/none"), r"is for ronde\.feed pipelines.*feed\.images\(PACK\)"),
+        (Pictures(pictures), FeedSettings(decode_to_size=True), r"is for ronde\.feed pipelines.*decode_to_size=True\) instead"),
         (Pictures(pictures), FeedSettings(decoder="nonesuch"), "is not known"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            apply(dataset, LoaderSettings(), settings)
+            apply(dataset, settings)
+
+
+def test_a_settings_file_that_asks_for_a_removed_setting_says_what_to_use(tmp_path):
+    file = tmp_path / "train.feed.yaml"
+    file.write_text("executor: threads\nbatched: true\n")
+    with pytest.raises(ArgumentError, match=r"train\.feed\.yaml: feed setting 'batched' was removed\. .* use feed\.table"):
+        FeedSettings.load(file)
+
+
+def test_files_that_opencv_reads_are_seen_and_not_cached(pictures, monkeypatch):
+    import sys
+    import types
+
+    class ByOpenCV(Pictures):
+        def __getitem__(self, i):
+            return torch.from_numpy(sys.modules["cv2"].imread(str(self.paths[i])).copy())
+
+    # Reads as OpenCV does: without Python's open.
+    library = types.ModuleType("cv2")
+    library.imread = lambda path: np.full((48, 60, 3), os.stat(path).st_size % 256, np.uint8)  # noqa: PTH116
+    monkeypatch.setitem(sys.modules, "cv2", library)
+    imread, dataset = library.imread, ByOpenCV(pictures)
+    found = facts(dataset, N)
+    assert (found.imread, found.images, found.jpeg, found.files, found.folder) == (True, True, False, 1.0, str(pictures))
+    assert library.imread is imread
+    with pytest.raises(ArgumentError, match=r"OpenCV reads the files by itself.*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead"):
+        apply(dataset, FeedSettings(cache="read"))
 
 
 def test_a_probe_sees_through_a_remedy_and_they_are_taken_away_in_any_order(pictures, tmp_path):
     dataset = Pictures(pictures)
     before = places()
     plain = batches(dataset)
-    swapped, loader = apply(dataset, LoaderSettings(), FeedSettings(decoder="simplejpeg"))
+    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
     with_remedy = places()
     probe = Probe(tmp_path / "board")
     probe.install()
-    again, _ = apply(dataset, LoaderSettings(), FeedSettings(cache="decode"))  # and one that comes while the probe is there
-    assert same(plain, batches(swapped, loader, probe=probe))
-    assert same(plain, batches(again, loader))
+    again = apply(dataset, FeedSettings(cache="read"))  # and one that comes while the probe is there
+    assert same(plain, batches(swapped, probe=probe))
+    assert same(plain, batches(again))
     found = probe.times()
     assert found["python"].samples == found["decode"].samples == found["read"].samples
     assert found["read"].bytes >= sum(p.stat().st_size for p in pictures.glob("*/*.jpg"))
-    again.plan.pixels.close()
+    again.plan.reads.close()
     del again
     gc.collect()
     probe.uninstall()
     assert places().keys() == with_remedy.keys()
-    assert same(plain, batches(swapped, loader))
+    assert same(plain, batches(swapped))
     for name in ("read", "decode"):
         removed = Probe(tmp_path / name, {name})
-        assert len(batches(swapped, loader, probe=removed, epochs=2)) == 8
+        assert len(batches(swapped, probe=removed, epochs=2)) == 8
         assert removed.notes() == []
         assert removed.times()[name].calls < 4 * N
     del swapped
@@ -798,7 +541,7 @@ def test_a_probe_sees_through_a_remedy_and_they_are_taken_away_in_any_order(pict
 
 def test_a_remedied_data_set_is_the_data_set_for_everyone_else(pictures):
     dataset = Pictures(pictures)
-    swapped, _ = apply(dataset, LoaderSettings(), FeedSettings(decoder="simplejpeg"))
+    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
     assert swapped.paths is dataset.paths
     assert len(swapped) == N
     assert same(swapped[-1], dataset[-1])

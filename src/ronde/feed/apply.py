@@ -97,7 +97,7 @@ def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None 
     if any(getattr(settings, name) is not None for name in _REMEDIES):
         from ronde.feed import remedies
 
-        dataset, loader = remedies.apply(dataset, loader, settings)
+        dataset = remedies.apply(dataset, settings)
         if isinstance(dataset, Pipeline):  # images worked on the device are collated, and finished, in another way
             kept = loader.collate if loader.collate is not getattr(taken.dataset, "collate", None) else dataset.collate
             loader = dataclasses.replace(loader, collate=kept, finish=dataset.finish)
@@ -111,4 +111,4 @@ def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None 
     return dataclasses.replace(taken, dataset=dataset, settings=loader, order=order)
 
 
-_REMEDIES = ("decoder", "decode_to_size", "cache", "cache_in", "cache_bytes", "pack", "batched", "device_augment")
+_REMEDIES = ("decoder", "decode_to_size", "cache", "cache_in", "cache_bytes", "pack", "device_augment")

@@ -6,7 +6,6 @@ Only what is imported is looked at: naming a library here does not need it.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 import random
@@ -16,16 +15,16 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from ronde.feed.randomness import restore_states, states
 
-__all__ = ["FUNCTIONS", "branch", "held", "nested", "parts", "places", "transforms", "unchanged", "user_modules"]
+__all__ = ["FUNCTIONS", "held", "nested", "parts", "places", "transforms", "unchanged", "user_modules"]
 
 # module, attribute (dotted for a class's method), stage, what the first argument is; "keep": it changes its object and is never replayed
 FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
@@ -259,108 +258,6 @@ def unchanged(dataset: Any) -> Iterator[None]:
         for put_back in undo:
             put_back()
         restore_states(before)
-
-
-# -- decisions -----------------------------------------------------------------------------------------------------------
-
-
-def branch(dataset: Any) -> str:
-    """Where a data set decides while it makes a sample (``if``, ``while``, ``and``), in words; "" where it does not, as far as can be seen.
-
-    Looked at are ``__getitem__`` of the data set and of those in it, and the user's functions that they call. What is decided by an attribute
-    that no sample sets (``if self.transform is not None``) does not count: it is decided in the same way for every sample.
-    """
-    look = _Branches()
-    for one in [dataset, *nested(dataset)]:
-        if type(one) is not Subset:  # it asks only whether its index is a list
-            look.at(inspect.getattr_static(type(one), "__getitem__", None), one, anyones=True)
-    for one in parts(dataset):  # rows kept in an object of the user's
-        look.at(inspect.getattr_static(type(one), "__getitem__", None), one)
-    decided = [where for where, name in look.jumps if name is None or name in look.stored]
-    return decided[0] if decided else ""
-
-
-class _Branches:
-    """Conditional jumps in functions, and in those of the user's that they call.
-
-    Attributes:
-        jumps: where each of them is, and the attribute of ``self`` that alone decides.
-        stored: attributes that are set.
-    """
-
-    def __init__(self) -> None:
-        self.jumps: list[tuple[str, str | None]] = []
-        self.stored: set[str] = set()
-        self._seen: dict[int, Any] = {}
-
-    def at(self, value: Any, owner: Any = None, anyones: bool = False) -> None:
-        """Look at a function, or at what is called like one.
-
-        Args:
-            owner: the object that it is a method of.
-            anyones: whoever wrote it; else only the user's are looked into.
-        """
-        if isinstance(value, MethodType):
-            value, owner = value.__func__, value.__self__
-        if isinstance(value, staticmethod | classmethod):
-            value, owner = value.__func__, None
-        if isinstance(value, property):
-            value = value.fget
-        if isinstance(value, functools.partial):
-            value, owner = value.func, None
-        if id(value) in self._seen or len(self._seen) >= _PARTS:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, FunctionType):
-            if anyones or _users(str(value.__globals__.get("__name__"))):
-                self._code(value.__code__, value.__globals__, owner)
-                for cell in value.__closure__ or ():
-                    with contextlib.suppress(ValueError):  # nothing is in it yet
-                        self.at(cell.cell_contents)
-        elif isinstance(value, list | tuple):
-            for one in value[:_ITEMS]:
-                self.at(one)
-        elif isinstance(value, type):
-            self.at(inspect.getattr_static(value, "__init__", None))
-        elif callable(value):
-            for name in ("__call__", "forward"):
-                self.at(inspect.getattr_static(type(value), name, None), value)
-            for one in list(_vars(value).values()):  # a library's Compose holds the user's functions
-                if isinstance(one, list | tuple) or callable(one):
-                    self.at(one)
-
-    def _code(self, code: CodeType, names: dict[str, Any], owner: Any, inner: bool = False) -> None:
-        before: list[dis.Instruction] = []
-        for step in dis.get_instructions(code):
-            if step.opname in ("TO_BOOL", "EXTENDED_ARG"):
-                continue
-            if step.opname == "STORE_ATTR":
-                self.stored.add(step.argval)
-            if "JUMP" in step.opname and "IF" in step.opname.split("_"):
-                line = step.positions.lineno if step.positions is not None else code.co_firstlineno
-                where = f"{code.co_qualname}, {code.co_filename}:{line}"
-                self.jumps.append((where, None if inner else self._attribute(before[-4:], code, owner)))
-            before.append(step)
-        modules = [m for n in code.co_names if isinstance(m := names.get(n), ModuleType) and _users(m.__name__)]
-        for name in code.co_names:
-            for value in (names.get(name), _vars(owner).get(name), *(vars(m).get(name) for m in modules)):
-                if value is not None:
-                    self.at(value)
-            self.at(inspect.getattr_static(type(owner), name, None), owner)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):  # a comprehension, a lambda: its first argument is not self
-                self._code(constant, names, owner, inner=True)
-
-    def _attribute(self, before: list[dis.Instruction], code: CodeType, owner: Any) -> str | None:
-        """The attribute of ``self`` that alone decides: by itself, or compared with a constant."""
-        ops = [step.opname for step in before]
-        if ops[-1:] in (["COMPARE_OP"], ["IS_OP"]) and ops[-2].startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
-            before, ops = before[:-2], ops[:-2]
-        if len(ops) < 2 or not ops[-2].startswith("LOAD_FAST") or ops[-1] != "LOAD_ATTR" or before[-2].argval != code.co_varnames[0]:
-            return None
-        name = str(before[-1].argval)
-        computed = hasattr(type(inspect.getattr_static(type(owner), name, None)), "__set__")  # a property
-        return name if name in _vars(owner) and not computed else None
 
 
 def _names_transform(name: str) -> bool:

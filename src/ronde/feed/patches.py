@@ -474,18 +474,14 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
     return convert
 
 
-def split_imread(original: Callable[..., Any], wanted: Callable[[], bool] = lambda: here() is not None) -> Callable[..., Any]:
-    """``cv2.imread`` in two: the file is read here, and OpenCV decodes the bytes, which gives the same pixels.
-
-    Args:
-        wanted: whether to do so; else it is left to OpenCV.
-    """
+def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``cv2.imread`` in two: the file is read here, and OpenCV decodes the bytes, which gives the same pixels."""
 
     @functools.wraps(original)
     def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
         flags = args[0] if args else kwargs.get("flags", 1)
         if (
-            not wanted()
+            here() is None
             or len(args) > 1
             or not isinstance(flags, int)
             or set(kwargs) - {"flags"}

@@ -16,6 +16,10 @@ __all__ = ["FeedSettings", "settings_file"]
 
 Executor = Literal["auto", "none", "threads", "processes"]
 
+_REMOVED = {
+    "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a __getitems__ that indexes its rows at once."
+}
+
 
 @dataclass(frozen=True)
 class FeedSettings:
@@ -29,12 +33,12 @@ class FeedSettings:
         threads: compute threads (OpenMP, BLAS, OpenCV) inside each of them.
         pin_memory: page-locked batches, for a GPU.
         decoder: of JPEG images: ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``.
-        decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller. It changes pixels slightly.
-        cache: keep what was read or decoded: ``read`` or ``decode``.
+        decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller, in ``feed.images``. It changes
+            pixels slightly.
+        cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain Dataset that draws no random numbers.
         cache_in: ``memory`` (shared by the workers of a node) or a folder on a local disk.
         cache_bytes: the most that it may hold.
-        pack: a pack of the folder that the data set reads from; see ``ronde pack``.
-        batched: read rows by batch of indices where the data set can.
+        pack: a pack of the folder that a ``ronde.feed`` pipeline reads; see ``ronde pack``.
         device_augment: normalise and augment on the device.
         echo: how many times each batch is trained on, 1 or more. It changes the training.
     """
@@ -50,7 +54,6 @@ class FeedSettings:
     cache_in: str | None = None
     cache_bytes: int | None = None
     pack: str | None = None
-    batched: bool | None = None
     device_augment: bool | None = None
     echo: int | None = None
 
@@ -63,6 +66,8 @@ class FeedSettings:
         """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
+            if name in _REMOVED:
+                raise ArgumentError(f"feed setting {name!r} was removed. {_REMOVED[name]}")
             if name not in known:
                 raise ArgumentError(f"feed setting {name!r} is not known: choose among {', '.join(sorted(known))}.")
         found = cls(**values)
@@ -79,7 +84,7 @@ class FeedSettings:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ArgumentError(f"feed setting {name}: {value!r} must be a whole number, {least} or more.")
-        for name in ("pin_memory", "decode_to_size", "batched", "device_augment"):
+        for name in ("pin_memory", "decode_to_size", "device_augment"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ArgumentError(f"feed setting {name}: {value!r} must be true or false.")

@@ -418,12 +418,16 @@ class _Study:
                         **{name: j.milliseconds for name, j in seen.decoders.items() if j.images},
                     },
                     same_pixels=tuple(name for name, j in seen.decoders.items() if j.same_bits),
+                    array_milliseconds=min((j.array_milliseconds for j in seen.decoders.values() if j.images), default=0.0),
+                    images=seen.images,
+                    imread=seen.imread,
+                    draws=seen.draws,
                     shrink=seen.shrink,
                     files=min(round(seen.files * taken.order.n), _files_in(seen.folder, taken.order.n)),
                     folder=seen.folder,
                     sample_bytes=seen.file_bytes or found.sample_bytes,
-                    decoded_bytes=seen.decoded_bytes or (0.0 if seen.draws else seen.sample_bytes),
-                    batched=seen.batched,
+                    decoded_bytes=(seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0)
+                    or (0.0 if seen.draws else seen.sample_bytes),
                     opens=self._opened(),
                 )
         if self.swept and found.sample_bytes:

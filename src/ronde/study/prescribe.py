@@ -20,8 +20,8 @@ from ronde.study.verdict import HEALTHY_POINTS
 __all__ = ["NAMES", "Facts", "Remedy", "capacities_of", "crowded", "outlook", "prescriptions", "remedies"]
 
 NAMES = (
-    "loaders", "threads", "prefetch", "fewer-loaders", "thread-limit", "pin-memory", *(f"decoder-{name}" for name in DECODERS), "decode-to-size",
-    "batched", "cache-read", "pack", "cache-decode", "device-augment", "echo",
+    "loaders", "threads", "prefetch", "fewer-loaders", "thread-limit", "pin-memory", *(f"decoder-{name}" for name in DECODERS), "feed-images",
+    "cache-read", "pack", "cache-decode", "device-augment", "echo",
 )  # fmt: skip
 """Every remedy that may be prescribed."""
 
@@ -45,16 +45,18 @@ class Facts:
         cuda: whether a GPU trains.
         pinned: whether batches are page-locked.
         prefetch: batches that each loader may be ahead.
-        jpeg: whether the data set decodes JPEG images with Pillow or OpenCV.
+        jpeg: whether the data set decodes JPEG images with Pillow.
         decoders: decoder -> milliseconds for one of the data set's own images.
         same_pixels: decoders that give Pillow's very pixels.
-        shrink: 2, 4 or 8 where images could be decoded at that fraction of their size.
+        array_milliseconds: for one of them, decoded as ``feed.images`` does; 0 if not known.
+        images: each sample is one image file, as ``feed.images`` reads them; ``imread``: OpenCV reads it.
+        draws: samples are random, so finished ones cannot be kept.
+        shrink: 2, 4 or 8 where ``feed.images`` could decode them at that fraction of their size.
         files: how many files are read, one for each sample, or 0.
         folder: that they lie in, or empty.
         sample_bytes: read for one sample; ``decoded_bytes`` after decoding; 0 where not known.
         samples: in the data set.
         memory_bytes: free on this node.
-        batched: the data set could be asked for many rows at once.
         pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
         step_cpu_seconds: of one sample, in the training process.
         queued: seconds that the threads which read were ready and had no core, for each second that they had one.
@@ -76,6 +78,10 @@ class Facts:
     jpeg: bool = False
     decoders: Mapping[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
+    array_milliseconds: float = 0.0
+    images: bool = False
+    imread: bool = False
+    draws: bool = False
     shrink: int = 1
     files: int = 0
     folder: str = ""
@@ -83,7 +89,6 @@ class Facts:
     decoded_bytes: float = 0.0
     samples: int = 0
     memory_bytes: float = 0.0
-    batched: bool = False
     stream: bool = False
     pipeline: bool = False
     step_cpu_seconds: float = 0.0
@@ -248,48 +253,43 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
                     faster={"decode": ms / now},
                 )
             )
-        if facts.shrink > 1:
+        scale = 0.3 + 0.7 / facts.shrink**2 if facts.shrink > 1 else 1.0
+        quicker = scale * (facts.array_milliseconds / now if now and facts.array_milliseconds else 1.0)
+        if facts.images and quicker < 0.9:
             found.append(
                 Remedy(
-                    "decode-to-size",
-                    f"decode large JPEG images at 1/{facts.shrink} of their size",
-                    FeedSettings(decode_to_size=True),
+                    "feed-images",
+                    f"read the images with {_images(facts, facts.shrink > 1)} instead of the Dataset",
+                    None,
                     "same distribution",
-                    faster={"decode": 0.3 + 0.7 / facts.shrink**2},
+                    faster={"decode": quicker},
+                    can_try=False,
                 )
             )
-    if facts.batched and lost.get("python", 0.0) + lost.get("collate", 0.0) >= _WORTH:
-        found.append(
-            Remedy(
-                "batched",
-                "rows by batch of indices, not one by one",
-                FeedSettings(batched=True),
-                "same bits",
-                faster={"python": 0.2, "collate": 0.2},
-            )
-        )
     room = 0.5 * facts.memory_bytes
     if lost.get("read", 0.0) >= _WORTH:
         whole = facts.sample_bytes * facts.samples
         if whole == 0 or whole < room:
             size = f" ({whole / 2**30:.1f} GiB)" if whole > 2**29 else ""
+            by_hand = f": {_images(facts)}.cache('read') instead of the Dataset" if facts.images and facts.imread else ""
             found.append(
                 Remedy(
                     "cache-read",
-                    f"keep what was read in memory{size}, from the second epoch on",
-                    FeedSettings(cache="read", cache_in="memory"),
-                    "same bits",
+                    f"keep the files in memory{size}, from the second epoch on{by_hand}",
+                    None if by_hand else FeedSettings(cache="read", cache_in="memory"),
+                    "same distribution" if by_hand else "same bits",
                     faster={"read": 0.02},
                     can_try=False,
                 )
             )
         if facts.files > 1000 and 0 < facts.sample_bytes < 2**18 and facts.folder:
+            then = "pack: OUT" if facts.pipeline else f"feed.{'images' if facts.images else 'tar'}(OUT)"
             found.append(
                 Remedy(
                     "pack",
-                    f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then pack: OUT",
+                    f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then {then}",
                     None,
-                    "same bits",
+                    "same distribution" if facts.images else "same bits",
                     faster={"read": 0.3},
                     can_try=False,
                 )
@@ -297,12 +297,13 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     if lost.get("decode", 0.0) >= _WORTH:
         whole = facts.decoded_bytes * facts.samples
         if 0 < whole < room:
+            by_hand = f": {_images(facts)}.cache('decode') instead of the Dataset" if facts.images and facts.draws else ""
             found.append(
                 Remedy(
                     "cache-decode",
-                    f"keep decoded samples in memory ({whole / 2**30:.1f} GiB), from the second epoch on",
-                    FeedSettings(cache="decode", cache_in="memory"),
-                    "same bits",
+                    f"keep decoded samples in memory ({whole / 2**30:.1f} GiB), from the second epoch on{by_hand}",
+                    None if by_hand else FeedSettings(cache="decode", cache_in="memory"),
+                    "same distribution" if by_hand else "same bits",
                     faster={"read": 0.02, "decode": 0.02},
                     can_try=False,
                 )
@@ -322,6 +323,11 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             Remedy("echo", "train on each batch twice (data echoing)", FeedSettings(echo=2), "changes the training", echo=2, can_try=False)
         )
     return found
+
+
+def _images(facts: Facts, to_size: bool = False) -> str:
+    """What to write instead of a Dataset of image files."""
+    return f"feed.images({repr(facts.folder) if facts.folder else 'FOLDER'}{', decode_to_size=True' if to_size else ''})"
 
 
 def _gained(values: Mapping[str, Any], points: float) -> float:
