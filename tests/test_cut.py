@@ -14,9 +14,9 @@ from ronde.parallel.pipeline import _hollow
 from ronde.parallel.staged import Diverged, Program, StageRun, program
 from ronde.plan.following import follow
 from ronde.plan.intercept import stay
-from ronde.plan.nested import tensors_in
 from ronde.plan.trace import Point, Trace, bounds_of
 from ronde.world import ArgumentError, RondeError
+from ronde.world.tensors import tensors_in
 from sampling import ALL
 
 TOLERANCE = 1e-10

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from processes import python, ronde_run
-from ronde.plan.nested import tensors_in
 from ronde.run.evaluation import to_device
+from ronde.world.tensors import tensors_in
 from sampling import some
 
 COUNTING = """

@@ -28,6 +28,7 @@ from ronde.feed.found import unchanged
 from ronde.feed.handles import held_open, let_go
 from ronde.feed.randomness import Marks
 from ronde.feed.reader import Ask, Reader
+from ronde.world.tensors import parts
 
 __all__ = ["Trial", "choose", "try_out"]
 
@@ -183,10 +184,8 @@ def _differs(a: Any, b: Any) -> bool:
         return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
     if isinstance(a, np.ndarray):
         return bool(a.shape != b.shape or a.dtype != b.dtype or (a.dtype != object and a.tobytes() != b.tobytes()))
-    if isinstance(a, dict):
-        return a.keys() != b.keys() or any(_differs(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) != len(b) or any(_differs(x, y) for x, y in zip(a, b, strict=True))
+    if (held := parts(a)) is not None and (other := parts(b)) is not None:
+        return held.keys() != other.keys() or any(_differs(v, other[k]) for k, v in held.items())
     return isinstance(a, bytes | str | int | bool) and a != b
 
 

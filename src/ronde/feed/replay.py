@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ronde.world.tensors import map_leaves, parts
+
 __all__ = ["KEPT", "MISSING", "Rings", "copied", "same", "weight"]
 
 KEPT = 16
@@ -34,10 +36,8 @@ def weight(value: Any) -> int:
         return int(value.nbytes)
     if isinstance(value, bytes | bytearray | memoryview | str):
         return len(value)
-    if isinstance(value, dict):
-        return sum(weight(v) for v in value.values()) + 64
-    if isinstance(value, list | tuple):
-        return sum(weight(v) for v in value) + 64
+    if (held := parts(value)) is not None:
+        return sum(weight(v) for v in held.values()) + 64
     if isinstance(taken := getattr(value, "nbytes", None), int):
         return taken
     size = getattr(value, "size", None)
@@ -52,19 +52,13 @@ def _is_image(value: Any) -> bool:
 
 def copied(value: Any) -> Any:
     """The same value, free of changes that somebody makes to the first."""
+    return map_leaves(_copied, value)
+
+
+def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) is dict:
-        return {k: copied(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copied(v) for v in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(copied(v) for v in value))
-    if _is_image(value) or isinstance(value, bytearray | set):
-        return copy.copy(value)
-    return value
+    return copy.copy(value) if isinstance(value, np.ndarray | bytearray | set) or _is_image(value) else value
 
 
 def same(a: Any, b: Any) -> bool:
@@ -77,10 +71,8 @@ def same(a: Any, b: Any) -> bool:
         return bool(torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)))
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and a.dtype == b.dtype and (a.tobytes() == b.tobytes() if a.dtype != object else a is b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if (held := parts(a)) is not None and (other := parts(b)) is not None:
+        return held.keys() == other.keys() and all(same(v, other[k]) for k, v in held.items())
     if _is_image(a):
         return bool(a.mode == b.mode and a.size == b.size and a.tobytes() == b.tobytes())
     if a is b:

@@ -20,8 +20,10 @@ from ronde.feed import found
 from ronde.feed.order import key_of
 from ronde.feed.pipeline import Pipeline
 from ronde.feed.randomness import seed_all
+from ronde.feed.replay import weight
 from ronde.feed.stages import sample_key
 from ronde.world import ArgumentError, SampleError
+from ronde.world.tensors import is_named_tuple, leaves, map_leaves, parts, rebuild
 
 __all__ = ["Synthetic", "synthetic"]
 
@@ -86,41 +88,6 @@ class Synthetic(Pipeline):
             yield from self.batches
 
 
-# -- trees of values ---------------------------------------------------------------------------------------------------
-
-
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def _map(call: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """``call`` on the leaves of trees of one structure."""
-    if isinstance(first, Mapping):
-        made = {k: _map(call, v, *(o[k] for o in others)) for k, v in first.items()}
-        return made if type(first) is dict else type(first)(made)  # type: ignore[call-arg]
-    if _is_named_tuple(first):
-        return type(first)(*(_map(call, *each) for each in zip(first, *others, strict=True)))
-    if isinstance(first, list | tuple):
-        made_list = [_map(call, *each) for each in zip(first, *others, strict=True)]
-        return made_list if isinstance(first, list) else tuple(made_list)
-    return call(first, *others)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for v in value.values():
-            yield from _leaves(v)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _leaves(v)
-    else:
-        yield value
-
-
-def _bytes_of(value: Any) -> int:
-    return sum(getattr(leaf, "nbytes", None) or (len(leaf) if isinstance(leaf, bytes | str) else 64) for leaf in _leaves(value))
-
-
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +117,7 @@ def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
             if bad >= _BAD_IN_A_ROW:
                 break
             continue
-        size += _bytes_of(held[-1])
+        size += weight(held[-1])
         if size > _MOST_BYTES and len(held) >= _FEWEST:
             break
     if not held and error is not None:
@@ -160,7 +127,7 @@ def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
 
 def _count(batch: Any) -> int:
     """Samples in a collated batch: what the first dimension of all of its tensors is."""
-    sizes = {int(leaf.shape[0]) if leaf.ndim else -1 for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor | np.ndarray)}
+    sizes = {int(leaf.shape[0]) if leaf.ndim else -1 for leaf in leaves(batch) if isinstance(leaf, torch.Tensor | np.ndarray)}
     if len(sizes) != 1 or min(sizes) < 1:
         raise ArgumentError(
             "synthetic(like=batch): the tensors of the batch do not all have one first dimension, samples, so it cannot be taken apart "
@@ -169,24 +136,23 @@ def _count(batch: Any) -> int:
     return sizes.pop()
 
 
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not is_named_tuple(value) and not any(_has_numbers(v) for v in value)
+
+
 def _part(value: Any, i: int, n: int) -> Any:
     """Sample ``i`` of a batch of ``n``, in the batch's own structure."""
-    if isinstance(value, list | tuple) and not _is_named_tuple(value) and not any(_has_numbers(v) for v in value):
-        return value[i] if len(value) == n else value  # texts, a list of them for the whole batch
-    if isinstance(value, Mapping):
-        made = {k: _part(v, i, n) for k, v in value.items()}
-        return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
-    if _is_named_tuple(value):
-        return type(value)(*(_part(v, i, n) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_part(v, i, n) for v in value)
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value[i].clone() if isinstance(value, torch.Tensor) else np.array(value[i])
-    return value
+
+    def part(v: Any) -> Any:
+        if _is_texts(v):
+            return v[i] if len(v) == n else v  # a list of them for the whole batch
+        return v[i].clone() if isinstance(v, torch.Tensor) else np.array(v[i]) if isinstance(v, np.ndarray) else v
+
+    return map_leaves(part, value, leaf=_is_texts)
 
 
 def _has_numbers(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in _leaves(value))
+    return any(isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves(value))
 
 
 @dataclass(frozen=True)
@@ -200,20 +166,16 @@ class _Restack:
         return self._stack(self.like, samples)
 
     def _stack(self, like: Any, samples: list[Any]) -> Any:
-        if isinstance(like, list | tuple) and not _is_named_tuple(like) and not any(_has_numbers(v) for v in like):
+        if _is_texts(like):
             return type(like)(samples) if len(like) == self.n else like
-        if isinstance(like, Mapping):
-            made = {k: self._stack(v, [s[k] for s in samples]) for k, v in like.items()}
-            return made if type(like) is dict else type(like)(made)  # type: ignore[call-arg]
-        if _is_named_tuple(like):
-            return type(like)(*(self._stack(v, [s[k] for s in samples]) for k, v in enumerate(like)))
-        if isinstance(like, list | tuple):
-            return type(like)(self._stack(v, [s[k] for s in samples]) for k, v in enumerate(like))
         if isinstance(like, torch.Tensor):
             return torch.stack(samples)
         if isinstance(like, np.ndarray):
             return np.stack(samples)
-        return like
+        if (held := parts(like)) is None:
+            return like
+        each = [parts(s) or {} for s in samples]
+        return rebuild(like, {k: self._stack(v, [e[k] for e in each]) for k, v in held.items()})
 
 
 # -- random values in their place --------------------------------------------------------------------------------------
@@ -275,7 +237,7 @@ def _random(held: list[Any], wanted: int, seed: int) -> list[Any]:
     """Samples of the structure, the shapes and the lengths of those that are held, with random numbers of their ranges."""
     ranges: dict[int, _Range] = {}
     for sample in held:
-        for place, leaf in enumerate(_leaves(sample)):
+        for place, leaf in enumerate(leaves(sample)):
             value = _as_array(leaf)
             if value is not None:
                 ranges.setdefault(place, _Range()).see(value)
@@ -293,7 +255,7 @@ def _random(held: list[Any], wanted: int, seed: int) -> list[Any]:
                 return torch.from_numpy(np.ascontiguousarray(drawn)).reshape(leaf.shape).to(leaf.dtype)
             return drawn if isinstance(leaf, np.ndarray) else type(leaf)(drawn.item())
 
-        made.append(_map(draw, held[k % len(held)]))
+        made.append(map_leaves(draw, held[k % len(held)]))
     return made
 
 

@@ -38,12 +38,12 @@ from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.following import follow
 from ronde.plan.intercept import stay
-from ronde.plan.nested import tensors_in
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
 from ronde.plan.trace import Event, Trace, bounds_of
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.agree import broadcast_json
 from ronde.world.groups import group_of, mesh_of
+from ronde.world.tensors import tensors_in
 
 __all__ = ["Pipeline"]
 

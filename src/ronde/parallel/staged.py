@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ronde.plan.following import as_tuple, aside, whole_size
 from ronde.plan.intercept import NUMBERS, Interceptor, data_shaped
-from ronde.plan.nested import Opaque, build, flatten, tensors_in
 from ronde.plan.trace import Event, Given, Trace, Value
 from ronde.world import PlanError
+from ronde.world.tensors import Opaque, build, flatten, tensors_in
 
 __all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]
 
@@ -216,7 +216,7 @@ class StageRun(Interceptor):
                 return self._carry_out(event, module, args, kwargs)
         if event.leaves or event.changes:
             return self._ghostly(event, args, kwargs)
-        return build(event.shape, iter(()))
+        return build([], event.shape)
 
     def on_function(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """See :class:`Interceptor`."""
@@ -333,10 +333,8 @@ class StageRun(Interceptor):
             if event.shape is None and len(event.made) == 1 and isinstance(result, torch.Tensor):
                 self._send(event, event.made[0], result)
             else:
-                leaves: list[Any] = []
-                flatten(result, leaves)
                 made = iter(event.made)
-                for leaf, mark in zip(leaves, event.leaves, strict=True):
+                for leaf, mark in zip(flatten(result)[0], event.leaves, strict=True):
                     if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor):
                         value = next(made)
                         if value in self._wanted:
@@ -346,12 +344,12 @@ class StageRun(Interceptor):
     def _compare(self, event: Event, result: Any) -> None:
         """Mark what an event made, leaf by leaf: a constant that is handed on stays one. Where the path may depend on what is computed,
         what stands for the leaves in other stages must be like them."""
-        leaves: list[Any] = []
         strict = self.program.erratic
         try:
-            same = flatten(result, leaves) == event.shape and len(leaves) == len(event.leaves)
+            leaves, shape = flatten(result)
+            same = shape == event.shape and len(leaves) == len(event.leaves)
         except Opaque:
-            same = False
+            leaves, same = [], False
         if not same and (strict or len(leaves) != len(event.leaves)):
             raise Diverged(f"{event.where} returns something else than when the pass was followed. {_ADVICE}")
         made = iter(event.made)
@@ -431,7 +429,7 @@ class StageRun(Interceptor):
                 leaves.append(_inputs(args, kwargs)[leaf.place] if leaf.tensor else (*args, *kwargs.values())[leaf.place])
             else:
                 leaves.append(leaf)
-        return build(event.shape, iter(leaves))
+        return build(leaves, event.shape)
 
     def _stand_in(self, value: Value) -> Any:
         held = self._objects.get(value.index)

@@ -39,10 +39,10 @@ from ronde.parallel.shard import Shard, _alone, _Root, _through, called, fully_s
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.plan.intercept import not_an_event
-from ronde.plan.nested import tensors_in
 from ronde.world import ArgumentError, World
 from ronde.world.agree import broadcast_json, gather_json
 from ronde.world.groups import group_of, mesh_of
+from ronde.world.tensors import tensors_in
 
 __all__ = ["Divided", "Tensor", "TensorShard", "divide", "one_part", "tensor"]
 

@@ -32,8 +32,8 @@ from ronde.plan.intercept import (
     eagerly,
     keeps_shape,
 )
-from ronde.plan.nested import Opaque, build, flatten, tensors_in
 from ronde.plan.trace import ELSEWHERE, Call, Event, Given, Trace, Value
+from ronde.world.tensors import Opaque, build, flatten, tensors_in
 
 __all__ = ["as_tuple", "aside", "changes_in_place", "follow", "following", "whole_size"]
 
@@ -320,11 +320,10 @@ class _Follower(Interceptor):
             shaped = any(self.values[r].data_shaped for r, t in zip(reads, now, strict=True) if args and t is args[0])
         else:
             shaped = data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
-        leaves: list[Any] = []
         try:
-            shape = flatten(result, leaves)
+            leaves, shape = flatten(result)
         except Opaque:
-            shape, opaque, leaves = None, True, []
+            leaves, shape, opaque = [], None, True
         if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
             opaque = True
         numbers = not shared and kind == "op" and (name in NUMBERS or sized)
@@ -372,12 +371,11 @@ class _Follower(Interceptor):
         """A constant that is handed back is the constant, not the fake tensor that stood for it."""
         if event.opaque:
             return result
-        leaves: list[Any] = []
-        flatten(result, leaves)
+        leaves, _ = flatten(result)
         for i, mark in enumerate(event.leaves):
             if isinstance(mark, Given) and inputs[mark.place] is not now[mark.place] and id(inputs[mark.place]) not in self.twins:
                 leaves[i] = inputs[mark.place]
-        return build(event.shape, iter(leaves))
+        return build(leaves, event.shape)
 
     def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives whose shape depends on what nobody knows yet: all there may be, so that no path is left out. What the
@@ -500,9 +498,8 @@ class _Follower(Interceptor):
         inputs, entry, state, drawn = before
         if self._hooked(module):
             return None
-        leaves: list[Any] = []
         try:
-            shape = flatten(result, leaves)
+            leaves, shape = flatten(result)
         except Opaque:
             return None
         inner = self.events[start:]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,37 +19,24 @@ from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.agree import gather_json
 from ronde.world.groups import group_of
+from ronde.world.tensors import map_leaves, map_tensors
 
 __all__ = ["Evaluation", "gather_skipped", "on_device", "to_device"]
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, PackedSequence):
-        return value.to(device)  # type: ignore[arg-type]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(v, device) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(v, device) for v in value)
-    moves = callable(getattr(value, "to", None))
-    if isinstance(value, dict) or (isinstance(value, MutableMapping) and not moves):
-        mapping = copy.copy(value)  # whatever kind of dictionary it is
-        mapping.update({k: _moved(v, device) for k, v in value.items()})
-        return mapping
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not moves:
-        record = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(record, field.name, _moved(getattr(value, field.name), device))  # it may be frozen
-        return record
-    return value.to(device) if moves else value
 
 
 @stage("copy")
 def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor in a batch, whatever it is made of."""
-    return _moved(value, device)
+
+    def move(v: Any) -> Any:
+        return v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v.to(device) if _moves(v) else v
+
+    return map_leaves(move, value, leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    """Whether a value has a ``to`` of its own: a packed sequence, transformers' BatchEncoding, a class of the script."""
+    return isinstance(value, PackedSequence) or (not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None)))
 
 
 def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
@@ -112,14 +97,6 @@ def _forget(metric: Any) -> None:
                 setattr(part, name, [value.reshape(-1)[:0] if value.dim() == 0 else value[:0] for value in state])
             else:
                 setattr(part, name, default.detach().clone().to(state.device))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
 
 
 class Evaluation:
@@ -238,7 +215,7 @@ class Evaluation:
             result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
         for name, metric in objects.items():
             if strategy.counts:
-                result[name] = _plain(metric.compute())  # it exchanges its own states over all ranks
+                result[name] = map_tensors(torch.Tensor.tolist, metric.compute())  # it exchanges its own states over all ranks
             metric.reset()
         if objects and self.counting is not None:
             result = next(r for r in gather_json(me, result if strategy.counts else {}) if r)

@@ -41,6 +41,7 @@ from ronde.run.evaluation import on_device, to_device
 from ronde.study.keep import as_found
 from ronde.watch import Silent, Watcher
 from ronde.world.agree import broadcast_json, gather_json
+from ronde.world.tensors import tensors_in
 
 if TYPE_CHECKING:
     from ronde.run.run import Run
@@ -166,19 +167,8 @@ def _unwatched(run: Run) -> Iterator[None]:
         run._watcher.rate.resume()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from _tensors(v)
-    elif isinstance(value, list | tuple):
-        for v in value:
-            yield from _tensors(v)
-
-
 def _bytes_of(value: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(value))
+    return sum(t.numel() * t.element_size() for t in tensors_in(value))
 
 
 def _let_go_of_threads() -> None:
@@ -251,7 +241,7 @@ class _InStep:
         finally:
             self.leave(name)
         # What takes part in a graph belongs to that step alone.
-        if place not in self._kept and not any(t.requires_grad for t in _tensors(value)):
+        if place not in self._kept and not any(t.requires_grad for t in tensors_in(value)):
             self._kept[place] = value
         return value
 

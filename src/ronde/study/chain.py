@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,8 +21,9 @@ from torch import nn
 from ronde.feed.randomness import restore_states, states
 from ronde.plan.intercept import compiled
 from ronde.world import ArgumentError
+from ronde.world.tensors import is_named_tuple, map_leaves, tensors_in
 
-__all__ = ["LOSS", "Link", "Probe", "find_chain", "standing_in", "structure", "take", "tensors_of", "untouched"]
+__all__ = ["LOSS", "Link", "Probe", "find_chain", "standing_in", "structure", "take", "untouched"]
 
 LOSS = "(loss)"
 """Name of the last unit."""
@@ -48,25 +48,6 @@ class Link:
     why_not: str = ""
 
 
-def tensors_of(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor inside a value, whatever it is made of."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth > 8 or value is None or isinstance(value, str | bytes | int | float):
-        return
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_of(each, depth + 1)
-    elif isinstance(value, list | tuple | set):
-        for each in value:
-            yield from tensors_of(each, depth + 1)
-    elif dataclasses.is_dataclass(value) or (
-        hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value)
-    ):
-        for each in vars(value).values():
-            yield from tensors_of(each, depth + 1)
-
-
 def take(batch: Any, samples: int, of: int) -> Any:
     """The first ``samples`` of a batch ``of`` so many: of everything in it that has that length.
 
@@ -75,27 +56,20 @@ def take(batch: Any, samples: int, of: int) -> Any:
     """
     found = False
 
+    def counts(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.dim() > 0 and value.shape[0] == of
+        listed = isinstance(value, list | tuple) and not is_named_tuple(value) and len(value) == of
+        return listed and not any(isinstance(v, torch.Tensor) and counts(v) for v in value)
+
     def cut(value: Any) -> Any:
         nonlocal found
-        if isinstance(value, torch.Tensor):
-            if value.dim() and value.shape[0] == of:
-                found = True
-                return value[:samples].clone()
+        if not counts(value):
             return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(cut(v) for v in value))
-        if isinstance(value, list | tuple):
-            if len(value) == of and not any(isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == of for v in value):
-                found = True
-                return value[:samples]
-            return type(value)(cut(v) for v in value)
-        if isinstance(value, dict):
-            changed = copy.copy(value)
-            changed.update({k: cut(v) for k, v in value.items()})
-            return changed
-        return value
+        found = True
+        return value[:samples].clone() if isinstance(value, torch.Tensor) else value[:samples]
 
-    result = cut(batch)
+    result = map_leaves(cut, batch, leaf=counts)
     if not found and samples != of:
         raise ArgumentError(f"nothing in a batch of {of} samples has length {of}: give a function that makes a micro-batch of n samples.")
     return result
@@ -141,7 +115,7 @@ def find_chain(model: nn.Module, run: Callable[[], None]) -> list[Link]:
         first.setdefault(module, time)
         last[module] = time
         calls[module] = calls.get(module, 0) + 1
-        shapes.setdefault(module, repr([(tuple(t.shape[1:]), t.dtype) for t in tensors_of((args, kwargs))]))
+        shapes.setdefault(module, repr([(tuple(t.shape[1:]), t.dtype) for t in tensors_in((args, kwargs), attributes=True)]))
 
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in names]
     try:
@@ -212,7 +186,7 @@ class Probe:
             if not self._forward:
                 return  # recomputed within the backward pass
             self._tell(index, "out")
-            for tensor in tensors_of(output):
+            for tensor in tensors_in(output, attributes=True):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda _: self._tell(index, "back"))
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ronde.study.chain import Link, tensors_of
+from ronde.study.chain import Link
+from ronde.world.tensors import tensors_in
 
 __all__ = ["Flops"]
 
@@ -16,7 +17,7 @@ __all__ = ["Flops"]
 def _rnn_flops(module: nn.Module, output: Any) -> float:
     """Of a recurrent layer, which torch's counter does not know: 2 a multiplication, gates times (input + hidden)."""
     assert isinstance(module, nn.RNNBase)
-    rows = next(tensors_of(output)).numel() / (module.hidden_size * (2 if module.bidirectional else 1))
+    rows = tensors_in(output)[0].numel() / (module.hidden_size * (2 if module.bidirectional else 1))
     weights = sum(p.numel() for name, p in module.named_parameters() if name.startswith("weight"))
     return 2.0 * rows * weights
 

@@ -32,7 +32,7 @@ from ronde.plan.search import search
 from ronde.run import hooks
 from ronde.run.compare import Forecast
 from ronde.study.beside import action_seconds, clip_fixed_seconds, optimizer_fixed_seconds, split_seconds
-from ronde.study.chain import Link, tensors_of, untouched
+from ronde.study.chain import Link, untouched
 from ronde.study.divided import divisible
 from ronde.study.links import calibrate, resident
 from ronde.study.loops import own_loop
@@ -41,6 +41,7 @@ from ronde.study.memory import line
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.agree import broadcast_json
+from ronde.world.tensors import tensors_in
 
 __all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
 
@@ -114,7 +115,7 @@ def gauge(work: Work, plan: Plan, calls: Any, threads: int | None, accept_noise:
 def _held(work: Work) -> float:
     """Bytes of the host's memory that the model and its optimizer take."""
     tensors = [*work.model.parameters(), *work.model.buffers(), *(p.grad for p in work.model.parameters() if p.grad is not None)]
-    tensors += list(tensors_of(list(work.optimizer.state.values())))
+    tensors += tensors_in(list(work.optimizer.state.values()), attributes=True)
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided}
     return float(sum(s.nbytes() for s in storages.values()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ronde.study.chain import tensors_of
+from ronde.world.tensors import tensors_in
 
 __all__ = ["Entry", "Ledger", "bytes_of", "storages"]
 
@@ -22,7 +22,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 def storages(value: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
     """Every storage in a value, with a tensor that it holds."""
-    for tensor in tensors_of(value):
+    for tensor in tensors_in(value):
         if tensor.layout is torch.strided:
             yield tensor.untyped_storage(), tensor
         elif tensor.layout is torch.sparse_coo:
@@ -45,7 +45,7 @@ def _workspace(func: Any, args: Any, result: Any) -> int:
     if name.startswith("convolution_backward"):
         gradient, read = bytes_of(args[0]), bytes_of(args[1])
         return gradient + read
-    return bytes_of(args[0]) + sum(bytes_of(t) for t in tensors_of(result))
+    return bytes_of(args[0]) + sum(bytes_of(t) for t in tensors_in(result))
 
 
 _recurrent: dict[tuple[Any, ...], tuple[float, float]] = {}  # shapes -> bytes, and bytes a step of the sequence

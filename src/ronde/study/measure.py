@@ -26,10 +26,11 @@ from torch.optim import Optimizer
 
 from ronde.parallel.recompute import applied
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import Link, Probe, refers_to, standing_in, take, tensors_of, untouched
+from ronde.study.chain import Link, Probe, refers_to, standing_in, take, untouched
 from ronde.study.memory import copied_optimizer, line, weigh
 from ronde.study.noise import Gate, NoisyMachine, Reference
 from ronde.world import ArgumentError, usable_cores
+from ronde.world.tensors import tensors_in
 
 __all__ = ["NoisyMachine", "Subject", "autocast_of", "clipped", "device_name", "least", "loaded", "measure"]
 
@@ -600,7 +601,7 @@ def _share(points: list[list[tuple[float, float]]], together: list[int]) -> None
 
 def _sequence(batch: Any, samples: int) -> int:
     """Length of the sequences in a batch of token numbers; 0 where there are none."""
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch, attributes=True):
         if tensor.dim() == 2 and tensor.shape[0] == samples and tensor.dtype in (torch.int64, torch.int32):
             return int(tensor.shape[1])
     return 0

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from ronde.parallel.coupled import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.plan import Costs, Line, Unit
-from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, tensors_of, untouched
+from ronde.study.chain import LOSS, Link, Probe, find_chain, refers_to, standing_in, untouched
 from ronde.study.flops import Flops
 from ronde.study.ledger import Entry, Ledger, bytes_of, storages
 from ronde.world import RondeError
+from ronde.world.tensors import tensors_in
 
 __all__ = [
     "Account",
@@ -204,7 +205,7 @@ def _one_size(
     order = dict(model.named_parameters())
     for p in order.values():
         p.grad = None
-    known: list[torch.Tensor] = [*order.values(), *model.buffers(), *tensors_of(batch)]
+    known: list[torch.Tensor] = [*order.values(), *model.buffers(), *tensors_in(batch, attributes=True)]
     ledger = Ledger(iter(known))
     last = len(chain) - 1
     saved: list[int] = [0] * len(chain)
@@ -230,7 +231,7 @@ def _one_size(
         if ledger.phase == "backward":
             again.add(ledger.unit)
         if ledger.phase == "forward" or ledger.unit in without:  # else it has been counted, and runs again
-            put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_of(output) if t.requires_grad)
+            put_off[ledger.unit] += sum(bytes_of(t) for t in tensors_in(output, attributes=True) if t.requires_grad)
 
     def begins(index: int, _: nn.Module, __: Any) -> None:
         if ledger.phase == "forward":
@@ -242,7 +243,7 @@ def _one_size(
     def ends(index: int, _: nn.Module, __: Any, output: Any) -> None:
         # A reentrant checkpoint: only now is there a graph, and the backward pass goes through it at once.
         if ledger.phase == "backward" and index in without:
-            for tensor in tensors_of(output):
+            for tensor in tensors_in(output, attributes=True):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda _: ledger.enter(index, "backward"))
 
@@ -373,7 +374,7 @@ def _account(
         for b in sizes:
             units, ledger, total = _one_size(stand_in, found.chain, compute, micro[b], autocast)
             found.sizes[b], found.total[b] = units, total
-            found.batch[b] = sum(bytes_of(t) for t in tensors_of(micro[b]))
+            found.batch[b] = sum(bytes_of(t) for t in tensors_in(micro[b], attributes=True))
         for level in ("selective", "full") if within is None else ():
             # What cannot be run so is told where it is asked for; here it is assumed.
             with contextlib.suppress(Exception), applied(stand_in, level) as found.recomputed:
@@ -435,8 +436,8 @@ def copied_optimizer(optimizer: Optimizer, made: dict[int, torch.Tensor], make: 
             if id(p) not in made:
                 made[id(p)] = nn.Parameter(make(p), p.requires_grad)
     memo.update(made)
-    for value in tensors_of(
-        [list(optimizer.state.values()), [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]
+    for value in tensors_in(
+        [list(optimizer.state.values()), [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]], attributes=True
     ):
         if id(value) not in memo:
             memo[id(value)] = make(value)
@@ -512,7 +513,7 @@ def _optimizer_bytes(model: nn.Module, optimizer: Optimizer, fake: bool) -> tupl
                     size += storage.nbytes()
             name = names.get(id(each), "")
             found[name] = found.get(name, 0) + size
-        known = list(tensors_of([list(copy_.state.values())]))
+        known = tensors_in([list(copy_.state.values())], attributes=True)
         for group in copy_.param_groups:
             known += [t for p in group["params"] for t in (p, p.grad) if t is not None]
         ledger = Ledger(iter(known))
@@ -635,7 +636,7 @@ def peak(
     with untouched(model), standing_in(model, make, refers_to(compute, model)) as (stand_in, made):
         copy_ = copied_optimizer(optimizer, made, make)
         tracker = MemTracker()
-        tracker.track_external(stand_in, copy_, *(t for t in tensors_of(batch)))
+        tracker.track_external(stand_in, copy_, *tensors_in(batch, attributes=True))
         with tracker:
             for _ in range(2):  # the optimizer's state is there in the second
                 with autocast():

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.feed import LoaderSettings, Taken
@@ -30,8 +29,9 @@ from ronde.plan.following import following
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.run import Run
-from ronde.study.prove_values import cast, digest, generators, half_of, moved, per_sample, probe, tensors_of, written
+from ronde.study.prove_values import cast, digest, generators, half_of, moved, per_sample, probe, written
 from ronde.watch.rundir import RunDir
+from ronde.world.tensors import map_tensors, named_tensors
 
 __all__ = ["Settings", "Watch"]
 
@@ -578,7 +578,7 @@ class Watch(hooks.Observer):
     def mixes(self, values: tuple[Any, ...], part: tuple[Any, ...]) -> None:
         """Note whether what was computed of a part of the samples is what was computed of all."""
         alike = []
-        for (_, whole), (_, some) in zip(tensors_of(list(values)), tensors_of(list(part)), strict=False):
+        for (_, whole), (_, some) in zip(named_tensors(list(values)), named_tensors(list(part)), strict=False):
             if whole.dim() and whole.is_floating_point() and 0 < some.shape[0] < whole.shape[0] and whole.shape[1:] == some.shape[1:]:
                 floor = 1e-9 * float(whole.detach().abs().max())
                 alike.append(torch.allclose(whole.detach()[: len(some)], some, rtol=0.0, atol=floor))
@@ -607,7 +607,7 @@ class Watch(hooks.Observer):
         for i, value in enumerate(values):
             self._note_output(f"(argument {i + 1} of the loss)", value)
         if self.settings.probe and self._probed is None and self.run is not None and self._micro < len(self._sizes):
-            held = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), values)
+            held = map_tensors(lambda t: t.detach().clone(), values)
             self._probed = (self.run._loss.loss, held, self._sizes[self._micro])
 
     def local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
@@ -637,7 +637,7 @@ class Watch(hooks.Observer):
     def _follow_back(self, output: Any) -> None:
         """Note what the loss's gradient at the model's output is, once it is known."""
         i, step = self._micro, self._step
-        for path, tensor in tensors_of(output):
+        for path, tensor in named_tensors(output):
             if tensor.requires_grad:
 
                 def known(gradient: torch.Tensor, path: str = path) -> None:
@@ -662,7 +662,7 @@ class Watch(hooks.Observer):
         if i >= len(self._sizes) or not self._sizes[i]:
             return
         samples = self._sizes[i]
-        for path, tensor in tensors_of(value):
+        for path, tensor in named_tensors(value):
             if (
                 tensor.dim()
                 and tensor.shape[0] == samples

@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
-__all__ = ["HALVES", "cast", "digest", "generators", "half_of", "moved", "per_sample", "probe", "tensors_of", "written"]
+from ronde.world.tensors import map_tensors, named_tensors, parts
+
+__all__ = ["HALVES", "cast", "digest", "generators", "half_of", "moved", "per_sample", "probe", "written"]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
 HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-
-
 def cast(value: Any) -> Any:
-    """Every floating tensor of a batch in float64, whatever it is made of."""
-    if isinstance(value, torch.Tensor):
-        return value.double() if value.dtype in HALVES else value.to(torch.complex128) if value.dtype == torch.complex64 else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast(v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast(v) for v in value)
-    if isinstance(value, MutableMapping):  # a dict, and what is like one: UserDict, transformers' BatchEncoding
-        changed = {k: cast(v) for k, v in value.items()}
-        for k, v in changed.items():
-            value[k] = v
-        return value
-    if _is_record(value):
-        made = copy.copy(value)
-        for name, held in _fields(value).items():
-            object.__setattr__(made, name, cast(held))  # a frozen one too: the copy is nobody else's yet
-        return made
-    if isinstance(value, nn.utils.rnn.PackedSequence):
-        return value.double() if value.data.dtype in HALVES else value
-    return value
-
-
-def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value, and the way to it. A packed sequence is none: it is in an order of its batch's own, as are its indices."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, nn.utils.rnn.PackedSequence):
-        return
-    elif isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from tensors_of(v, f"{path}[{k}]")
-    elif isinstance(value, list | tuple):
-        for i, v in enumerate(value):
-            yield from tensors_of(v, f"{path}[{i}]")
-    elif _is_record(value):
-        for k, v in _fields(value).items():
-            yield from tensors_of(v, f"{path}.{k}")
+    """A batch with every floating tensor in float64."""
+    return map_tensors(lambda t: t.double() if t.dtype in HALVES else t.to(torch.complex128) if t.dtype == torch.complex64 else t, value)
 
 
 _signs: dict[int, torch.Tensor] = {}
@@ -128,15 +83,10 @@ def digest(value: Any) -> str:
             found.update(_array(v.contiguous().reshape(-1).view(torch.uint8)).tobytes() if v.numel() else b"")
         elif isinstance(v, np.ndarray):
             found.update(f"{v.dtype}{v.shape}".encode() + v.tobytes())
-        elif isinstance(v, Mapping):
-            for k in v:
+        elif (held := parts(v)) is not None:
+            for k, part in held.items():
                 add(k)
-                add(v[k])
-        elif isinstance(v, list | tuple):
-            for part in v:
                 add(part)
-        elif _is_record(v):
-            add(_fields(v))
         elif v is None or isinstance(v, str | bytes | int | float | bool | np.generic):
             found.update(repr(v).encode())
         else:
@@ -169,12 +119,12 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
             return v[low * rows : high * rows]
         return v
 
-    return tuple(pytree.tree_map_only(torch.Tensor, cut, v) for v in values)
+    return tuple(map_tensors(cut, v) for v in values)
 
 
 def half_of(batch: Any) -> Any:
     """The first half of a batch: of every tensor that has as many rows as the first one."""
-    samples = next(len(t) for _, t in tensors_of(batch) if t.dim())
+    samples = next(len(t) for _, t in named_tensors(batch) if t.dim())
     (half,) = _slice((batch,), samples, 0, -(-samples // 2))
     return half
 
@@ -192,7 +142,7 @@ def _mean_gradient(loss: Callable[..., Any], values: tuple[Any, ...], samples: i
             return leaves[-1]
 
         first, *others = _slice(values, samples, 0, stop)
-        first = pytree.tree_map_only(torch.Tensor, leaf, first)
+        first = map_tensors(leaf, first)
         with torch.enable_grad():
             value = loss(first, *others)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -244,7 +194,7 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
     ``pair-mean``, ``pair-weight``, ``pair-other``: a pair of which the first is a mean already, the second does not add up, or the first
     is neither.
     """
-    if samples < 3 or not any(t.dim() and t.shape[0] % samples == 0 for v in values[:1] for _, t in tensors_of(v)):
+    if samples < 3 or not any(t.dim() and t.shape[0] % samples == 0 for v in values[:1] for _, t in named_tensors(v)):
         return "unknown"
     third, two = max(1, samples // 3), max(2, 2 * samples // 3)
     cuts = {"a": (0, third), "b": (third, two), "c": (two, samples), "ab": (0, two), "bc": (third, samples), "abc": (0, samples)}
