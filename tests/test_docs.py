@@ -259,7 +259,8 @@ def test_every_option_of_ronde_run_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "page"), [("plan", "plan.md"), ("prove", "prove.md"), ("doctor", "doctor.md"), ("scale", "scale.md"), ("cluster", "cluster.md")]
+    ("verb", "page"),
+    [("plan", "plan.md"), ("prove", "prove.md"), ("doctor", "doctor.md"), ("scale", "scale.md"), ("cluster", "cluster.md")],
 )
 def test_every_option_of_the_studies_is_documented(verb: str, page: str) -> None:
     import typer.main
