@@ -1,8 +1,10 @@
-"""What a cache costs and saves, in CPU milliseconds a sample on one thread: a folder of JPEGs, read, decoded, cropped and flipped.
+"""What a cache costs and saves, in CPU milliseconds a sample on one thread: a folder of JPEGs,
+read, decoded, cropped and flipped.
 
     python benchmarks/cache.py [--images 200] [--rounds 3]
 
-Made here: 500 × 375 JPEGs of about 40 kB. The first epoch pays for decoding and for filling the cache; the others read from it.
+Made here: 500 × 375 JPEGs of about 40 kB. The first epoch pays for decoding and for filling the
+cache; the others read from it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 from PIL import Image
 
 from ronde import feed
-from ronde.feed.images import images
-from ronde.feed.stages import sample_keys
+from ronde.data.images import images
+from ronde.data.named_stages import sample_keys
 
 
 def make(folder: Path, n: int) -> None:
@@ -51,7 +53,9 @@ def main() -> None:
         make(Path(place) / "data", options.images)
         plain = images(Path(place) / "data")
         epoch(plain)
-        print(f"{'':28}{'first epoch':>12}{'others':>10}   ms of CPU a sample, best of {options.rounds}")
+        print(
+            f"{'':28}{'first epoch':>12}{'others':>10}   ms of CPU a sample, best of {options.rounds}"
+        )
         print(f"{'no cache':28}{'':12}{min(epoch(plain) for _ in range(options.rounds)):10.3f}")
         for after in ("read", "decode"):
             for where in ("memory", f"{place}/cache"):
@@ -63,7 +67,9 @@ def main() -> None:
                     report = kept.source.report()
                     kept.source.close()
                 name = f"after {after}, {'memory' if where == 'memory' else 'disk'}"
-                print(f"{name:28}{min(cold):12.3f}{warm:10.3f}   {report.bytes / report.held / 1e3:.0f} kB a sample")
+                print(
+                    f"{name:28}{min(cold):12.3f}{warm:10.3f}   {report.bytes / report.held / 1e3:.0f} kB a sample"
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A training on a fixed-time accelerator, with a fault planted in exactly one place. Run by doctor_truth.py.
+"""A training on a fixed-time accelerator, with a fault planted in exactly one place. Run by
+doctor_truth.py.
 
-``python doctor_job.py plain SPEC`` trains with torch alone, in a plain loop, and prints its rates as JSON: that is the truth.
-``ronde doctor … doctor_job.py ronde SPEC`` is what the doctor sees. SPEC is JSON: see :class:`Spec`.
+``python doctor_job.py plain SPEC`` trains with torch alone, in a plain loop, and prints its rates
+as JSON: that is the truth. ``ronde doctor … doctor_job.py ronde SPEC`` is what the doctor sees.
+SPEC is JSON: see :class:`Spec`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class Spec:
     """A case.
 
     Attributes:
-        fault: how: ``delay``, ``burn`` (lets go of the lock), ``gil`` (holds it), ``bandwidth``, ``threads``, ``large``, ``pickle``,
-            ``exchange``, ``slow_step``, ``block``, ``images``, or empty.
+        fault: how: ``delay``, ``burn`` (lets go of the lock), ``gil`` (holds it), ``bandwidth``,
+            ``threads``, ``large``, ``pickle``, ``exchange``, ``slow_step``, ``block``, ``images``,
+            or empty.
         where: the stage it is planted in.
         ms: how much, for a sample (for a batch in collate, copy, step and exchange).
         rank: only on this rank; -1 on all.
@@ -79,7 +82,9 @@ def hold(seconds: float) -> None:
 
 
 class Bucket:
-    """So many seconds of storage for each sample, shared by all who read: a token bucket, in memory that all see."""
+    """So many seconds of storage for each sample, shared by all who read: a token bucket, in memory
+    that all see.
+    """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("fork")
@@ -187,7 +192,10 @@ class Plain(Dataset):
 
     def change(self, image: object) -> torch.Tensor:
         self.fault.at("augment")
-        return torch.from_numpy(np.asarray(image, dtype=np.float32)[:16, :16, 0].reshape(-1).copy()) / 255
+        return (
+            torch.from_numpy(np.asarray(image, dtype=np.float32)[:16, :16, 0].reshape(-1).copy())
+            / 255
+        )
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         from PIL import Image
@@ -208,7 +216,9 @@ def write_images(folder: str, size: int) -> None:
     rng = np.random.default_rng(0)
     for k in range(24):
         small = rng.integers(0, 255, (size // 8, size // 8, 3), dtype=np.uint8)
-        Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC).save(f"{folder}/{k}.jpg", quality=90)
+        Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC).save(
+            f"{folder}/{k}.jpg", quality=90
+        )
 
 
 class Collate:
@@ -270,12 +280,21 @@ def plant_exchange(spec: Spec) -> None:
         return
     before = DistributedDataParallel.__init__
 
-    def slow(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def slow(
+        state: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         time.sleep(spec.ms / 1e3)
         tensor = bucket.buffer().div_(torch.distributed.get_world_size())
-        return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
+        return (
+            torch.distributed.all_reduce(tensor, async_op=True)
+            .get_future()
+            .then(lambda f: f.value()[0])
+        )
 
-    slow.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}  # DDP looks at them
+    slow.__annotations__ = {
+        "bucket": torch.distributed.GradBucket,
+        "return": torch.futures.Future[torch.Tensor],
+    }  # DDP looks at them
 
     def init(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         before(self, *args, **kwargs)
@@ -293,12 +312,23 @@ def made(spec: Spec, rank: int) -> tuple[Fault, Dataset, Collate]:
     return fault, Named(fault), Collate(fault)
 
 
-def loader_of(spec: Spec, dataset: Dataset, collate: Collate, batch: int, sampler: object = None) -> DataLoader:
-    return DataLoader(dataset, batch_size=batch, shuffle=sampler is None, sampler=sampler, num_workers=spec.loaders, collate_fn=collate)
+def loader_of(
+    spec: Spec, dataset: Dataset, collate: Collate, batch: int, sampler: object = None
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_size=batch,
+        shuffle=sampler is None,
+        sampler=sampler,
+        num_workers=spec.loaders,
+        collate_fn=collate,
+    )
 
 
 def ahead(loader: DataLoader, stop: threading.Event) -> Iterator[object]:
-    """Epoch after epoch, received in a thread, one batch ahead; as torch itself does where it pins memory, and ronde everywhere."""
+    """Epoch after epoch, received in a thread, one batch ahead; as torch itself does where it pins
+    memory, and ronde everywhere.
+    """
     found: queue.Queue[object] = queue.Queue(1)
 
     def receive() -> None:
@@ -327,7 +357,8 @@ def plain(spec: Spec, seconds: float) -> None:
     if size > 1:
         torch.distributed.init_process_group("gloo")
         torch.set_num_threads(1)
-        # The bucket is shared by the loaders of all workers, which are not children of one another here: each gets its part.
+        # The bucket is shared by the loaders of all workers, which are not children of one another
+        # here: each gets its part.
     plant_exchange(spec)
     fault, dataset, collate = made(spec, rank)
     model: nn.Module = Accelerator(spec, rank)
@@ -398,8 +429,12 @@ def with_ronde(spec: Spec) -> None:
 
 if __name__ == "__main__":
     given = Spec(**json.loads(sys.argv[2]))
-    if os.environ.get("DOCTOR_FAVOURED"):  # on a machine that others use too: in a scheduling group of its own
+    if os.environ.get(
+        "DOCTOR_FAVOURED"
+    ):  # on a machine that others use too: in a scheduling group of its own
         with open("/proc/self/autogroup", "w") as group:
             group.write("-15")
         os.nice(-15)
-    plain(given, float(os.environ.get("DOCTOR_SECONDS", "3"))) if sys.argv[1] == "plain" else with_ronde(given)
+    plain(given, float(os.environ.get("DOCTOR_SECONDS", "3"))) if sys.argv[
+        1
+    ] == "plain" else with_ronde(given)

@@ -1,13 +1,18 @@
-"""Is the gap at 4, 8 and 16 devices what `ronde.plan.capacity` says from runs with 1 and 2?
+"""Is the gap at 4, 8 and 16 devices what `ronde.predict.input_capacity` says from runs with 1 and
+2?
 
-Every device is a process of its own that sleeps for a step, as MLPerf Storage's accelerators do, and waits for all others after it. Its
-loading threads fill a bounded queue from what the case says is scarce: a store that all processes share (throttled in shared memory), the
-cores of a node (four simulated ones), loaders that are slow by themselves, or several of these. Latency and service times waver. Nothing
-of ronde runs in the devices: only the prediction is ronde's. A host that wakes the devices late is noticed, and they are run again.
+Every device is a process of its own that sleeps for a step, as MLPerf Storage's accelerators do,
+and waits for all others after it. Its loading threads fill a bounded queue from what the case says
+is scarce: a store that all processes share (throttled in shared memory), the cores of a node (four
+simulated ones), loaders that are slow by themselves, or several of these. Latency and service times
+waver. Nothing
+of ronde runs in the devices: only the prediction is ronde's. A host that wakes the devices late is
+noticed, and they are run again.
 
-What the prediction may see: the runs at 1 and 2 devices (synthetic, real, the loaders alone), a sweep over concurrent readers of the store,
-seconds of core per sample, how much the time between two batches wavers, the number of cores, the length of the queues, the share that the
-cache answers. It is written down before 4, 8 and 16 are run.
+What the prediction may see: the runs at 1 and 2 devices (synthetic, real, the loaders alone), a
+sweep over concurrent readers of the store, seconds of core per sample, how much the time between
+two batches wavers, the number of cores, the length of the queues, the share that the cache answers.
+It is written down before 4, 8 and 16 are run.
 
     python benchmarks/doctor_scale_truth.py            # about 15 minutes, nearly all of it asleep
     python benchmarks/doctor_scale_truth.py --quick    # 3 cases
@@ -30,7 +35,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ronde.plan.capacity import Capacities, Measured, StageCapacity, from_runs, predict
+from ronde.predict.input_capacity import Capacities, Measured, StageCapacity, from_runs, predict
 
 STEP = 0.1  # seconds a step of a device
 BATCH = 20  # samples a step
@@ -99,9 +104,11 @@ def until(end: float) -> None:
 
 
 class Servers:
-    """What processes share: so many servers, each busy until a time that is written in shared memory. First come, first served.
+    """What processes share: so many servers, each busy until a time that is written in shared
+    memory. First come, first served.
 
-    Times are reckoned, not read from a clock after a sleep: a busy host wakes sleepers late, and that is not what is asked about.
+    Times are reckoned, not read from a clock after a sleep: a busy host wakes sleepers late, and
+    that is not what is asked about.
     """
 
     def __init__(self, context, count: int) -> None:
@@ -126,7 +133,9 @@ def lognormal(rng: random.Random, cv: float) -> float:
 class Device:
     """One device: threads that load, a bounded queue, a step that takes its time."""
 
-    def __init__(self, rank: int, case: Case, store: Servers, cores: Servers | None, core_seconds: float) -> None:
+    def __init__(
+        self, rank: int, case: Case, store: Servers, cores: Servers | None, core_seconds: float
+    ) -> None:
         self.case, self.store, self.cores, self.core_seconds = case, store, cores, core_seconds
         self.queue: queue.Queue[float] = queue.Queue(max(1, case.ahead - case.threads))
         self.on_cores = 0.0
@@ -134,7 +143,10 @@ class Device:
         self.lock = threading.Lock()
         self.free = 0.0  # of the loaders' own limit
         self.threads = [
-            threading.Thread(target=self._load, args=(time.time_ns() + rank * 100 + i,), daemon=True) for i in range(case.threads)
+            threading.Thread(
+                target=self._load, args=(time.time_ns() + rank * 100 + i,), daemon=True
+            )
+            for i in range(case.threads)
         ]
 
     def _load(self, seed: int) -> None:
@@ -144,7 +156,9 @@ class Device:
             now += case.latency * STEP * lognormal(rng, 0.5)
             until(now)
             if math.isfinite(case.store) and rng.random() >= case.cached:
-                now = self.store.serve(now, BATCH * lognormal(rng, case.waver) / (case.store * RATE))
+                now = self.store.serve(
+                    now, BATCH * lognormal(rng, case.waver) / (case.store * RATE)
+                )
                 until(now)
             if self.core_seconds:
                 work = self.core_seconds * BATCH * lognormal(rng, case.waver)
@@ -154,7 +168,9 @@ class Device:
                     self.on_cores += work
             if math.isfinite(case.loaders):
                 with self.lock:
-                    now = self.free = max(self.free, now) + STEP / case.loaders * lognormal(rng, case.waver)
+                    now = self.free = max(self.free, now) + STEP / case.loaders * lognormal(
+                        rng, case.waver
+                    )
                 until(now)
             with self.lock:
                 self.made += 1
@@ -177,7 +193,8 @@ def device(rank, case, mode, seconds, store, cores, core_seconds, barrier, ends,
     lags: list[float] = []
 
     def step() -> None:
-        # The device's clock: a step begins when its batch is there and all have ended the one before, and takes its time.
+        # The device's clock: a step begins when its batch is there and all have ended the one
+        # before, and takes its time.
         nonlocal clock
         start = clock
         if mode == "real":
@@ -224,7 +241,9 @@ def device(rank, case, mode, seconds, store, cores, core_seconds, barrier, ends,
 
 
 def run(context, case: Case, devices: int, mode: str, seconds: float) -> tuple[float, float, float]:
-    """As :func:`run_once`, again where the host woke the devices so late that they were not what they stand for."""
+    """As :func:`run_once`, again where the host woke the devices so late that they were not what
+    they stand for.
+    """
     for _ in range(TRIES):
         *found, lag = run_once(context, case, devices, mode, seconds)
         if lag < LATE:
@@ -237,8 +256,12 @@ def run(context, case: Case, devices: int, mode: str, seconds: float) -> tuple[f
     return found[0], found[1], found[2]
 
 
-def run_once(context, case: Case, devices: int, mode: str, seconds: float) -> tuple[float, float, float, float]:
-    """Samples a second of all devices, seconds of core for each sample, how much the time between two batches wavers, how late steps ended."""
+def run_once(
+    context, case: Case, devices: int, mode: str, seconds: float
+) -> tuple[float, float, float, float]:
+    """Samples a second of all devices, seconds of core for each sample, how much the time between
+    two batches wavers, how late steps ended.
+    """
     store, ends = Servers(context, 1), context.Array("d", devices, lock=False)
     nodes = 1 if not case.per_node else -(-devices // case.per_node)
     core_seconds = CORES / (case.cores * RATE) if math.isfinite(case.cores) else 0.0
@@ -248,7 +271,18 @@ def run_once(context, case: Case, devices: int, mode: str, seconds: float) -> tu
     processes = [
         context.Process(
             target=device,
-            args=(r, case, mode, seconds, store, pools[r * nodes // devices], core_seconds, barrier, ends, results),
+            args=(
+                r,
+                case,
+                mode,
+                seconds,
+                store,
+                pools[r * nodes // devices],
+                core_seconds,
+                barrier,
+                ends,
+                results,
+            ),
             daemon=True,
         )
         for r in range(devices)
@@ -265,11 +299,18 @@ def run_once(context, case: Case, devices: int, mode: str, seconds: float) -> tu
                 p.join()
     rates = [rate for _, rate, *_ in found]
     each, waver = (statistics.mean(f[i] for f in found) for i in (2, 3))
-    return (sum(rates) if mode == "loading" else min(rates) * devices), each, waver, max(f[4] for f in found)
+    return (
+        (sum(rates) if mode == "loading" else min(rates) * devices),
+        each,
+        waver,
+        max(f[4] for f in found),
+    )
 
 
 def sweep(case: Case, context, seconds: float) -> list[tuple[int, float]]:
-    """Samples a second that the store gives to ever more readers at once. The cache is passed by."""
+    """Samples a second that the store gives to ever more readers at once. The cache is passed
+    by.
+    """
     if math.isinf(case.store):
         return []
     found: list[tuple[int, float]] = []
@@ -283,7 +324,10 @@ def sweep(case: Case, context, seconds: float) -> list[tuple[int, float]]:
             rng = random.Random(time.time_ns() + i)
             now = begin - 0.2
             while now < begin + seconds:
-                now = store.serve(now + case.latency * STEP * lognormal(rng, 0.5), 4 * lognormal(rng, case.waver) / (case.store * RATE))
+                now = store.serve(
+                    now + case.latency * STEP * lognormal(rng, 0.5),
+                    4 * lognormal(rng, case.waver) / (case.store * RATE),
+                )
                 until(now)
                 done[i] += 4 * (begin <= now < begin + seconds)
 
@@ -307,11 +351,21 @@ def judge(case: Case, seconds: float) -> dict:
         synthetic, *_ = run(context, case, n, "synthetic", 2.0)
         real, each, _ = run(context, case, n, "real", seconds)
         loading, _, waver = run(context, case, n, "loading", seconds)
-        runs.append(Measured(n, synthetic, real, loading, cpu_seconds=each if math.isfinite(case.cores) else 0.0))
+        runs.append(
+            Measured(
+                n, synthetic, real, loading, cpu_seconds=each if math.isfinite(case.cores) else 0.0
+            )
+        )
         wavers.append(waver)
     swept = sweep(case, context, seconds / 4)
     cores = float(CORES)
-    like = Capacities(RATE, buffer_batches=case.ahead, variation=wavers[0], dataset_bytes=1.0, cache_bytes_per_node=case.cached)
+    like = Capacities(
+        RATE,
+        buffer_batches=case.ahead,
+        variation=wavers[0],
+        dataset_bytes=1.0,
+        cache_bytes_per_node=case.cached,
+    )
     found = from_runs(
         runs,
         stages=(StageCapacity("decode", runs[0].cpu_seconds),) if math.isfinite(case.cores) else (),
@@ -354,14 +408,20 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--quick", action="store_true")
     arguments.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
-    arguments.add_argument("--jobs", type=int, default=3, help="cases at a time: nearly all of it is sleep")
+    arguments.add_argument(
+        "--jobs", type=int, default=3, help="cases at a time: nearly all of it is sleep"
+    )
     arguments.add_argument("--only", default="", help="cases whose name contains this")
     arguments.add_argument("--json", type=Path)
     asked = arguments.parse_args()
     context = mp.get_context("fork")
     cases = [c for c in CASES if asked.only in c.name]
     if asked.quick:
-        cases = cases[:1] + [c for c in cases if c.name.startswith("cores")][:1] + [c for c in cases if c.name.startswith("own")][:1]
+        cases = (
+            cases[:1]
+            + [c for c in cases if c.name.startswith("cores")][:1]
+            + [c for c in cases if c.name.startswith("own")][:1]
+        )
     all_rows, kept = [], []
     pool = concurrent.futures.ProcessPoolExecutor(asked.jobs, mp_context=context)
     for case, made in [(case, pool.submit(judge, case, asked.seconds)) for case in cases]:
@@ -369,7 +429,9 @@ def main() -> None:
         kept.append(found)
         all_rows += found["rows"]
         one, two = found["runs"]
-        seen = "  ".join(f"{r['devices']}: {100 * (1 - r['real'] / r['synthetic']):.0f} %" for r in (one, two))
+        seen = "  ".join(
+            f"{r['devices']}: {100 * (1 - r['real'] / r['synthetic']):.0f} %" for r in (one, two)
+        )
         print(f"{case.name}   (measured {seen})", flush=True)
         for r in found["rows"]:
             sign = "ok " if r["right"] else "OFF"
@@ -386,7 +448,11 @@ def main() -> None:
     print(
         f"\n{len(all_rows) - len(off)} of {len(all_rows)} within the bar; away from the knee mean {statistics.mean(away):.1f}, worst {max(away):.1f} "
         f"points (n = {len(away)}, bar 5)"
-        + (f"; on it mean {statistics.mean(at):.1f}, worst {max(at):.1f} (n = {len(at)}, bar 10)" if at else "")
+        + (
+            f"; on it mean {statistics.mean(at):.1f}, worst {max(at):.1f} (n = {len(at)}, bar 10)"
+            if at
+            else ""
+        )
         + f"; inside the interval: {sum(r['in_interval'] for r in all_rows)}"
     )
     if asked.json:

@@ -1,12 +1,15 @@
-"""Does the doctor tell the truth? A fault planted in exactly one place, measured by plain loops and diagnosed by ``ronde doctor``.
+"""Does the doctor tell the truth? A fault planted in exactly one place, measured by plain loops and
+diagnosed by ``ronde doctor``.
 
-The accelerator takes a fixed time (as MLPerf Storage has it). The truth: torch's own loop, without Ronde but in the environment that its
-workers get (how OpenMP's threads wait), with the fault and without it; lost points = what the fault took from the rate, in hundredths of
-the synthetic rate. The doctor sees the faulty script only.
+The accelerator takes a fixed time (as MLPerf Storage has it). The truth: torch's own loop, without
+Ronde but in the environment that its workers get (how OpenMP's threads wait), with the fault and
+without it; lost points = what the fault took from the rate, in hundredths of the synthetic rate.
+The doctor sees the faulty script only.
 
-    python benchmarks/doctor_truth.py                       all cases, some 40 minutes on two quiet cores
-    python benchmarks/doctor_truth.py --only delay-decode   cases whose name holds this; with --merge they replace those in the results
-    python benchmarks/doctor_truth.py --sample 8            every n-th, eight of them
+    python benchmarks/doctor_truth.py                       all cases, some 40 minutes on two quiet
+    cores python benchmarks/doctor_truth.py --only delay-decode   cases whose name holds this; with
+    --merge they replace those in the results python benchmarks/doctor_truth.py --sample 8
+    every n-th, eight of them
 """
 
 from __future__ import annotations
@@ -44,7 +47,14 @@ def cases() -> dict[str, tuple[Spec, str]]:
     add("delay-read-mild", "read", fault="delay", where="read", ms=4.5)
     add("delay-augment-severe", "augment", fault="delay", where="augment", ms=15)
     for where in ("decode", "augment", "python", "collate"):
-        add(f"gil-{where}", where, fault="gil", where=where, ms=55 if where == "collate" else 3.5, step_ms=20)
+        add(
+            f"gil-{where}",
+            where,
+            fault="gil",
+            where=where,
+            ms=55 if where == "collate" else 3.5,
+            step_ms=20,
+        )
     for where in ("read", "decode", "augment", "python"):
         add(f"inside-delay-{where}", where, fault="delay", where=where, ms=1.2, loaders=0)
     add("inside-delay-collate", "collate", fault="delay", where="collate", ms=20, loaders=0)
@@ -53,15 +63,51 @@ def cases() -> dict[str, tuple[Spec, str]]:
     add("bandwidth", "read", fault="bandwidth", where="read", ms=3.2)
     add("bandwidth-4-loaders", "read", fault="bandwidth", where="read", ms=4, loaders=4)
     add("pickle", "transport", fault="pickle", where="transport", ms=110)
-    add("large-samples", "transport", fault="large", where="transport", payload=48 << 20, step_ms=20)
+    add(
+        "large-samples", "transport", fault="large", where="transport", payload=48 << 20, step_ms=20
+    )
     add("delay-copy", "copy", fault="delay", where="copy", ms=20)
     add("burn-copy", "copy", fault="burn", where="copy", ms=20)
     add("block-copy", "copy", fault="block", where="copy", ms=20)
     add("inside-delay-copy", "copy", fault="delay", where="copy", ms=15, loaders=0)
-    add("threads-augment", "oversubscription", fault="threads", where="augment", ms=1.8, threads=2, step_ms=20)
-    add("threads-collate", "oversubscription", fault="threads", where="collate", ms=28, threads=2, step_ms=20)
-    add("neighbour-decode", "neighbour", fault="burn", where="decode", ms=3, loaders=3, busy_ms=30, step_ms=30)
-    add("neighbour-augment", "neighbour", fault="gil", where="augment", ms=3, loaders=3, busy_ms=30, step_ms=30)
+    add(
+        "threads-augment",
+        "oversubscription",
+        fault="threads",
+        where="augment",
+        ms=1.8,
+        threads=2,
+        step_ms=20,
+    )
+    add(
+        "threads-collate",
+        "oversubscription",
+        fault="threads",
+        where="collate",
+        ms=28,
+        threads=2,
+        step_ms=20,
+    )
+    add(
+        "neighbour-decode",
+        "neighbour",
+        fault="burn",
+        where="decode",
+        ms=3,
+        loaders=3,
+        busy_ms=30,
+        step_ms=30,
+    )
+    add(
+        "neighbour-augment",
+        "neighbour",
+        fault="gil",
+        where="augment",
+        ms=3,
+        loaders=3,
+        busy_ms=30,
+        step_ms=30,
+    )
     add("plain-transform", "augment", kind="plain", fault="delay", where="augment", ms=6)
     add("plain-collate", "collate", kind="plain", fault="delay", where="collate", ms=100)
     add("plain-python", "python", kind="plain", fault="gil", where="python", ms=4, step_ms=20)
@@ -69,13 +115,65 @@ def cases() -> dict[str, tuple[Spec, str]]:
     add("two-delay-read", "read", fault="delay", where="read", ms=3.5, loaders=1, workers=2)
     add("two-delay-decode", "decode", fault="delay", where="decode", ms=3.5, loaders=1, workers=2)
     add("two-delay-copy", "copy", fault="delay", where="copy", ms=20, loaders=1, workers=2)
-    add("two-delay-python-inside", "python", fault="delay", where="python", ms=1.2, loaders=0, workers=2)
-    add("straggler-step", "straggler", fault="slow_step", where="step", ms=15, rank=1, loaders=1, workers=2)
-    add("straggler-step-severe", "straggler", fault="slow_step", where="step", ms=40, rank=0, loaders=1, workers=2)
-    add("straggler-loader", "straggler", fault="delay", where="decode", ms=3.5, rank=1, loaders=1, workers=2)
-    add("straggler-loader-inside", "straggler", fault="delay", where="read", ms=1.5, rank=0, loaders=0, workers=2)
+    add(
+        "two-delay-python-inside",
+        "python",
+        fault="delay",
+        where="python",
+        ms=1.2,
+        loaders=0,
+        workers=2,
+    )
+    add(
+        "straggler-step",
+        "straggler",
+        fault="slow_step",
+        where="step",
+        ms=15,
+        rank=1,
+        loaders=1,
+        workers=2,
+    )
+    add(
+        "straggler-step-severe",
+        "straggler",
+        fault="slow_step",
+        where="step",
+        ms=40,
+        rank=0,
+        loaders=1,
+        workers=2,
+    )
+    add(
+        "straggler-loader",
+        "straggler",
+        fault="delay",
+        where="decode",
+        ms=3.5,
+        rank=1,
+        loaders=1,
+        workers=2,
+    )
+    add(
+        "straggler-loader-inside",
+        "straggler",
+        fault="delay",
+        where="read",
+        ms=1.5,
+        rank=0,
+        loaders=0,
+        workers=2,
+    )
     add("exchange", "exchange", fault="exchange", where="exchange", ms=15, loaders=1, workers=2)
-    add("exchange-severe", "exchange", fault="exchange", where="exchange", ms=45, loaders=1, workers=2)
+    add(
+        "exchange-severe",
+        "exchange",
+        fault="exchange",
+        where="exchange",
+        ms=45,
+        loaders=1,
+        workers=2,
+    )
     add("healthy", "", loaders=2)
     add("healthy-inside", "", loaders=0)
     add("healthy-plain", "", kind="plain", loaders=2)
@@ -87,14 +185,22 @@ def plain(spec: Spec, folder: str) -> dict[str, float]:
     """Rates of a plain loop."""
     job = [str(_JOB), "plain", json.dumps(dataclasses.asdict(spec))]
     if spec.workers > 1:
-        job = ["-m", "torch.distributed.run", "--nproc-per-node", str(spec.workers), "--standalone", *job]
+        job = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(spec.workers),
+            "--standalone",
+            *job,
+        ]
     done = subprocess.run(
         [sys.executable, *job],
         capture_output=True,
         text=True,
         timeout=300,
-        # How threads wait is told by the environment: with GNU OpenMP's own setting, two loaders with a thread for each of two cores
-        # have found a pace between 41 and 421 samples/s, another one in every process.
+        # How threads wait is told by the environment: with GNU OpenMP's own setting, two loaders
+        # with a thread for each of two cores have found a pace between 41 and 421 samples/s,
+        # another one in every process.
         env={
             **os.environ,
             "DOCTOR_FOLDER": folder,
@@ -111,9 +217,14 @@ def plain(spec: Spec, folder: str) -> dict[str, float]:
 def truth(spec: Spec, folder: str) -> dict[str, float]:
     """Rates with the fault and without it, one right after the other, and what it took."""
     sound = plain(dataclasses.replace(spec, fault="", where="", ms=0.0, rank=-1, payload=0), folder)
-    # Threads that wait for the same cores find a pace, and in another process another one: the middle of three.
+    # Threads that wait for the same cores find a pace, and in another process another one: the
+    # middle of three.
     times = 3 if spec.fault == "threads" else 1
-    faulty = sorted((plain(spec, folder) for _ in range(times)), key=lambda r: r["real"])[times // 2] if spec.fault else sound
+    faulty = (
+        sorted((plain(spec, folder) for _ in range(times)), key=lambda r: r["real"])[times // 2]
+        if spec.fault
+        else sound
+    )
     ceiling = sound["synthetic"]
     return {
         "with": faulty["real"],
@@ -167,7 +278,9 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
     """The rows with their summary; in the file, unless they are only some of all."""
     if options.merge:
         fresh = {r["case"]: r for r in rows}
-        rows = [fresh.pop(r["case"], r) for r in json.loads(options.out.read_text())["cases"]] + list(fresh.values())
+        rows = [
+            fresh.pop(r["case"], r) for r in json.loads(options.out.read_text())["cases"]
+        ] + list(fresh.values())
     planted = [r for r in rows if r["stage"]]
     healthy = [r for r in rows if not r["stage"]]
     summary = {
@@ -177,7 +290,8 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
         "healthy": len(healthy),
         "false_alarms": sum(not r["right"] and r.get("said") != "refused" for r in healthy),
         "refused": sum(r.get("said") == "refused" for r in rows),
-        "mean_error_points": sum(abs(r.get("error_points", 0.0)) for r in planted) / max(1, len(planted)),
+        "mean_error_points": sum(abs(r.get("error_points", 0.0)) for r in planted)
+        / max(1, len(planted)),
     }
     results = {"summary": summary, "cases": rows}
     if options.merge or not (options.only or options.sample):
@@ -187,17 +301,32 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     """Run, print a line for each case, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name holds one of these, with commas between them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="cases whose name holds one of these, with commas between them"
+    )
     parser.add_argument("--sample", type=int, default=0, help="so many cases, spread over all")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each diagnosis")
-    parser.add_argument("--merge", action="store_true", help="with --only: put these cases' rows in the place of their old ones")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="with --only: put these cases' rows in the place of their old ones",
+    )
     parser.add_argument("--out", type=Path, default=_HERE / "results" / "doctor_truth.json")
     options = parser.parse_args()
-    chosen = {n: c for n, c in cases().items() if not options.only or any(w in n for w in options.only.split(","))}
+    chosen = {
+        n: c
+        for n, c in cases().items()
+        if not options.only or any(w in n for w in options.only.split(","))
+    }
     if options.sample and options.sample < len(chosen):
         names = list(chosen)
-        chosen = {names[i * len(names) // options.sample]: chosen[names[i * len(names) // options.sample]] for i in range(options.sample)}
+        chosen = {
+            names[i * len(names) // options.sample]: chosen[names[i * len(names) // options.sample]]
+            for i in range(options.sample)
+        }
     rows = []
     with tempfile.TemporaryDirectory(prefix="doctor-truth-") as folder:
         for size in {64, *(int(s.ms) for s, _ in chosen.values() if s.fault == "images")}:
@@ -222,7 +351,10 @@ def main() -> None:
                     "neighbour": values["neighbour"],
                     "straggler": values["straggler"],
                     "exchange_points": values["exchange_points"],
-                    "arms": {a: [round(r, 1) for r in x["samples_per_second"]] for a, x in values["arms"].items()},
+                    "arms": {
+                        a: [round(r, 1) for r in x["samples_per_second"]]
+                        for a, x in values["arms"].items()
+                    },
                     "measured_seconds": values["measured_seconds"],
                 }
                 row["error_points"] = row["points"] - found["points"] if stage else 0.0
@@ -232,7 +364,13 @@ def main() -> None:
             if "error" in row:
                 print(f"{name:<26} FAILED {row['error'][-400:]}", flush=True)
             else:
-                mark = "ok  " if row["right"] and abs(row["error_points"]) <= 5 else "FAR " if row["right"] else "WRONG"
+                mark = (
+                    "ok  "
+                    if row["right"] and abs(row["error_points"]) <= 5
+                    else "FAR "
+                    if row["right"]
+                    else "WRONG"
+                )
                 print(
                     f"{mark:<6}{name:<26}{stage or 'healthy':<18}said {row['said'] or 'healthy':<18}points {row['points']:5.1f}  truth "
                     f"{found['points']:5.1f}  ({found['with']:.0f} of {found['without']:.0f}, ceiling {found['ceiling']:.0f})  {row['seconds']:.0f} s",

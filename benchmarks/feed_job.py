@@ -1,14 +1,18 @@
-"""A JPEG classification job whose input pipeline starves its device: to be diagnosed by `ronde doctor`, and cured.
+"""A JPEG classification job whose input pipeline starves its device: to be diagnosed by
+`ronde doctor`, and cured.
 
-As people write it: a map-style Dataset that opens files with Pillow, the usual transforms, a DataLoader. The device is simulated, as MLPerf
-Storage does it: each batch takes a fixed time per image, in which this process sleeps and its cores are free.
+As people write it: a map-style Dataset that opens files with Pillow, the usual transforms, a
+DataLoader. The device is simulated, as MLPerf
+Storage does it: each batch takes a fixed time per image, in which this process sleeps and its cores
+are free.
 
-    python benchmarks/feed_job.py --make DIR                       # photographs, once (needs scikit-learn)
-    ronde doctor benchmarks/feed_job.py -- --data DIR              # what is wrong, and what would help
-    python benchmarks/feed_job.py --data DIR --workers 1           # as it is
+    python benchmarks/feed_job.py --make DIR                       # photographs, once (needs
+    scikit-learn) ronde doctor benchmarks/feed_job.py -- --data DIR              # what is wrong,
+    and what would help python benchmarks/feed_job.py --data DIR --workers 1           # as it is
     python benchmarks/feed_job.py --data DIR --feed                # the same job on ronde.feed
-    python benchmarks/feed_job.py --data DIR --synthetic           # one batch over and over: what the device could do
-    python benchmarks/feed_job.py --data DIR --seconds 10 --json   # measures itself and stops
+    python benchmarks/feed_job.py --data DIR --synthetic           # one batch over and over: what
+    the device could do python benchmarks/feed_job.py --data DIR --seconds 10 --json   # measures
+    itself and stops
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 def make_photographs(folder: Path, count: int = 512, classes: int = 8) -> None:
-    """JPEG files as ImageNet's in size: crops of scikit-learn's two photographs, always the same ones."""
+    """JPEG files as ImageNet's in size: crops of scikit-learn's two photographs, always the same
+    ones.
+    """
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
@@ -46,7 +52,10 @@ def make_photographs(folder: Path, count: int = 512, classes: int = 8) -> None:
     for i in range(count):
         photo = photos[i % len(photos)]
         width, height = int(rng.integers(400, 560)), int(rng.integers(280, 420))
-        x, y = int(rng.integers(0, photo.width - width + 1)), int(rng.integers(0, photo.height - height + 1))
+        x, y = (
+            int(rng.integers(0, photo.width - width + 1)),
+            int(rng.integers(0, photo.height - height + 1)),
+        )
         place = folder / f"class{i % classes}" / f"{i:05}.jpg"
         place.parent.mkdir(parents=True, exist_ok=True)
         photo.crop((x, y, x + width, y + height)).save(place, "JPEG", quality=97)
@@ -54,7 +63,9 @@ def make_photographs(folder: Path, count: int = 512, classes: int = 8) -> None:
 
 
 class PillowImages(Dataset):
-    """What torchvision's ImageFolder with RandomResizedCrop, RandomHorizontalFlip, ToTensor and Normalize does, line by line."""
+    """What torchvision's ImageFolder with RandomResizedCrop, RandomHorizontalFlip, ToTensor and
+    Normalize does, line by line.
+    """
 
     def __init__(self, folder: Path, size: int = 224) -> None:
         self.files = sorted(folder.glob("*/*.jpg"))
@@ -77,7 +88,13 @@ class PillowImages(Dataset):
             from PIL import Image
 
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        x = torch.from_numpy(np.array(image, copy=True)).permute(2, 0, 1).contiguous().to(torch.float32).div(255)
+        x = (
+            torch.from_numpy(np.array(image, copy=True))
+            .permute(2, 0, 1)
+            .contiguous()
+            .to(torch.float32)
+            .div(255)
+        )
         return x.sub_(MEAN).div_(STD)
 
 
@@ -96,7 +113,9 @@ def random_box(width: int, height: int, uniform: Any = random.uniform) -> tuple[
 def random_resized_crop(image: Any, size: int) -> Any:
     from PIL import Image
 
-    return image.crop(random_box(image.width, image.height)).resize((size, size), Image.Resampling.BILINEAR)
+    return image.crop(random_box(image.width, image.height)).resize(
+        (size, size), Image.Resampling.BILINEAR
+    )
 
 
 class Accelerator(nn.Module):
@@ -113,7 +132,9 @@ class Accelerator(nn.Module):
 
 
 class OneBatch(Dataset):
-    """Real images, read once: each sample is one of the first few, as a tensor that is there already."""
+    """Real images, read once: each sample is one of the first few, as a tensor that is there
+    already.
+    """
 
     def __init__(self, data: Any, n: int, keep: int = 64) -> None:
         self.held = [data[i] for i in range(min(keep, len(data)))]
@@ -139,16 +160,35 @@ _kept: Any = None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("FEED_JOB_DATA", "photographs")), help="folder of --make")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("FEED_JOB_DATA", "photographs")),
+        help="folder of --make",
+    )
     parser.add_argument("--make", type=Path, help="write the photographs there, and stop")
     parser.add_argument("--workers", type=int, default=0, help="the DataLoader's num_workers")
-    parser.add_argument("--rate", type=float, default=600.0, help="images a second that the simulated device takes")
+    parser.add_argument(
+        "--rate", type=float, default=600.0, help="images a second that the simulated device takes"
+    )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--feed", action="store_true", help="read with ronde.feed instead of Pillow and a DataLoader")
-    parser.add_argument("--synthetic", action="store_true", help="train on the same batch over and over")
-    parser.add_argument("--seconds", type=float, help="measure for that long after as long a warm-up (at most 5 s), and stop")
+    parser.add_argument(
+        "--feed",
+        action="store_true",
+        help="read with ronde.feed instead of Pillow and a DataLoader",
+    )
+    parser.add_argument(
+        "--synthetic", action="store_true", help="train on the same batch over and over"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="measure for that long after as long a warm-up (at most 5 s), and stop",
+    )
     parser.add_argument("--json", action="store_true", help="print the rate that was measured")
     args = parser.parse_args()
     if args.make:
@@ -159,7 +199,9 @@ def main() -> None:
 
     plain = PillowImages(args.data)
     if args.synthetic:
-        data: Any = DataLoader(OneBatch(plain, 1 << 20), args.batch, shuffle=False, collate_fn=recycled)
+        data: Any = DataLoader(
+            OneBatch(plain, 1 << 20), args.batch, shuffle=False, collate_fn=recycled
+        )
     elif args.feed:
         data = ronde.feed.images(args.data, size=224)
     else:
@@ -183,7 +225,11 @@ def main() -> None:
                 if args.json:
                     print(
                         json.dumps(
-                            {"images_per_second": done / (now - start), "cpu_seconds": time.process_time() - cpu, "seconds": now - start}
+                            {
+                                "images_per_second": done / (now - start),
+                                "cpu_seconds": time.process_time() - cpu,
+                                "seconds": now - start,
+                            }
                         )
                     )
                 os._exit(0)

@@ -1,12 +1,14 @@
-"""What does Ronde cost? Steps a second and peak memory against hand-written DDP, Accelerate and Lightning Fabric.
+"""What does Ronde cost? Steps a second and peak memory against hand-written DDP, Accelerate and
+Lightning Fabric.
 
-All four train the same model on the same data with two workers. They take turns in the same two processes, some steps each,
-in an order that changes from round to round; what is printed is the median over rounds of each one's time relative to the
-hand-written loop of the same round, so that a disturbance of the machine strikes all alike. Peak memory is measured apart, in
-processes that run one of them only.
+All four train the same model on the same data with two workers. They take turns in the same two
+processes, some steps each, in an order that changes from round to round; what is printed is the
+median over rounds of each one's time relative to the hand-written loop of the same round, so that a
+disturbance of the machine strikes all alike. Peak memory is measured apart, in processes that run
+one of them only.
 
-    python benchmarks/overhead.py                     # all, prints a table and writes benchmarks/results/overhead.json
-    python benchmarks/overhead.py --rounds 5 --only small
+    python benchmarks/overhead.py                     # all, prints a table and writes
+    benchmarks/results/overhead.json python benchmarks/overhead.py --rounds 5 --only small
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def build(size: str) -> tuple[Any, Any, Any, Any, int]:
 
     torch.manual_seed(0)
     if size == "small":
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        model = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
         data: Any = TensorDataset(torch.randn(8192, 64), torch.randint(10, (8192,)))
         batch = 64
         loss: Any = F.cross_entropy
@@ -53,7 +57,9 @@ def build(size: str) -> tuple[Any, Any, Any, Any, int]:
             def __getitem__(self, i: int) -> Any:
                 return self.x[i], self.y[i]
 
-        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+        model = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
         data, batch, loss = Rows(), 64, F.cross_entropy
     else:
         width, length, vocabulary = 256, 64, 256
@@ -62,7 +68,9 @@ def build(size: str) -> tuple[Any, Any, Any, Any, int]:
             def __init__(self) -> None:
                 super().__init__()
                 self.embed = nn.Embedding(vocabulary, width)
-                layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+                layer = nn.TransformerEncoderLayer(
+                    width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+                )
                 self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
                 self.head = nn.Linear(width, vocabulary)
 
@@ -73,7 +81,9 @@ def build(size: str) -> tuple[Any, Any, Any, Any, int]:
             return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
         model = Net()
-        data = TensorDataset(torch.randint(vocabulary, (2048, length)), torch.randint(vocabulary, (2048, length)))
+        data = TensorDataset(
+            torch.randint(vocabulary, (2048, length)), torch.randint(vocabulary, (2048, length))
+        )
         batch, loss = 16, tokens
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer, data, loss, batch
@@ -100,7 +110,9 @@ def by_hand(size: str) -> Iterator[None]:
 
 
 def with_ronde(size: str) -> Iterator[None]:
-    """The same under Ronde, with its record, its progress and its check for NaN as they are by default."""
+    """The same under Ronde, with its record, its progress and its check for NaN as they are by
+    default.
+    """
     import ronde
 
     model, optimizer, data, loss_of, batch = build(size)
@@ -118,7 +130,9 @@ def with_accelerate(size: str) -> Iterator[None]:
 
     model, optimizer, data, loss_of, batch = build(size)
     accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch // WORKERS, shuffle=True))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(data, batch // WORKERS, shuffle=True)
+    )
     while True:
         for x, y in loader:
             optimizer.zero_grad()
@@ -194,9 +208,21 @@ def launch(size: str, rounds: int, steps: int, names: list[str]) -> dict[str, An
     """Two processes under torchrun."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}", __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={WORKERS}",
+            __file__,
+        ]
         command += ["--worker", size, str(rounds), str(steps), ",".join(names), str(out)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_RUNS": str(Path(folder) / "runs"), "RONDE_PROGRESS": "quiet"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "RONDE_RUNS": str(Path(folder) / "runs"),
+            "RONDE_PROGRESS": "quiet",
+        }
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
         if not out.exists():
             sys.exit(done.stdout + done.stderr)
@@ -223,7 +249,9 @@ def import_cost(repeats: int = 7) -> dict[str, float]:
 
 
 def order_cost() -> dict[str, Any]:
-    """Start, seek and memory of the order and of a resume in the middle of an epoch, by size of the data set."""
+    """Start, seek and memory of the order and of a resume in the middle of an epoch, by size of the
+    data set.
+    """
     code = """
 import json, resource, sys, time
 import torch
@@ -247,7 +275,11 @@ print(json.dumps({"first_batch_ms": first * 1e3, "grown_megabytes": (resource.ge
     found = {}
     for n in (10**5, 10**7, 10**9):
         runs = [
-            json.loads(subprocess.run([sys.executable, "-c", code, str(n)], check=True, capture_output=True, text=True).stdout)
+            json.loads(
+                subprocess.run(
+                    [sys.executable, "-c", code, str(n)], check=True, capture_output=True, text=True
+                ).stdout
+            )
             for _ in range(3)
         ]
         found[f"{n:.0e}"] = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
@@ -255,9 +287,13 @@ print(json.dumps({"first_batch_ms": first * 1e3, "grown_megabytes": (resource.ge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--only", choices=["small", "rows", "large", "import", "order"], help="one part only")
+    parser.add_argument(
+        "--only", choices=["small", "rows", "large", "import", "order"], help="one part only"
+    )
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "overhead.json"))
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -266,7 +302,9 @@ def main() -> None:
         worker(size, int(rounds), int(steps), names.split(","), out)
         return
     path = Path(arguments.out)
-    report: dict[str, Any] = json.loads(path.read_text()) if arguments.only and path.exists() else {}
+    report: dict[str, Any] = (
+        json.loads(path.read_text()) if arguments.only and path.exists() else {}
+    )
     report["machine"] = {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -277,7 +315,11 @@ def main() -> None:
             continue
         found = launch(size, arguments.rounds, steps, list(CONTESTANTS))
         times = found["times"]
-        part = report[size] = {"torch": found["torch"], "rounds": arguments.rounds, "steps_per_round": steps}
+        part = report[size] = {
+            "torch": found["torch"],
+            "rounds": arguments.rounds,
+            "steps_per_round": steps,
+        }
         for name in CONTESTANTS:
             ratios = sorted(d / t for d, t in zip(times["ddp"], times[name], strict=True))
             quarter = len(ratios) // 4
@@ -293,19 +335,24 @@ def main() -> None:
             p = part[name]
             quartiles = f"{p['quartiles'][0]:.3f}–{p['quartiles'][1]:.3f}"
             print(
-                f"{name:12}{p['steps_per_second']:10.1f}{p['relative_to_ddp']:9.3f}{quartiles:>16}{p['peak_megabytes']:10.0f}", flush=True
+                f"{name:12}{p['steps_per_second']:10.1f}{p['relative_to_ddp']:9.3f}{quartiles:>16}{p['peak_megabytes']:10.0f}",
+                flush=True,
             )
         _write(path, report)
     if arguments.only in (None, "import"):
         report["import_seconds"] = import_cost()
         print("\nimport, seconds (median)")
         for name, seconds in report["import_seconds"].items():
-            print(f"{name:30}{seconds:8.3f}{seconds / report['import_seconds']['torch']:8.2f} × torch")
+            print(
+                f"{name:30}{seconds:8.3f}{seconds / report['import_seconds']['torch']:8.2f} × torch"
+            )
     if arguments.only in (None, "order"):
         report["order"] = order_cost()
         print("\norder: first batch after a resume at two thirds of the epoch")
         for n, values in report["order"].items():
-            print(f"{n:>8} samples{values['first_batch_ms']:10.1f} ms{values['grown_megabytes']:8.1f} MB")
+            print(
+                f"{n:>8} samples{values['first_batch_ms']:10.1f} ms{values['grown_megabytes']:8.1f} MB"
+            )
     _write(path, report)
 
 

@@ -1,11 +1,13 @@
-"""A pipeline's bubble against the schedule's theory, and its speed beside torch's own pipeline with the same cut, in the same processes.
+"""A pipeline's bubble against the schedule's theory, and its speed beside torch's own pipeline with
+the same cut, in the same processes.
 
-    python benchmarks/pipeline.py                  4 stages of sleeping layers, 2 stages of real ones
-    python benchmarks/pipeline.py --rounds 10 --json benchmarks/results/pipeline.json
+    python benchmarks/pipeline.py                  4 stages of sleeping layers, 2 stages of real
+    ones python benchmarks/pipeline.py --rounds 10 --json benchmarks/results/pipeline.json
 
-Sleeping layers stand for a device each, so that four stages run on two cores. Rounds are interleaved (Ronde, torch, torch, Ronde, …);
-the ratio is the median over rounds of torch's step time to Ronde's: above 1, Ronde is faster. Real layers, whose steps are short and
-noisy, have ten times as many rounds.
+Sleeping layers stand for a device each, so that four stages run on two cores. Rounds are
+interleaved (Ronde, torch, torch, Ronde, …); the ratio is the median over rounds of torch's step
+time to Ronde's: above 1, Ronde is faster. Real layers, whose steps are short and noisy, have ten
+times as many rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import time
 from pathlib import Path
 
 SLEEP = {"forward": 0.030, "input": 0.030, "weights": 0.030}
-"""Seconds of a layer's forward pass, and of its backward pass: for what it was given, and for its weights."""
+"""Seconds of a layer's forward pass, and of its backward pass: for what it was given, and for its
+weights.
+"""
 CASES = [
     # name, stages, micro-batches, schedule, sleeping
     ("sleeping, 4 stages, GPipe", 4, 8, "gpipe", True),
@@ -59,11 +63,20 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             layers = nn.Sequential(*(Layer(1 / virtual) for _ in range(count)))
             x = torch.randn(micros * 2, 8)
         else:
-            layers = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(2 * count)))
+            layers = nn.Sequential(
+                *(
+                    nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True)
+                    for _ in range(2 * count)
+                )
+            )
             x = torch.randn(micros * 2, 64, 128)
         per = len(layers) // count
         mine = ronde.world().rank
-        twin = nn.Sequential(*[layers[i] for i in range(mine * per, (mine + 1) * per)]) if virtual == 1 else None
+        twin = (
+            nn.Sequential(*[layers[i] for i in range(mine * per, (mine + 1) * per)])
+            if virtual == 1
+            else None
+        )
         import copy
 
         twin = copy.deepcopy(twin)
@@ -71,7 +84,9 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         spec = f"pipeline={stages},virtual={virtual},schedule={schedule},micro_batch=2"
         names = [str(i * per) for i in range(1, count)]
         data = torch.utils.data.TensorDataset(x, x)
-        run = ronde.distribute(layers, optimizer, data, loss=loss_of, batch_size=len(x), plan=spec, split_at=names)
+        run = ronde.distribute(
+            layers, optimizer, data, loss=loss_of, batch_size=len(x), plan=spec, split_at=names
+        )
 
         busy: list[float] = []
 
@@ -90,7 +105,9 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         theirs = None
         if virtual == 1 and schedule in ("gpipe", "1f1b"):
             stage = PipelineStage(twin, mine, stages, torch.device("cpu"))
-            made = (Schedule1F1B if schedule == "1f1b" else ScheduleGPipe)(stage, micros, loss_fn=loss_of)
+            made = (Schedule1F1B if schedule == "1f1b" else ScheduleGPipe)(
+                stage, micros, loss_fn=loss_of
+            )
             step = torch.optim.SGD(twin.parameters(), lr=1e-6)
 
             def theirs(made=made, step=step, x=x, mine=mine, stages=stages) -> float:
@@ -127,7 +144,9 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             "case": name,
             "ronde_seconds": statistics.median(a),
             "torch_seconds": statistics.median(b) if theirs else None,
-            "ratio": statistics.median(y / x for x, y in zip(a, b, strict=True)) if theirs else None,
+            "ratio": statistics.median(y / x for x, y in zip(a, b, strict=True))
+            if theirs
+            else None,
             "bubble": 1 - statistics.median(busy[2:]) if sleeping else None,
             "theory": theory if sleeping else None,
             "rounds": times,
@@ -137,7 +156,20 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         out.write_text(json.dumps(found))
 
 
-UNEVEN = (2.0, 1.5, 1.5, 1.0, 1.0, 0.6, 0.6, 0.4, 0.4, 0.3, 0.3, 0.2)  # of SLEEP / 3, layer by layer: a pyramid, as of a CNN
+UNEVEN = (
+    2.0,
+    1.5,
+    1.5,
+    1.0,
+    1.0,
+    0.6,
+    0.6,
+    0.4,
+    0.4,
+    0.3,
+    0.3,
+    0.2,
+)  # of SLEEP / 3, layer by layer: a pyramid, as of a CNN
 
 
 slept = [0.0]
@@ -177,13 +209,17 @@ def sleeping_layer():
 
         def forward(self, x):
             weights = Sleep.apply(self.scale, 0.0, SLEEP["weights"] * self.share)
-            return Sleep.apply(x * weights, SLEEP["forward"] * self.share, SLEEP["input"] * self.share)
+            return Sleep.apply(
+                x * weights, SLEEP["forward"] * self.share, SLEEP["input"] * self.share
+            )
 
     return Layer
 
 
 def cut_worker(out: Path, rounds: int) -> None:
-    """The cut that is chosen, against as many layers in every stage, and against the best of all cuts under the true costs."""
+    """The cut that is chosen, against as many layers in every stage, and against the best of all
+    cuts under the true costs.
+    """
     import itertools
 
     import torch
@@ -204,7 +240,9 @@ def cut_worker(out: Path, rounds: int) -> None:
         data = torch.utils.data.TensorDataset(x, x)
         plan = f"pipeline={stages},micro_batch=2"
         loss = torch.nn.functional.mse_loss
-        return ronde.distribute(layers, optimizer, data, loss=loss, batch_size=len(x), plan=plan, split_at=split)
+        return ronde.distribute(
+            layers, optimizer, data, loss=loss, batch_size=len(x), plan=plan, split_at=split
+        )
 
     per = len(UNEVEN) // stages
     runs = {"chosen": made(None), "equal count": made([str(i * per) for i in range(1, stages)])}
@@ -231,14 +269,18 @@ def cut_worker(out: Path, rounds: int) -> None:
             "slowest_stage_over_optimum": slowest(begins) / best,
             "chosen_seconds": statistics.median(times["chosen"]),
             "equal_count_seconds": statistics.median(times["equal count"]),
-            "speed_up": statistics.median(b / a for a, b in zip(times["chosen"], times["equal count"], strict=True)),
+            "speed_up": statistics.median(
+                b / a for a, b in zip(times["chosen"], times["equal count"], strict=True)
+            ),
             "rounds": rounds,
         }
         out.write_text(json.dumps(found))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -254,22 +296,57 @@ def main() -> None:
     for workers in (4, 2):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
-            command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), __file__]
-            subprocess.run([*command, "--rounds", str(given.rounds), "--worker", str(out)], check=True, env={**os.environ})
+            command = [
+                sys.executable,
+                "-m",
+                "ronde",
+                "run",
+                "-q",
+                "--runs",
+                "none",
+                "--workers",
+                str(workers),
+                __file__,
+            ]
+            subprocess.run(
+                [*command, "--rounds", str(given.rounds), "--worker", str(out)],
+                check=True,
+                env={**os.environ},
+            )
             rows += json.loads(out.read_text())
     cuts = []
     for workers in (4, 6):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
-            command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), __file__, "--cut"]
-            subprocess.run([*command, "--rounds", str(given.rounds), "--worker", str(out)], check=True, env={**os.environ})
+            command = [
+                sys.executable,
+                "-m",
+                "ronde",
+                "run",
+                "-q",
+                "--runs",
+                "none",
+                "--workers",
+                str(workers),
+                __file__,
+                "--cut",
+            ]
+            subprocess.run(
+                [*command, "--rounds", str(given.rounds), "--worker", str(out)],
+                check=True,
+                env={**os.environ},
+            )
             cuts.append(json.loads(out.read_text()))
     print(f"{'':40} {'Ronde':>9} {'torch':>9} {'ratio':>6} {'bubble':>7} {'theory':>7}")
     for r in rows:
-        seconds = [f"{r[k] * 1e3:.1f} ms" if r[k] else "–" for k in ("ronde_seconds", "torch_seconds")]
+        seconds = [
+            f"{r[k] * 1e3:.1f} ms" if r[k] else "–" for k in ("ronde_seconds", "torch_seconds")
+        ]
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else "–"
         shares = [f"{100 * r[k]:.1f} %" if r[k] is not None else "–" for k in ("bubble", "theory")]
-        print(f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} {shares[1]:>7}")
+        print(
+            f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} {shares[1]:>7}"
+        )
     for c in cuts:
         print(
             f"uneven layers, {c['stages']} stages: slowest stage {c['slowest_stage_over_optimum']:.2f} × the best of all cuts, "

@@ -1,22 +1,28 @@
-"""Is the memory that is predicted the memory that is taken? Predicted before it is measured, in bytes of a process.
+"""Is the memory that is predicted the memory that is taken? Predicted before it is measured, in
+bytes of a process.
 
-One device, ten models, two batch sizes each. *Chain* is what plans are predicted from: the sum over the units, each weighed under
-fake tensors; *tracker* is torch's own MemTracker on the whole step. What is measured is the peak of resident memory of a child
-process that builds the model and takes two steps, above what it held before the model was built, with an allocator that gives
-back what is freed.
+One device, ten models, two batch sizes each. *Chain* is what plans are predicted from: the sum over
+the units, each weighed under fake tensors; *tracker* is torch's own MemTracker on the whole step.
+What is measured is the peak of resident memory of a child process that builds the model and takes
+two steps, above what it held before the model was built, with an allocator that gives back what is
+freed.
 
-    python benchmarks/plan_memory.py                     # all, prints a table and writes benchmarks/results/plan_memory.json
-    python benchmarks/plan_memory.py --only gpt,lstm
+    python benchmarks/plan_memory.py                     # all, prints a table and writes
+    benchmarks/results/plan_memory.json python benchmarks/plan_memory.py --only gpt,lstm
 
-Several workers, seven models, every family of plans (``PLANS``), written to benchmarks/results/plan_memory_plans.json:
+Several workers, seven models, every family of plans (``PLANS``), written to
+benchmarks/results/plan_memory_plans.json:
 
     python benchmarks/plan_memory.py --plans                           # all
-    python benchmarks/plan_memory.py --plans --only gpt --family shard  # plans with that in their name
+    python benchmarks/plan_memory.py --plans --only gpt --family shard  # plans with that in their
+    name
 
-What is predicted is the sum of ``ronde.plan.predict``'s memory without its base. What is measured is the peak of each worker's
-resident memory over real steps through ``ronde.distribute``, from after the model has been divided; what the worker held when it
-was connected, had trained a small model under the same plan and had made its data set is taken off. The worker that needs most
-counts. A capacity just below what was measured must not be called *fits*; one a third above it must.
+What is predicted is the sum of ``ronde.predict.predict``'s memory without its base. What is
+measured is the peak of each worker's resident memory over real steps through ``ronde.distribute``,
+from after the model has been divided; what the worker held when it was connected, had trained a
+small model under the same plan and had made its data set is taken off. The worker that needs most
+counts. A capacity just below what was measured must not be called *fits*; one a third above it
+must.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ronde.plan import Costs
+from ronde.predict.costs import Costs
 
 HERE = Path(__file__).resolve()
 
@@ -50,18 +56,30 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            part.view(b, t, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int = 8000, width: int = 384, layers: int = 6, heads: int = 6, length: int = 128) -> None:
+    def __init__(
+        self,
+        vocabulary: int = 8000,
+        width: int = 384,
+        layers: int = 6,
+        heads: int = 6,
+        length: int = 128,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Parameter(torch.zeros(length, width))
@@ -80,8 +98,14 @@ class GPT(nn.Module):
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.conv2, self.norm2 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
@@ -103,12 +127,16 @@ class UNet(nn.Module):
         super().__init__()
 
         def double(a: int, b: int) -> nn.Module:
-            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU())
+            return nn.Sequential(
+                nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1), nn.ReLU()
+            )
 
         c = channels
         self.down = nn.ModuleList([double(3, c), double(c, 2 * c), double(2 * c, 4 * c)])
         self.middle = double(4 * c, 8 * c)
-        self.up = nn.ModuleList([nn.ConvTranspose2d(k * c, k * c // 2, 2, stride=2) for k in (8, 4, 2)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(k * c, k * c // 2, 2, stride=2) for k in (8, 4, 2)]
+        )
         self.after = nn.ModuleList([double(k * c, k * c // 2) for k in (8, 4, 2)])
         self.head = nn.Conv2d(c, 2, 1)
 
@@ -128,7 +156,9 @@ class Translator(nn.Module):
     def __init__(self, vocabulary: int = 4000, width: int = 256, layers: int = 3) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.net = nn.Transformer(width, 4, layers, layers, 4 * width, dropout=0.1, batch_first=True)
+        self.net = nn.Transformer(
+            width, 4, layers, layers, 4 * width, dropout=0.1, batch_first=True
+        )
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, pair: torch.Tensor) -> torch.Tensor:
@@ -166,13 +196,16 @@ class Checkpointed(nn.Module):
 
 
 class Segments(nn.Module):
-    """Pairs of layers that are computed again, within halves that are: checkpoints in checkpoints, of several units each."""
+    """Pairs of layers that are computed again, within halves that are: checkpoints in checkpoints,
+    of several units each.
+    """
 
     def __init__(self, width: int = 512, layers: int = 8) -> None:
         super().__init__()
         self.first = nn.Linear(64, width)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
         )
         self.head = nn.Linear(width, 10)
 
@@ -200,7 +233,8 @@ class Repeated(nn.Module):
         self.times = times
         self.first = nn.Linear(256, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(blocks)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(blocks)
         )
         self.head = nn.Linear(width, 10)
 
@@ -214,7 +248,10 @@ class Repeated(nn.Module):
 
 def _mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(784, 2048), nn.ReLU(), *(m for _ in range(4) for m in (nn.Linear(2048, 2048), nn.ReLU())), nn.Linear(2048, 10)
+        nn.Linear(784, 2048),
+        nn.ReLU(),
+        *(m for _ in range(4) for m in (nn.Linear(2048, 2048), nn.ReLU())),
+        nn.Linear(2048, 10),
     )
 
 
@@ -230,9 +267,24 @@ def _vectors(b: int, *shape: int) -> Any:
     return torch.randn(b, *shape), torch.randint(10, (b,))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[..., Any], Callable[..., Any], tuple[int, int]]] = {
+MODELS: dict[
+    str,
+    tuple[
+        Callable[[], nn.Module],
+        Callable[[int], Any],
+        Callable[..., Any],
+        Callable[..., Any],
+        tuple[int, int],
+    ],
+] = {
     # model, batch of b samples, loss, optimizer, batch sizes
-    "mlp": (_mlp, lambda b: (torch.randn(b, 784), torch.randint(10, (b,))), F.cross_entropy, torch.optim.AdamW, (64, 1024)),
+    "mlp": (
+        _mlp,
+        lambda b: (torch.randn(b, 784), torch.randint(10, (b,))),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        (64, 1024),
+    ),
     "cnn": (
         CNN,
         lambda b: (torch.randn(b, 3, 32, 32), torch.randint(10, (b,))),
@@ -248,9 +300,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[
         torch.optim.Adam,
         (16, 48),
     ),
-    "unet": (UNet, lambda b: (torch.randn(b, 3, 64, 64), torch.randint(2, (b, 64, 64))), F.cross_entropy, torch.optim.AdamW, (16, 32)),
+    "unet": (
+        UNet,
+        lambda b: (torch.randn(b, 3, 64, 64), torch.randint(2, (b, 64, 64))),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        (16, 32),
+    ),
     "lstm": (LSTM, lambda b: _text(b, 4000, 64), _tokens_loss, torch.optim.Adagrad, (16, 64)),
-    "checkpointed": (Checkpointed, lambda b: _vectors(b, 128, 64), F.cross_entropy, torch.optim.AdamW, (8, 32)),
+    "checkpointed": (
+        Checkpointed,
+        lambda b: _vectors(b, 128, 64),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        (8, 32),
+    ),
     "reentrant": (
         lambda: Checkpointed(reentrant=True),
         lambda b: _vectors(b, 128, 64),
@@ -258,7 +322,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], Callable[
         torch.optim.AdamW,
         (8, 32),
     ),
-    "segments": (Segments, lambda b: _vectors(b, 64), F.cross_entropy, torch.optim.AdamW, (512, 4096)),
+    "segments": (
+        Segments,
+        lambda b: _vectors(b, 64),
+        F.cross_entropy,
+        torch.optim.AdamW,
+        (512, 4096),
+    ),
     "repeated": (
         Repeated,
         lambda b: _vectors(b, 256),
@@ -288,8 +358,8 @@ def one_device(name: str, samples: int, steps: int = 2) -> Callable[[], None]:
 
 def predict_one_device(name: str, samples: int) -> dict[str, float]:
     """The chain's sum, and torch's MemTracker."""
+    from ronde.measure.unit_memory import peak, weigh
     from ronde.run.losses import LossCall
-    from ronde.study.memory import peak, weigh
 
     build, batches, loss, optimizer_class, sizes = MODELS[name]
     torch.manual_seed(0)
@@ -297,15 +367,22 @@ def predict_one_device(name: str, samples: int) -> dict[str, float]:
     optimizer = optimizer_class(model.parameters())
     compute = LossCall(loss, None)
     costs = weigh(model, optimizer, compute, batches, max(sizes))
-    return {"chain": chain_peak(costs, samples), "tracker": float(peak(model, optimizer, compute, batches(samples))["Total"])}
+    return {
+        "chain": chain_peak(costs, samples),
+        "tracker": float(peak(model, optimizer, compute, batches(samples))["Total"]),
+    }
 
 
 def chain_peak(costs: Costs, samples: int) -> float:
-    """Most bytes at once of steps on one device, micro-batches of ``samples``: the sum over the chain, pass by pass.
+    """Most bytes at once of steps on one device, micro-batches of ``samples``: the sum over the
+    chain, pass by pass.
 
-    Gradients are there from their unit's backward pass to the end of the step, as after ``zero_grad()``.
+    Gradients are there from their unit's backward pass to the end of the step, as after
+    ``zero_grad()``.
     """
-    always = samples * costs.input_bytes + sum(u.parameter_bytes + u.optimizer_bytes + u.buffer_bytes for u in costs.units)
+    always = samples * costs.input_bytes + sum(
+        u.parameter_bytes + u.optimizer_bytes + u.buffer_bytes for u in costs.units
+    )
     saved, most = 0.0, 0.0
     left = sum(u.trainable_bytes + u.tied_grad_bytes for u in costs.units)
     gradients = float(sum(u.trainable_bytes for u in costs.units))
@@ -322,16 +399,20 @@ def chain_peak(costs: Costs, samples: int) -> float:
 
 def status(name: str) -> int:
     """A field of ``/proc/self/status`` in bytes: ``VmRSS`` now, ``VmHWM`` at most."""
-    text = next(t for t in Path("/proc/self/status").read_text().splitlines() if t.startswith(f"{name}:"))
+    text = next(
+        t for t in Path("/proc/self/status").read_text().splitlines() if t.startswith(f"{name}:")
+    )
     return int(text.split()[1]) * 1024
 
 
 def measured_peak(target: str, *arguments: Any, timeout: float = 120.0) -> int:
-    """Most resident memory that a function takes in a child process, in bytes above what the process held before. Linux only.
+    """Most resident memory that a function takes in a child process, in bytes above what the
+    process held before. Linux only.
 
     Args:
-        target: ``"path/file.py:function"``. It is called with ``arguments`` (JSON) and returns a callable: imports and warm kernels
-            belong to the baseline, what the callable does is measured.
+        target: ``"path/file.py:function"``. It is called with ``arguments`` (JSON) and returns a
+            callable: imports and warm kernels belong to the baseline, what the callable does is
+                measured.
     """
     environment = {
         **os.environ,
@@ -342,7 +423,9 @@ def measured_peak(target: str, *arguments: Any, timeout: float = 120.0) -> int:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(HERE), "--child", target, json.dumps(arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{target} failed in a child process:\n{done.stderr.strip()[-2000:]}")
     return int(done.stdout.splitlines()[-1])
@@ -359,17 +442,26 @@ def child(target: str, arguments: str) -> None:
     print(max(0, status("VmHWM") - baseline))
 
 
-# --- one device -------------------------------------------------------------------------------------------------------------------
+# --- one device
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def one_device_rows(names: list[str], output: Path) -> None:
     rows: list[dict[str, Any]] = []
-    print(f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)")
+    print(
+        f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)"
+    )
     for name in names:
         for samples in MODELS[name][4]:
             predicted = predict_one_device(name, samples)
             measured = measured_peak(f"{HERE}:one_device", name, samples, timeout=900)
-            row: dict[str, Any] = {"family": "one device", "model": name, "batch": samples, "measured_bytes": measured, **predicted}
+            row: dict[str, Any] = {
+                "family": "one device",
+                "model": name,
+                "batch": samples,
+                "measured_bytes": measured,
+                **predicted,
+            }
             row["chain_error"] = predicted["chain"] / measured - 1
             row["tracker_error"] = predicted["tracker"] / measured - 1
             rows.append(row)
@@ -381,14 +473,20 @@ def one_device_rows(names: list[str], output: Path) -> None:
             write(rows, output, ("family", "model", "batch"), ("chain", "tracker"))
     for kind in ("chain", "tracker"):
         errors = [abs(r[f"{kind}_error"]) for r in rows]
-        print(f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs")
+        print(
+            f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs"
+        )
 
 
-# --- several workers --------------------------------------------------------------------------------------------------------------
+# --- several workers
+# --------------------------------------------------------------------------------------------------------------
 
 
 def block_mlp(blocks: int, width: int) -> nn.Module:
-    layers = (nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks))
+    layers = (
+        nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        for _ in range(blocks)
+    )
     return nn.Sequential(nn.Linear(256, width), *layers, nn.Linear(width, 10))
 
 
@@ -400,7 +498,9 @@ def sized(name: str, samples: int, small: bool) -> Size:
     torch.manual_seed(0)
     if name == "mlp":
         model = block_mlp(6, 64 if small else 1024)
-        return model, torch.utils.data.TensorDataset(torch.randn(samples, 256), torch.randint(10, (samples,)))
+        return model, torch.utils.data.TensorDataset(
+            torch.randn(samples, 256), torch.randint(10, (samples,))
+        )
     if name == "gpt":
         vocabulary, length = (100, 16) if small else (8000, 128)
         model = GPT(vocabulary, 48 if small else 384, 6, 6, length)
@@ -408,18 +508,26 @@ def sized(name: str, samples: int, small: bool) -> Size:
     if name == "cnn":
         side = 8 if small else 32
         model = CNN(8 if small else 64, 6)
-        return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(10, (samples,)))
+        return model, torch.utils.data.TensorDataset(
+            torch.randn(samples, 3, side, side), torch.randint(10, (samples,))
+        )
     if name == "unet":
         side = 16 if small else 64
         model = UNet(8 if small else 32)
-        return model, torch.utils.data.TensorDataset(torch.randn(samples, 3, side, side), torch.randint(2, (samples, side, side)))
+        return model, torch.utils.data.TensorDataset(
+            torch.randn(samples, 3, side, side), torch.randint(2, (samples, side, side))
+        )
     if name == "checkpointed":
         model = Checkpointed(48 if small else 384)
         return model, torch.utils.data.TensorDataset(*_vectors(samples, 16 if small else 128, 64))
     if name == "repeated":
-        return Repeated(64 if small else 1024), torch.utils.data.TensorDataset(*_vectors(samples, 256))
+        return Repeated(64 if small else 1024), torch.utils.data.TensorDataset(
+            *_vectors(samples, 256)
+        )
     if name == "in turns":
-        return Repeated(64 if small else 768, 3, 2), torch.utils.data.TensorDataset(*_vectors(samples, 256))
+        return Repeated(64 if small else 768, 3, 2), torch.utils.data.TensorDataset(
+            *_vectors(samples, 256)
+        )
     raise SystemExit(f"no model {name!r}")
 
 
@@ -452,7 +560,13 @@ PLANS = {
     "tensor": (2, "tensor=2"),
     "pipeline shard": (4, "pipeline=2,shard=parameters,micro_batch=1/8"),
 }
-NO_TENSOR = ("cnn", "unet", "checkpointed", "repeated", "in turns")  # they have no block that tensor parallelism divides
+NO_TENSOR = (
+    "cnn",
+    "unet",
+    "checkpointed",
+    "repeated",
+    "in turns",
+)  # they have no block that tensor parallelism divides
 STEPS = 3
 
 
@@ -463,14 +577,16 @@ def spec_of(name: str, family: str) -> tuple[int, str]:
 
 
 def weighed(name: str) -> Any:
-    """The costs of a model. Its units' seconds, which decide where a pipeline is cut, are taken from their operations."""
+    """The costs of a model. Its units' seconds, which decide where a pipeline is cut, are taken
+    from their operations.
+    """
     import dataclasses
 
+    from ronde.measure.tensor_units import divisible
+    from ronde.measure.unit_memory import weigh
     from ronde.parallel import Work
-    from ronde.plan import Line
+    from ronde.predict.costs import Line
     from ronde.run.losses import LossCall
-    from ronde.study.divided import divisible
-    from ronde.study.memory import weigh
 
     batch, loss, optimizer_class = SIZED[name]
     model, data = sized(name, batch, False)
@@ -479,7 +595,11 @@ def weighed(name: str) -> Any:
     costs = weigh(model, optimizer, compute, lambda n: data[:n], batch)
     rate = 1e-10  # seconds an operation
     units = tuple(
-        dataclasses.replace(u, forward_seconds=Line(0.0, u.flops * rate), backward_seconds=Line(0.0, 2 * u.flops * rate))
+        dataclasses.replace(
+            u,
+            forward_seconds=Line(0.0, u.flops * rate),
+            backward_seconds=Line(0.0, 2 * u.flops * rate),
+        )
         for u in costs.units
     )
     work = Work(model, optimizer, lambda b: compute(model, b), lambda n: data[:n])
@@ -487,22 +607,33 @@ def weighed(name: str) -> Any:
 
 
 def begins(model: nn.Module, name: str) -> str:
-    """The outermost module that begins with a unit, which is what a pipeline calls a place to cut."""
+    """The outermost module that begins with a unit, which is what a pipeline calls a place to
+    cut.
+    """
     modules = dict(model.named_modules())
     while "." in name:
         parent = name.rpartition(".")[0]
-        if isinstance(modules[parent], nn.ModuleList | nn.ModuleDict) or next(modules[parent].children()) is not modules[name]:
+        if (
+            isinstance(modules[parent], nn.ModuleList | nn.ModuleDict)
+            or next(modules[parent].children()) is not modules[name]
+        ):
             break
         name = parent
     return name
 
 
-def predicted_plan(costs: Any, workers: int, spec: str, batch: int, memory_bytes: float = 0.0) -> Any:
+def predicted_plan(
+    costs: Any, workers: int, spec: str, batch: int, memory_bytes: float = 0.0
+) -> Any:
     """The prediction of a plan on workers that have so much memory."""
-    from ronde.plan import Cluster
-    from ronde.plan.predict import predict
+    from ronde.predict.cluster import Cluster
+    from ronde.predict.predict import predict
 
-    return predict(plan_of(workers, spec, batch), costs, Cluster(devices_per_node=workers, memory_bytes=memory_bytes))
+    return predict(
+        plan_of(workers, spec, batch),
+        costs,
+        Cluster(devices_per_node=workers, memory_bytes=memory_bytes),
+    )
 
 
 def plan_of(workers: int, spec: str, batch: int) -> Any:
@@ -513,7 +644,9 @@ def plan_of(workers: int, spec: str, batch: int) -> Any:
 
     plan = dataclasses.replace(Plan.parse(spec), workers=workers, batch_size=batch)
     if plan.micro_batch:
-        plan = dataclasses.replace(plan, accumulation=math.ceil(batch / plan.replicas / plan.micro_batch))
+        plan = dataclasses.replace(
+            plan, accumulation=math.ceil(batch / plan.replicas / plan.micro_batch)
+        )
     return plan
 
 
@@ -528,7 +661,9 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
     _, loss, optimizer_class = SIZED[name]
 
     def prepared(model: nn.Module, data: Any) -> Any:
-        return ronde.distribute(model, optimizer_class(model.parameters()), data, loss=loss, batch_size=batch, plan=spec)
+        return ronde.distribute(
+            model, optimizer_class(model.parameters()), data, loss=loss, batch_size=batch, plan=spec
+        )
 
     def train(run: Any, count: int) -> None:
         for _ in range(count):
@@ -537,8 +672,8 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
 
     data = sized(name, batch, False)[1]
     train(prepared(*sized(name, batch, True)), 2)
-    # Libraries keep what their kernels pack matrices into (MKL: as large as a layer's weight), and the kernels that they make for each
-    # shape (oneDNN). That is no plan's: it belongs to the base.
+    # Libraries keep what their kernels pack matrices into (MKL: as large as a layer's weight), and
+    # the kernels that they make for each shape (oneDNN). That is no plan's: it belongs to the base.
     model = sized(name, 1, False)[0]
     share = batch // int(os.environ["WORLD_SIZE"])
     for samples in (share, Plan.parse(spec).micro_batch or share):
@@ -554,11 +689,19 @@ def worker(name: str, spec: str, batch: int, steps: int, out: Path) -> None:
     train(run, steps)
     peak = status("VmHWM")
     Path(f"{out}.{os.environ['RANK']}").write_text(
-        json.dumps({"baseline_bytes": baseline, "held_bytes": held - baseline, "peak_bytes": peak - baseline})
+        json.dumps(
+            {
+                "baseline_bytes": baseline,
+                "held_bytes": held - baseline,
+                "peak_bytes": peak - baseline,
+            }
+        )
     )
 
 
-def measure_plan(name: str, workers: int, spec: str, batch: int, steps: int = STEPS, timeout: float = 900.0) -> list[dict[str, int]]:
+def measure_plan(
+    name: str, workers: int, spec: str, batch: int, steps: int = STEPS, timeout: float = 900.0
+) -> list[dict[str, int]]:
     """Peak of each worker of a plan, in a process group of its own."""
     import os
     import subprocess
@@ -575,11 +718,43 @@ def measure_plan(name: str, workers: int, spec: str, batch: int, steps: int = ST
     }
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "peak"
-        command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers), str(HERE)]
-        command += ["--worker", name, "--spec", spec, "--batch", str(batch), "--steps", str(steps), "--output", str(out)]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "ronde",
+            "run",
+            "-q",
+            "--runs",
+            "none",
+            "--workers",
+            str(workers),
+            str(HERE),
+        ]
+        command += [
+            "--worker",
+            name,
+            "--spec",
+            spec,
+            "--batch",
+            str(batch),
+            "--steps",
+            str(steps),
+            "--output",
+            str(out),
+        ]
+        done = subprocess.run(
+            command,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
         if done.returncode:
-            raise SystemExit(f"{name} under {spec!r} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+            raise SystemExit(
+                f"{name} under {spec!r} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
         return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(workers)]
 
 
@@ -595,7 +770,10 @@ def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, 
         spec = f"split_at={'+'.join(begins(model, n) for n in prediction.split_at)},{spec}"
     peaks = measure_plan(name, workers, spec, batch, steps)
     measured = max(p["peak_bytes"] for p in peaks)
-    verdicts = [predicted_plan(costs, workers, spec, batch, measured * share).verdict for share in (0.999, 1.36)]
+    verdicts = [
+        predicted_plan(costs, workers, spec, batch, measured * share).verdict
+        for share in (0.999, 1.36)
+    ]
     return {
         "family": family,
         "model": name,
@@ -613,25 +791,32 @@ def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, 
 
 
 def plan_rows(names: list[str], families: list[str], output: Path) -> None:
-    from ronde.plan import Cluster
-    from ronde.plan.search import unsupported
+    from ronde.predict.cluster import Cluster
+    from ronde.predict.search import unsupported
 
     rows: list[dict[str, Any]] = []
-    print(f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} {'error':>7}   (MiB)   too small / a third larger")
+    print(
+        f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} {'error':>7}   (MiB)   too small / a third larger"
+    )
     for name in names:
         costs = weighed(name)
         for family in families:
             if family == "tensor" and name in NO_TENSOR:
                 continue
             workers, spec = spec_of(name, family)
-            why = unsupported(plan_of(workers, spec, SIZED[name][0]), costs, Cluster(devices_per_node=workers))
+            why = unsupported(
+                plan_of(workers, spec, SIZED[name][0]), costs, Cluster(devices_per_node=workers)
+            )
             if why is not None:
                 print(f"{family:<17} {name:<5} {workers:>7}   not planned: {why}", flush=True)
                 continue
             row = row_of(costs, name, family)
             rows.append(row)
             kinds = " ".join(f"{k[:5]} {v / 2**20:.0f}" for k, v in row["by_kind"].items() if v)
-            each = "/".join(f"{p['held_bytes'] / 2**20:.0f}-{p['peak_bytes'] / 2**20:.0f}" for p in row["by_worker"])
+            each = "/".join(
+                f"{p['held_bytes'] / 2**20:.0f}-{p['peak_bytes'] / 2**20:.0f}"
+                for p in row["by_worker"]
+            )
             print(
                 f"{family:<17} {name:<5} {row['workers']:>7} {row['measured_bytes'] / 2**20:>9.1f} {row['predicted_bytes'] / 2**20:>9.1f}"
                 f" {row['error']:>+7.1%}   {row['verdict_just_too_small']} / {row['verdict_a_third_larger']}   [{each}] {kinds}",
@@ -647,25 +832,42 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
     )
 
 
-def write(rows: list[dict[str, Any]], file: Path, keys: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+def write(
+    rows: list[dict[str, Any]], file: Path, keys: tuple[str, ...], kinds: tuple[str, ...]
+) -> None:
     """After each row; rows of models and families that were not asked for stay."""
-    held = {tuple(r[k] for k in keys): r for r in (json.loads(file.read_text())["rows"] if file.exists() else [])}
+    held = {
+        tuple(r[k] for k in keys): r
+        for r in (json.loads(file.read_text())["rows"] if file.exists() else [])
+    }
     held |= {tuple(r[k] for k in keys): r for r in rows}
-    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
     for kind in kinds:
         start = f"{kind}_" if kind else ""
         errors = [abs(r[f"{start}error"]) for r in held.values()]
-        result[f"{start}mean_error"], result[f"{start}largest_error"] = statistics.mean(errors), max(errors)
+        result[f"{start}mean_error"], result[f"{start}largest_error"] = (
+            statistics.mean(errors),
+            max(errors),
+        )
     if not kinds[0]:
         result["n"] = len(held)
-        result["called_fits_and_fails"] = sum(r["verdict_just_too_small"] == "fits" for r in held.values())
+        result["called_fits_and_fails"] = sum(
+            r["verdict_just_too_small"] == "fits" for r in held.values()
+        )
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps({**result, "rows": list(held.values())}, indent=1) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", action="store_true", help="several workers, instead of one device")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plans", action="store_true", help="several workers, instead of one device"
+    )
     parser.add_argument("--only", help="models, separated by commas")
     parser.add_argument("--family", help="parts of families' names, separated by commas")
     parser.add_argument("--output", type=Path)
@@ -677,7 +879,9 @@ def main() -> None:
     if given.worker:
         worker(given.worker, given.spec, given.batch, given.steps, given.output)
         return
-    output = given.output or HERE.parent / "results" / ("plan_memory_plans.json" if given.plans else "plan_memory.json")
+    output = given.output or HERE.parent / "results" / (
+        "plan_memory_plans.json" if given.plans else "plan_memory.json"
+    )
     if given.plans:
         parts = given.family.split(",") if given.family else [""]
         families = [f for f in PLANS if any(p == f or (p not in PLANS and p in f) for p in parts)]

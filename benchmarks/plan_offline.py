@@ -2,10 +2,12 @@
 
     python benchmarks/plan_offline.py [--rows] [CSV]
 
-Costs come from a model's sizes alone, times from data sheets and the one rule of ``ronde.plan.devices``; nothing is fitted to a row or to
-a source. The rule's few constants were revised by hand after its errors on these very rows had been seen (a first try, before that, was
-20 % off on average), so what is printed is in-sample: rows that are not in the file are the real test. Only 16-bit runs without context or expert parallelism and with a known
-model are used. ``benchmarks/data/published_runs.csv`` holds the facts with their sources.
+Costs come from a model's sizes alone, times from data sheets and the one rule of
+``ronde.predict.datasheets``; nothing is fitted to a row or to a source. The rule's few constants
+were revised by hand after its errors on these very rows had been seen (a first try, before that,
+was 20 % off on average), so what is printed is in-sample: rows that are not in the file are the
+real test. Only 16-bit runs without context or expert parallelism and with a known model are used.
+``benchmarks/data/published_runs.csv`` holds the facts with their sources.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from collections import defaultdict
 from pathlib import Path
 
 from ronde import ArgumentError
-from ronde.plan import Costs, Line, Plan, Prediction, Unit
-from ronde.plan.cluster import Cluster
-from ronde.plan.devices import Device, cluster_of, device_named, unit_seconds
-from ronde.plan.predict import predict
+from ronde.plan import Plan
+from ronde.predict.cluster import Cluster
+from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.datasheets import Device, cluster_of, device_named, unit_seconds
+from ronde.predict.predict import predict
+from ronde.predict.prediction import Prediction
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 HALF = {"fp16", "bf16", "amp_bf16"}
 
 
 def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
-    """A decoder by its sizes: embedding, blocks, head. Mixed precision: fp32 weights and states, 16-bit activations."""
-    layers, hidden, heads, sequence = (int(row[k]) for k in ("layers", "hidden", "heads", "seq_len"))
+    """A decoder by its sizes: embedding, blocks, head. Mixed precision: fp32 weights and states,
+    16-bit activations.
+    """
+    layers, hidden, heads, sequence = (
+        int(row[k]) for k in ("layers", "hidden", "heads", "seq_len")
+    )
     llama = "llama" in row["model"].lower()
     vocabulary = 128_256 if llama else 50_368 if "MPT" in row["model"] else 51_200
     parameters = float(row["params_b"]) * 1e9
@@ -39,7 +47,9 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         block = 12.0 * hidden * hidden
     dense = 2 * block * sequence
     attention = 4 * sequence * sequence * hidden
-    fused = row["framework"].startswith(("Composer", "torchtitan", "Megatron-Bridge"))  # causal, without the square of scores
+    fused = row["framework"].startswith(
+        ("Composer", "torchtitan", "Megatron-Bridge")
+    )  # causal, without the square of scores
     attention *= 0.5 if fused else 1.0
     saved = sequence * hidden * (34 + (0 if fused else 5 * heads * sequence / hidden))
     fixed = unit_seconds(device, 0.0)
@@ -47,14 +57,19 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
     def seconds(flops: float, moved: float, passes: float) -> Line:
         return Line(passes * fixed, passes * (unit_seconds(device, flops, moved) - fixed))
 
-    # Attention's two products run at half the rate of the others; element-wise work moves 70 bytes a token and hidden unit.
+    # Attention's two products run at half the rate of the others; element-wise work moves 70 bytes
+    # a token and hidden unit.
     moved = 70.0 * sequence * hidden + (0.0 if fused else 10.0 * heads * sequence * sequence)
     work = dense + 2 * attention
-    # Selective recomputation: Korthikanti et al. 2022 keep all but the attention's core; torchtitan keeps attention's result and every
-    # second matrix product's, and computes the rest again.
+    # Selective recomputation: Korthikanti et al. 2022 keep all but the attention's core; torchtitan
+    # keeps attention's result and every second matrix product's, and computes the rest again.
     per_op = row["framework"].startswith("torchtitan")
     kept = (15.0 if per_op else 34.0) * sequence * hidden
-    again = unit_seconds(device, 0.5 * dense, moved) - fixed if per_op else unit_seconds(device, 2 * attention) - fixed
+    again = (
+        unit_seconds(device, 0.5 * dense, moved) - fixed
+        if per_op
+        else unit_seconds(device, 2 * attention) - fixed
+    )
     message = Line(0, 2.0 * sequence * hidden)
     bytes_each = 4  # fp32 weights, gradients; Adam's two moments
     units = [
@@ -107,7 +122,10 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
     return Costs(
         (embed, *units, last),
         batch,
-        optimizer_seconds=7 * total / device.memory_bytes_per_second / 0.8,  # reads and writes of Adam
+        optimizer_seconds=7
+        * total
+        / device.memory_bytes_per_second
+        / 0.8,  # reads and writes of Adam
         optimizer="AdamW",
         sequence=sequence,
         base_bytes=2e9,
@@ -120,8 +138,18 @@ def plan_of(row: dict[str, str], batch: int) -> Plan:
     tensor, pipeline, data = (int(row[k] or 1) for k in ("tp", "pp", "dp"))
     virtual = int(row["virtual_pp"]) if row["virtual_pp"].isdigit() and pipeline > 1 else 1
     zero = row["zero_stage"]
-    shard = {"1": "optimizer", "2": "gradients", "3": "parameters"}.get(zero, "none") if data > 1 else "none"
-    recompute = "full" if row["act_ckpt"] == "full" else "selective" if row["act_ckpt"].startswith("selective") else "none"
+    shard = (
+        {"1": "optimizer", "2": "gradients", "3": "parameters"}.get(zero, "none")
+        if data > 1
+        else "none"
+    )
+    recompute = (
+        "full"
+        if row["act_ckpt"] == "full"
+        else "selective"
+        if row["act_ckpt"].startswith("selective")
+        else "none"
+    )
     return Plan(
         workers=tensor * pipeline * data,
         batch_size=batch,
@@ -137,12 +165,19 @@ def plan_of(row: dict[str, str], batch: int) -> Plan:
 
 
 def halved(cluster: Cluster, row: dict[str, str]) -> Cluster:
-    """16-bit messages: weights are gathered in bf16, and gradients reduced so too but by torchtitan, which reduces in fp32."""
+    """16-bit messages: weights are gathered in bf16, and gradients reduced so too but by
+    torchtitan, which reduces in fp32.
+    """
     import dataclasses
 
-    kinds = {"all_gather", "broadcast"} | (set() if row["framework"].startswith("torchtitan") else {"all_reduce", "reduce_scatter"})
+    kinds = {"all_gather", "broadcast"} | (
+        set() if row["framework"].startswith("torchtitan") else {"all_reduce", "reduce_scatter"}
+    )
     links = {
-        kind: {s: dataclasses.replace(f, beta=f.beta * 2) if kind in kinds else f for s, f in by.items()}
+        kind: {
+            s: dataclasses.replace(f, beta=f.beta * 2) if kind in kinds else f
+            for s, f in by.items()
+        }
         for kind, by in cluster.links.items()
     }
     return dataclasses.replace(cluster, links=links)
@@ -152,7 +187,11 @@ def measured_seconds(row: dict[str, str], batch: int) -> float | None:
     if row["iter_time_s"]:
         return float(row["iter_time_s"])
     if row["tokens_per_s_per_gpu"]:
-        return batch * int(row["seq_len"]) / (float(row["tokens_per_s_per_gpu"]) * int(row["gpu_count"]))
+        return (
+            batch
+            * int(row["seq_len"])
+            / (float(row["tokens_per_s_per_gpu"]) * int(row["gpu_count"]))
+        )
     return None
 
 
@@ -164,7 +203,19 @@ def predicted(row: dict[str, str]) -> tuple[Prediction, float | None] | str:
         return "context or expert parallel"
     if row["read_from_source"] != "yes":
         return "figures from memory"
-    if not all(row[k] for k in ("layers", "hidden", "heads", "seq_len", "params_b", "micro_batch", "dp", "gpu_count")):
+    if not all(
+        row[k]
+        for k in (
+            "layers",
+            "hidden",
+            "heads",
+            "seq_len",
+            "params_b",
+            "micro_batch",
+            "dp",
+            "gpu_count",
+        )
+    ):
         return "sizes are missing"
     try:
         device = device_named(f"{row['gpu']} {row['gpu_mem_gb']}")
@@ -179,7 +230,9 @@ def predicted(row: dict[str, str]) -> tuple[Prediction, float | None] | str:
     per_node = min(per_node, count)
     cluster = halved(cluster_of(device.name, math.ceil(count / per_node), per_node), row)
     try:
-        return predict(plan_of(row, batch), transformer(row, device, batch), cluster), measured_seconds(row, batch)
+        return predict(
+            plan_of(row, batch), transformer(row, device, batch), cluster
+        ), measured_seconds(row, batch)
     except ArgumentError as error:
         return f"not a plan of Ronde's ({str(error)[:60]})"
 
@@ -205,18 +258,39 @@ def main() -> None:
             if row["peak_mem_gib"]:
                 peaks[source].append(made.memory_bytes / 2**30 / float(row["peak_mem_gib"]) - 1)
             if asked.rows:
-                peak = f", {made.memory_bytes / 2**30:.1f} GiB against {row['peak_mem_gib']}" if row["peak_mem_gib"] else ""
-                step = f"{made.raw_step_seconds:.3f} s against {seconds:.3f} ({100 * times[source][-1]:+.0f} %)" if seconds else ""
-                print(f"{row['id']:>4} {row['gpu']:5} × {row['gpu_count']:>4} {row['model'][:16]:16} {made.plan.spec[:60]:60} {step}{peak}")
+                peak = (
+                    f", {made.memory_bytes / 2**30:.1f} GiB against {row['peak_mem_gib']}"
+                    if row["peak_mem_gib"]
+                    else ""
+                )
+                step = (
+                    f"{made.raw_step_seconds:.3f} s against {seconds:.3f} ({100 * times[source][-1]:+.0f} %)"
+                    if seconds
+                    else ""
+                )
+                print(
+                    f"{row['id']:>4} {row['gpu']:5} × {row['gpu_count']:>4} {row['model'][:16]:16} {made.plan.spec[:60]:60} {step}{peak}"
+                )
     for title, table in (("step time", times), ("peak memory", peaks)):
-        print(f"\n{title}: error of the prediction\n{'source':60}   n  mean |e|  median |e|   mean e   p90 |e|")
-        for source, errors in [*sorted(table.items()), ("all", [e for es in table.values() for e in es])]:
+        print(
+            f"\n{title}: error of the prediction\n{'source':60}   n  mean |e|  median |e|   mean e   p90 |e|"
+        )
+        for source, errors in [
+            *sorted(table.items()),
+            ("all", [e for es in table.values() for e in es]),
+        ]:
             sizes = sorted(abs(e) for e in errors)
             if sizes:
                 p90 = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
                 mean, median = statistics.mean(sizes), statistics.median(sizes)
-                print(f"{source[:60]:60} {len(sizes):3}  {mean:7.1%}  {median:9.1%}  {statistics.mean(errors):+7.1%}  {p90:8.1%}")
-    print("\nleft out: " + "; ".join(f"{n} {why}" for why, n in sorted(left.items(), key=lambda x: -x[1])), file=sys.stdout)
+                print(
+                    f"{source[:60]:60} {len(sizes):3}  {mean:7.1%}  {median:9.1%}  {statistics.mean(errors):+7.1%}  {p90:8.1%}"
+                )
+    print(
+        "\nleft out: "
+        + "; ".join(f"{n} {why}" for why, n in sorted(left.items(), key=lambda x: -x[1])),
+        file=sys.stdout,
+    )
 
 
 if __name__ == "__main__":

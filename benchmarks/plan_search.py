@@ -1,8 +1,10 @@
-"""How long the search takes for 4,096 devices and a chain of 96 layers, and how much memory (bars: 10 s, 500 MB).
+"""How long the search takes for 4,096 devices and a chain of 96 layers, and how much memory (bars:
+10 s, 500 MB).
 
     python benchmarks/plan_search.py [--devices 4096] [--layers 96] [--flips]
 
-Prints wall and processor seconds and the peak of this process, torch's import (for its schedules) included.
+Prints wall and processor seconds and the peak of this process, torch's import (for its schedules)
+included.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import json
 import resource
 import time
 
-from ronde.plan import Cluster, Costs, Fit, Line, Unit
-from ronde.plan.explain import explain, text
-from ronde.plan.search import search
+from ronde.predict.answer import explain, text
+from ronde.predict.cluster import Cluster, Fit
+from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.search import search
 
 
 def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
-    """A GPT by formula, at 400 TFLOP/s: the search's time depends on its length and its sizes, not on where they come from."""
+    """A GPT by formula, at 400 TFLOP/s: the search's time depends on its length and its sizes, not
+    on where they come from.
+    """
     flops = 4e14
     parameters = 12 * hidden * hidden
     work = 2 * parameters * sequence + 4 * sequence * sequence * hidden
@@ -55,7 +60,16 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
         crossing_grad_bytes=message,
     )
     work = 2 * 50_304 * hidden * sequence
-    head = Unit("head", Line(2e-5, work / flops), Line(2e-5, 2 * work / flops), table, table, 2 * table, 0, Line(0, 6 * sequence * 50_304))
+    head = Unit(
+        "head",
+        Line(2e-5, work / flops),
+        Line(2e-5, 2 * work / flops),
+        table,
+        table,
+        2 * table,
+        0,
+        Line(0, 6 * sequence * 50_304),
+    )
     return Costs(
         (embed, *blocks, head),
         batch,
@@ -71,9 +85,24 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
 
 def cluster(devices: int) -> Cluster:
     node, wide = Fit(2e-5, 2.5e11, 8, assumed=True), Fit(6e-5, 1.5e11, 16, assumed=True)
-    links = {kind: {"node": node, "cluster": wide} for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
-    links["send"] = {"node": Fit(1e-5, 2e11, 2, assumed=True), "cluster": Fit(2e-5, 4e10, 2, assumed=True)}
-    return Cluster("data sheet", max(1, devices // 8), min(8, devices), "80 GB device", 80e9, links=links, overlap=0.9, interference=1.1)
+    links = {
+        kind: {"node": node, "cluster": wide}
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    }
+    links["send"] = {
+        "node": Fit(1e-5, 2e11, 2, assumed=True),
+        "cluster": Fit(2e-5, 4e10, 2, assumed=True),
+    }
+    return Cluster(
+        "data sheet",
+        max(1, devices // 8),
+        min(8, devices),
+        "80 GB device",
+        80e9,
+        links=links,
+        overlap=0.9,
+        interference=1.1,
+    )
 
 
 def main() -> None:
@@ -83,16 +112,27 @@ def main() -> None:
     options.add_argument("--hidden", type=int, default=8192)
     options.add_argument("--sequence", type=int, default=2048)
     options.add_argument("--batch", type=int, default=16_384)
-    options.add_argument("--flips", action="store_true", help="also search for when the answer would flip")
+    options.add_argument(
+        "--flips", action="store_true", help="also search for when the answer would flip"
+    )
     asked = options.parse_args()
-    costs, machines = model(asked.layers, asked.hidden, asked.sequence, asked.batch), cluster(asked.devices)
+    costs, machines = (
+        model(asked.layers, asked.hidden, asked.sequence, asked.batch),
+        cluster(asked.devices),
+    )
     wall, processor = time.perf_counter(), time.process_time()
     found = search(costs, machines, asked.devices)
-    searched = {"wall_seconds": time.perf_counter() - wall, "processor_seconds": time.process_time() - processor}
+    searched = {
+        "wall_seconds": time.perf_counter() - wall,
+        "processor_seconds": time.process_time() - processor,
+    }
     wall, processor = time.perf_counter(), time.process_time()
     told = explain(found, costs, machines, with_flips=asked.flips)
     if asked.flips:
-        searched.update(flips_wall_seconds=time.perf_counter() - wall, flips_processor_seconds=time.process_time() - processor)
+        searched.update(
+            flips_wall_seconds=time.perf_counter() - wall,
+            flips_processor_seconds=time.process_time() - processor,
+        )
     print(text(told))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

@@ -1,16 +1,20 @@
 """Predicted step times against measured ones: predicted before anything of the plan has run.
 
-    python benchmarks/plan_truth.py                          loopback: real layers on 2 workers, sleeping layers on 4
-    python benchmarks/plan_truth.py --network 1gbit          two network namespaces with a shaped link between them (Linux, root)
-    python benchmarks/plan_truth.py --json benchmarks/results/plan_truth.json
+    python benchmarks/plan_truth.py                          loopback: real layers on 2 workers,
+    sleeping layers on 4 python benchmarks/plan_truth.py --network 1gbit          two network
+    namespaces with a shaped link between them (Linux, root) python benchmarks/plan_truth.py --json
+    benchmarks/results/plan_truth.json
 
-In each process group the layers and the links are measured first, with all workers at work; every plan is predicted, and the
-predictions are written down; then the plans train in turn, in three rounds. "After one step" is the geometric mean of a plan's prediction and
-its first measured step; that step alone is reported too.
+In each process group the layers and the links are measured first, with all workers at work; every
+plan is predicted, and the predictions are written down; then the plans train in turn, in three
+rounds. "After one step" is the geometric mean of a plan's prediction and its first measured step;
+that step alone is reported too.
 
-Reported: mean absolute error; the same beside what all plans of a group have in common (a host that became faster or slower between
-measuring and training moves all of them); the share of pairs of plans more than 5 % apart that are in the right order, and how far the chosen
-plan (the one that the search ranks first) is from the best measured one. Sleeping layers stand for a device each, so that four workers run on two cores.
+Reported: mean absolute error; the same beside what all plans of a group have in common (a host that
+became faster or slower between measuring and training moves all of them); the share of pairs of
+plans more than 5 % apart that are in the right order, and how far the chosen plan (the one that the
+search ranks first) is from the best measured one. Sleeping layers stand for a device each, so that
+four workers run on two cores.
 """
 
 from __future__ import annotations
@@ -92,13 +96,29 @@ def build(kind: str) -> tuple[Any, Any, int]:
 
     if kind == "transformer":
         layers = [nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(6)]
-        return nn.Sequential(*layers), torch.utils.data.TensorDataset(torch.randn(16, 64, 128), torch.randn(16, 64, 128)), 16
+        return (
+            nn.Sequential(*layers),
+            torch.utils.data.TensorDataset(torch.randn(16, 64, 128), torch.randn(16, 64, 128)),
+            16,
+        )
     if kind == "mlp":
         widths = [256, 1024, 1024, 512, 2048, 512, 256]
         layers = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
-        return nn.Sequential(*layers), torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64, 256)), 64
-    seconds = [0.001] * 8 if kind == "sleep" else [0.0004, 0.002, 0.0008, 0.0016, 0.0004, 0.0012, 0.002, 0.0006]
-    return nn.Sequential(*(Layer(s) for s in seconds)), torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randn(32, 64)), 32
+        return (
+            nn.Sequential(*layers),
+            torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randn(64, 256)),
+            64,
+        )
+    seconds = (
+        [0.001] * 8
+        if kind == "sleep"
+        else [0.0004, 0.002, 0.0008, 0.0016, 0.0004, 0.0012, 0.002, 0.0006]
+    )
+    return (
+        nn.Sequential(*(Layer(s) for s in seconds)),
+        torch.utils.data.TensorDataset(torch.randn(32, 64), torch.randn(32, 64)),
+        32,
+    )
 
 
 def worker(kind: str, out: Path) -> None:
@@ -106,12 +126,12 @@ def worker(kind: str, out: Path) -> None:
     import torch.distributed as dist
 
     import ronde
+    from ronde.measure import planner
+    from ronde.measure.bench_links import calibrate
+    from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
     from ronde.plan import Plan
-    from ronde.plan.predict import predict
-    from ronde.plan.search import rank_key
-    from ronde.study import forecast
-    from ronde.study.links import calibrate
-    from ronde.study.noise import TOLERANCE, NoisyMachine
+    from ronde.predict.predict import predict
+    from ronde.predict.search import rank_key
 
     os.environ.setdefault("RONDE_RUNS", "none")
 
@@ -135,7 +155,7 @@ def worker(kind: str, out: Path) -> None:
         return seconds[WARM:]
 
     train("replicate", STEPS)  # warms kernels, allocator and connections
-    me = ronde.run.entry.connect()
+    me = ronde.run.distribute.connect()
     model, data, batch = build(kind)
     work = ronde.parallel.Work(
         model,
@@ -147,7 +167,9 @@ def worker(kind: str, out: Path) -> None:
     costs, least = None, math.inf
     for _ in range(ATTEMPTS):
         dist.barrier()
-        tried = forecast.gauge(work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None)
+        tried = planner.gauge(
+            work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None
+        )
         noise = torch.tensor(tried.noise)
         dist.all_reduce(noise, dist.ReduceOp.MAX)
         if costs is None or float(noise) < least:
@@ -170,8 +192,11 @@ def worker(kind: str, out: Path) -> None:
         plan = dataclasses.replace(parsed, workers=me.size, batch_size=batch, accumulation=count)
         predicted[spec] = predict(plan, costs, cluster)
     if me.is_main:
-        out.with_suffix(".predicted").write_text(json.dumps({k: v.step_seconds for k, v in predicted.items()}))
-    # Every plan in turn, round after round: a host has fast and slow seconds, and they differ by more than plans do.
+        out.with_suffix(".predicted").write_text(
+            json.dumps({k: v.step_seconds for k, v in predicted.items()})
+        )
+    # Every plan in turn, round after round: a host has fast and slow seconds, and they differ by
+    # more than plans do.
     taken: dict[str, list[float]] = {spec: [] for spec in PLANS[me.size]}
     for _ in range(ROUNDS):
         for spec, steps in taken.items():
@@ -191,7 +216,16 @@ def worker(kind: str, out: Path) -> None:
             }
         )
     if me.is_main:
-        out.write_text(json.dumps({"rows": rows, "noise": least, "costs": costs.to_dict(), "cluster": cluster.to_dict()}))
+        out.write_text(
+            json.dumps(
+                {
+                    "rows": rows,
+                    "noise": least,
+                    "costs": costs.to_dict(),
+                    "cluster": cluster.to_dict(),
+                }
+            )
+        )
 
 
 @contextlib.contextmanager
@@ -202,14 +236,32 @@ def namespaces(rate: str) -> Iterator[list[str]]:
         for name in names:
             subprocess.run(["ip", "netns", "add", name], check=True)
         ends = [f"rd{os.getpid() % 10000}{end}" for end in "ab"]
-        subprocess.run(["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]], check=True)
+        subprocess.run(
+            ["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]], check=True
+        )
         for i, (name, end) in enumerate(zip(names, ends, strict=True)):
             subprocess.run(["ip", "link", "set", end, "netns", name], check=True)
             inside = ["ip", "netns", "exec", name]
-            subprocess.run([*inside, "ip", "addr", "add", f"10.77.0.{i + 1}/24", "dev", end], check=True)
+            subprocess.run(
+                [*inside, "ip", "addr", "add", f"10.77.0.{i + 1}/24", "dev", end], check=True
+            )
             subprocess.run([*inside, "ip", "link", "set", end, "up"], check=True)
             subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
-            shape = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+            shape = [
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                end,
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "64kb",
+                "latency",
+                "200ms",
+            ]
             subprocess.run([*inside, *shape], check=True)
             os.environ[f"_END{i}"] = end
         yield names
@@ -222,7 +274,17 @@ def start(kind: str, workers: int, network: str | None, out: Path) -> None:
     """One process group on one case."""
     own = [__file__, "--worker", kind, "--out", str(out)]
     if network is None:
-        command = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none", "--workers", str(workers)]
+        command = [
+            sys.executable,
+            "-m",
+            "ronde",
+            "run",
+            "-q",
+            "--runs",
+            "none",
+            "--workers",
+            str(workers),
+        ]
         subprocess.run([*command, *own], check=True, timeout=900)
         return
     with namespaces(network) as names, socket.socket() as s:
@@ -244,14 +306,31 @@ def start(kind: str, workers: int, network: str | None, out: Path) -> None:
             }
             environment = {**os.environ, **{k: str(v) for k, v in variables.items()}}
             # A host's name of its own, so that it is another node.
-            alone = ["unshare", "--uts", "--kill-child", "sh", "-c", 'hostname "$0" && exec "$@"', names[place]]
-            processes.append(subprocess.Popen(["ip", "netns", "exec", names[place], *alone, sys.executable, *own], env=environment))
+            alone = [
+                "unshare",
+                "--uts",
+                "--kill-child",
+                "sh",
+                "-c",
+                'hostname "$0" && exec "$@"',
+                names[place],
+            ]
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", names[place], *alone, sys.executable, *own],
+                    env=environment,
+                )
+            )
         try:
             limit = time.monotonic() + 1800
             while any(process.poll() is None for process in processes):
                 failed = [process.returncode for process in processes if process.returncode]
                 if failed or time.monotonic() > limit:
-                    raise SystemExit(f"a worker ended with {failed[0]}" if failed else "the workers took longer than half an hour")
+                    raise SystemExit(
+                        f"a worker ended with {failed[0]}"
+                        if failed
+                        else "the workers took longer than half an hour"
+                    )
                 time.sleep(0.2)
             if any(process.returncode for process in processes):
                 raise SystemExit("a worker failed")
@@ -296,9 +375,16 @@ def report(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--network", action="append", default=[], help="rate of a shaped link, as 1gbit; several times for several")
+    parser.add_argument(
+        "--network",
+        action="append",
+        default=[],
+        help="rate of a shaped link, as 1gbit; several times for several",
+    )
     parser.add_argument("--no-loopback", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -316,7 +402,14 @@ def main() -> None:
                 out = Path(folder) / "rows.json"
                 start(kind, CASES[kind], network, out)
                 found = json.loads(out.read_text())
-            measured.append({"case": kind, "network": network or "loopback", "costs": found["costs"], "cluster": found["cluster"]})
+            measured.append(
+                {
+                    "case": kind,
+                    "network": network or "loopback",
+                    "costs": found["costs"],
+                    "cluster": found["cluster"],
+                }
+            )
             for row in found["rows"]:
                 rows.append({**row, "network": network or "loopback", "noise": found["noise"]})
                 r = rows[-1]
@@ -326,7 +419,12 @@ def main() -> None:
                     flush=True,
                 )
             if given.json:  # what is there stays, whatever becomes of the rest
-                given.json.write_text(json.dumps({"summary": report(rows), "rows": rows, "measured": measured}, indent=2) + "\n")
+                given.json.write_text(
+                    json.dumps(
+                        {"summary": report(rows), "rows": rows, "measured": measured}, indent=2
+                    )
+                    + "\n"
+                )
     print(json.dumps(report(rows), indent=2))
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/prove_truth.py [NAME…] [--plans all] [--workers 2]
 
-The scripts are tests/prove_scripts/faults.py and healthy.py; what must be said of each is in cases.py beside them.
+The scripts are tests/prove_scripts/faults.py and healthy.py; what must be said of each is in
+cases.py beside them.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
 
 from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
 
-from ronde.study.prove import Study, chosen_plans  # noqa: E402
-from ronde.study.prove_pool import Pool  # noqa: E402
+from ronde.prove.process_pool import Pool  # noqa: E402
+from ronde.prove.prove import Study, chosen_plans  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="only these scripts")
     parser.add_argument("--plans", default="replicate", help="for the sound models: a plan, or all")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    faults = [f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN] if not given.names or f.fault in given.names]
+    faults = [
+        f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN] if not given.names or f.fault in given.names
+    ]
     healthy = [h for h in HEALTHY if not given.names or h in given.names]
     rows = []
     began = time.monotonic()
@@ -38,17 +43,38 @@ def main() -> None:
         for case in faults:
             verdict = Study(pool, case.command, given.steps, 120).verdict(case.plans)
             found, named, said = judge(case, verdict)
-            rows.append({"fault": case.fault, "found": found, "named": named, "said": said, "expected": case.cause})
+            rows.append(
+                {
+                    "fault": case.fault,
+                    "found": found,
+                    "named": named,
+                    "said": said,
+                    "expected": case.cause,
+                }
+            )
             mark = "ok   " if named else "FOUND" if found else "MISS "
             print(f"{mark} {case.fault:22} {verdict.seconds:5.1f} s  {said}", flush=True)
         for name in healthy:
-            plans = chosen_plans(given.plans if given.plans == "all" else [given.plans], given.workers)
-            verdict = Study(pool, healthy_command(name), given.steps, 120).verdict(plans, explicit=False)
+            plans = chosen_plans(
+                given.plans if given.plans == "all" else [given.plans], given.workers
+            )
+            verdict = Study(pool, healthy_command(name), given.steps, 120).verdict(
+                plans, explicit=False
+            )
             blamed = verdict.status == "differs"
             told = ", ".join(f"{p.plan} {p.status} {p.largest:.0e}" for p in verdict.plans)
-            why = f"  {verdict.difference}  {verdict.cause.id if verdict.cause else ''}" if blamed else f"  {verdict.error[:200]}"
-            rows.append({"healthy": name, "blamed": blamed, "status": verdict.status, "plans": told})
-            print(f"{'BLAMED' if blamed else verdict.status:6} {name:22} {verdict.seconds:5.1f} s  {told}{why}", flush=True)
+            why = (
+                f"  {verdict.difference}  {verdict.cause.id if verdict.cause else ''}"
+                if blamed
+                else f"  {verdict.error[:200]}"
+            )
+            rows.append(
+                {"healthy": name, "blamed": blamed, "status": verdict.status, "plans": told}
+            )
+            print(
+                f"{'BLAMED' if blamed else verdict.status:6} {name:22} {verdict.seconds:5.1f} s  {told}{why}",
+                flush=True,
+            )
     n = len(faults)
     print(
         f"faults: {sum(bool(r.get('found')) for r in rows)} of {n} found, {sum(bool(r.get('named')) for r in rows)} of {n} named; "

@@ -1,11 +1,13 @@
-"""What does scheduling workers on the CPU as batch change? Seconds of a step with it, without it, and of hand-written torch.
+"""What does scheduling workers on the CPU as batch change? Seconds of a step with it, without it,
+and of hand-written torch.
 
-    python benchmarks/scheduling.py                  # prints a table and writes benchmarks/results/scheduling.json
-    python benchmarks/scheduling.py --rounds 3
+    python benchmarks/scheduling.py                  # prints a table and writes
+    benchmarks/results/scheduling.json python benchmarks/scheduling.py --rounds 3
 
-The same small transformer trains on two workers under several plans. Ronde as it is, Ronde with RONDE_SCHEDULING=other, and loops written by
-hand with torch's DistributedDataParallel and FSDP2 take turns, round after round, each in processes of its own; printed is the median
-over rounds of each round's ratio to Ronde as it is.
+The same small transformer trains on two workers under several plans. Ronde as it is, Ronde with
+RONDE_SCHEDULING=other, and loops written by hand with torch's DistributedDataParallel and FSDP2
+take turns, round after round, each in processes of its own; printed is the median over rounds of
+each round's ratio to Ronde as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def build() -> tuple[Any, Any, Any, Any]:
     from torch import nn
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(6)))
+    model = nn.Sequential(
+        *(nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True) for _ in range(6))
+    )
     data = torch.utils.data.TensorDataset(torch.randn(16, 64, 128), torch.randn(16, 64, 128))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5), data, nn.functional.mse_loss
 
@@ -93,7 +97,13 @@ def by_hand() -> dict[str, float]:
         own = BATCH // WORKERS
         inputs, targets = (t[rank * own : (rank + 1) * own] for t in data.tensors)
 
-        def one(model: Any = model, optimizer: Any = optimizer, inputs: Any = inputs, targets: Any = targets, loss: Any = loss) -> None:
+        def one(
+            model: Any = model,
+            optimizer: Any = optimizer,
+            inputs: Any = inputs,
+            targets: Any = targets,
+            loss: Any = loss,
+        ) -> None:
             optimizer.zero_grad()
             loss(model(inputs), targets).backward()
             optimizer.step()
@@ -105,18 +115,38 @@ def by_hand() -> dict[str, float]:
 
 def start(what: str) -> dict[str, float]:
     """One contestant, in processes of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_RUNS": "none", "RONDE_DEVICE": "cpu"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RONDE_RUNS": "none",
+        "RONDE_DEVICE": "cpu",
+    }
     environment["RONDE_SCHEDULING"] = "other" if what == "other" else ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORKERS}", __file__, "--worker", what]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={WORKERS}",
+        __file__,
+        "--worker",
+        what,
+    ]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    )
     told = next(line for line in done.stdout.splitlines() if line.startswith("{"))
     return {str(k): float(v) for k, v in json.loads(told).items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "scheduling.json")
+    parser.add_argument(
+        "--json", type=Path, default=Path(__file__).parent / "results" / "scheduling.json"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
@@ -132,12 +162,17 @@ def main() -> None:
         rounds.append(found)
         print(
             f"round {r + 1} of {given.rounds}: "
-            + ", ".join(f"{w} {' '.join(f'{1e3 * v:.0f}' for v in found[w].values())} ms" for w in who),
+            + ", ".join(
+                f"{w} {' '.join(f'{1e3 * v:.0f}' for v in found[w].values())} ms" for w in who
+            ),
             flush=True,
         )
     rows = []
     for plan in PLANS:
-        row: dict[str, Any] = {"plan": plan, "ronde_seconds": statistics.median(f["ronde"][plan] for f in rounds)}
+        row: dict[str, Any] = {
+            "plan": plan,
+            "ronde_seconds": statistics.median(f["ronde"][plan] for f in rounds),
+        }
         for what in who[1:]:
             if plan in rounds[0][what]:
                 row[what] = statistics.median(f[what][plan] / f["ronde"][plan] for f in rounds)
@@ -145,10 +180,17 @@ def main() -> None:
     print(f"\n{'plan':28} {'Ronde':>9} {'as usual':>9} {'torch by hand':>14}")
     for row in rows:
         torch = f"× {row['torch']:.2f}" if "torch" in row else ""
-        print(f"{row['plan']:28} {1e3 * row['ronde_seconds']:6.1f} ms {'× ' + format(row['other'], '.2f'):>9} {torch:>14}")
+        print(
+            f"{row['plan']:28} {1e3 * row['ronde_seconds']:6.1f} ms {'× ' + format(row['other'], '.2f'):>9} {torch:>14}"
+        )
     import torch as installed
 
-    about = {"torch": installed.__version__, "python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
+    about = {
+        "torch": installed.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+    }
     given.json.write_text(json.dumps({"rounds": rounds, "rows": rows, **about}, indent=2) + "\n")
 
 

@@ -1,4 +1,6 @@
-"""Processes that use one cache together, and are killed: ``python cache_worker.py COMMANDS``; used by test_cache.py."""
+"""Processes that use one cache together, and are killed: ``python cache_worker.py COMMANDS``; used
+by test_cache.py.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,20 @@ class Toy:
 
 def oracle(i: int):
     numbers = np.random.Generator(np.random.Philox(i))
-    return {"data": numbers.integers(0, 256, int(numbers.integers(0, 40_000)), dtype=np.uint8), "label": i % 7, "name": f"{i}.bin"}
+    return {
+        "data": numbers.integers(0, 256, int(numbers.integers(0, 40_000)), dtype=np.uint8),
+        "label": i % 7,
+        "name": f"{i}.bin",
+    }
 
 
 def same(a, b) -> bool:
-    return a.keys() == b.keys() and a["label"] == b["label"] and a["name"] == b["name"] and np.array_equal(a["data"], b["data"])
+    return (
+        a.keys() == b.keys()
+        and a["label"] == b["label"]
+        and a["name"] == b["name"]
+        and np.array_equal(a["data"], b["data"])
+    )
 
 
 def read_at_random(source, seed: int, batches: int) -> int:
@@ -68,8 +79,12 @@ def files_bytes(folder) -> int:
 
 
 def hammer(where: str, limit: str) -> dict:
-    """Six processes at a time read and check; some of them are killed wherever they are, and others take their place."""
-    first = cached(Toy(), where=where, limit=limit)  # held by this process, so that a cache in memory stays
+    """Six processes at a time read and check; some of them are killed wherever they are, and others
+    take their place.
+    """
+    first = cached(
+        Toy(), where=where, limit=limit
+    )  # held by this process, so that a cache in memory stays
     draw = random.Random(1)
     seed = killed = 0
     codes: list[int] = []
@@ -78,9 +93,16 @@ def hammer(where: str, limit: str) -> dict:
     while seed < 24 or running:
         while len(running) < 6 and seed < 24:
             seed += 1
-            # A child forks its own view of the cache; every second one opens it as a stranger would.
+            # A child forks its own view of the cache; every second one opens it as a stranger
+            # would.
             running.append(
-                child(lambda s=seed: read_at_random(first if s % 2 else cached(Toy(), where=where, limit=limit, check=False), s, 40))
+                child(
+                    lambda s=seed: read_at_random(
+                        first if s % 2 else cached(Toy(), where=where, limit=limit, check=False),
+                        s,
+                        40,
+                    )
+                )
             )
         time.sleep(draw.random() * 0.03)
         if seed < 24 and draw.random() < 0.5:
@@ -130,10 +152,13 @@ def leave_behind(where: str) -> dict:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     before = Path(folder).is_dir()
-    other = cached(Toy(5, "other"), where=where, limit="1MiB")  # any cache in memory that is made next
+    other = cached(
+        Toy(5, "other"), where=where, limit="1MiB"
+    )  # any cache in memory that is made next
     after = Path(folder).is_dir()
     mine = other._folder.is_dir()
-    # Its user is a child that lives longer than this process's own use: the last one out removes it.
+    # Its user is a child that lives longer than this process's own use: the last one out removes
+    # it.
     ask, go = os.pipe()
 
     def outlive() -> int:
@@ -149,7 +174,13 @@ def leave_behind(where: str) -> dict:
     still = other._folder.is_dir()
     os.write(go, b"x")
     os.waitpid(pid, 0)
-    return {"before": before, "after": after, "mine": mine, "still": still, "end": other._folder.is_dir()}
+    return {
+        "before": before,
+        "after": after,
+        "mine": mine,
+        "still": still,
+        "end": other._folder.is_dir(),
+    }
 
 
 def full_disk(where: str) -> dict:
@@ -173,7 +204,9 @@ def epochs(where: str) -> dict:
 
 
 def all_of(commands: list[list[str]]) -> dict:
-    """Each in a process of its own, one after the other; they share one import of torch, by fork."""
+    """Each in a process of its own, one after the other; they share one import of torch, by
+    fork.
+    """
     told = []
     for name, *arguments in commands:
         with tempfile.TemporaryFile() as file:

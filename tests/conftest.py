@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME")
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TRAINING_JOB_NAME",
+)
 _PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "RONDE_")
 
 
-# A shell lets what it starts with "&" ignore Ctrl-C, and so would all processes that a test presses it for.
+# A shell lets what it starts with "&" ignore Ctrl-C, and so would all processes that a test presses
+# it for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -54,7 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment():
-    """The tests themselves may run inside a Slurm job or a container: its variables are put away meanwhile."""
+    """The tests themselves may run inside a Slurm job or a container: its variables are put away
+    meanwhile.
+    """
     saved = {k: v for k, v in os.environ.items() if k in _LAUNCHERS or k.startswith(_PREFIXES)}
     for name in saved:
         del os.environ[name]
@@ -67,13 +78,20 @@ _known: set[str] = set()  # was there, or has been told
 
 
 def _temporary() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith(_NOT_OURS)}
+    return {
+        path.name
+        for path in Path(tempfile.gettempdir()).iterdir()
+        if not path.name.startswith(_NOT_OURS)
+    }
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A temporary folder of this process's own: what is left in it, a test has left."""
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write is kept for a while where pytest keeps it
-    get_temp_dir()  # multiprocessing's, which stays until this process ends: not in the folder below
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # what tests write is kept for a while where pytest keeps it
+    # multiprocessing's, which stays until this process ends: not in the folder below
+    get_temp_dir()
     folder = tempfile.TemporaryDirectory(prefix="ronde-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
@@ -81,8 +99,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """Nothing that a test began may leave a temporary file behind, whichever of its processes were killed."""
+    """Nothing that a test began may leave a temporary file behind, whichever of its processes were
+    killed.
+    """
     yield
-    if left := {name for name in _temporary() - _known if f"-{os.getpid()}-" not in name}:  # a fixture's pool goes with the fixture
+    if left := {
+        name for name in _temporary() - _known if f"-{os.getpid()}-" not in name
+    }:  # a fixture's pool goes with the fixture
         _known.update(left)
         raise AssertionError(f"left in the temporary folder: {', '.join(sorted(left))}")

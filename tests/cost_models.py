@@ -55,7 +55,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         y = self.norm(x)
@@ -88,13 +90,27 @@ def tokens_loss(output, target):
 def wide() -> nn.Module:
     """Some 60 MiB of parameters, and activations that show."""
     return nn.Sequential(
-        nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 10)
+        nn.Linear(512, 2048),
+        nn.GELU(),
+        nn.Linear(2048, 2048),
+        nn.GELU(),
+        nn.Linear(2048, 4096),
+        nn.GELU(),
+        nn.Linear(4096, 10),
     )
 
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        *(m for i in range(5) for m in (nn.Conv2d(3 if i == 0 else 48, 48, 3, padding=1), nn.BatchNorm2d(48), nn.ReLU())),
+        *(
+            m
+            for i in range(5)
+            for m in (
+                nn.Conv2d(3 if i == 0 else 48, 48, 3, padding=1),
+                nn.BatchNorm2d(48),
+                nn.ReLU(),
+            )
+        ),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(48, 10),

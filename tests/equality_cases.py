@@ -1,4 +1,6 @@
-"""Cases for the equality tests: models, data and losses, and the plain PyTorch loop they are compared with."""
+"""Cases for the equality tests: models, data and losses, and the plain PyTorch loop they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Norm(CNN):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Conv2d(1, 4, 3, padding=1, bias=False)  # a bias before normalisation has no gradient in exact arithmetic
+        self.a = nn.Conv2d(
+            1, 4, 3, padding=1, bias=False
+        )  # a bias before normalisation has no gradient in exact arithmetic
         self.bn = nn.BatchNorm2d(4)
         self.bn1 = nn.BatchNorm1d(6, momentum=None)
 
@@ -42,14 +46,18 @@ class Norm(CNN):
 
 
 class Transformer(nn.Module):
-    """Two layers, embedding and head tied. No key bias: its gradient is zero in exact arithmetic."""
+    """Two layers, embedding and head tied. No key bias: its gradient is zero in exact
+    arithmetic.
+    """
 
     def __init__(self, width: int = 12, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
         self.embed = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.randn(LENGTH, width) * 0.1)
-        self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1), persistent=False)
+        self.register_buffer(
+            "mask", torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1), persistent=False
+        )
         for i in range(2):
             setattr(self, f"norm_a{i}", nn.LayerNorm(width))
             setattr(self, f"qkv{i}", nn.Linear(width, 3 * width, bias=False))
@@ -65,11 +73,17 @@ class Transformer(nn.Module):
         b, t, w = x.shape
         for i in range(2):
             q, k, v = (
-                getattr(self, f"qkv{i}")(getattr(self, f"norm_a{i}")(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+                getattr(self, f"qkv{i}")(getattr(self, f"norm_a{i}")(x))
+                .view(b, t, 3, self.heads, w // self.heads)
+                .permute(2, 0, 3, 1, 4)
             )
             scores = q @ k.transpose(-1, -2) / math.sqrt(w // self.heads) + self.mask.to(x.dtype)
-            x = x + getattr(self, f"out{i}")((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, w))
-            x = x + getattr(self, f"down{i}")(F.gelu(getattr(self, f"up{i}")(getattr(self, f"norm_b{i}")(x))))
+            x = x + getattr(self, f"out{i}")(
+                (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, w)
+            )
+            x = x + getattr(self, f"down{i}")(
+                F.gelu(getattr(self, f"up{i}")(getattr(self, f"norm_b{i}")(x)))
+            )
         return self.head(x)
 
 
@@ -98,7 +112,9 @@ class Unused(nn.Module):
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
-        if bool((x[:, 0] > 0.55).any()):  # which workers and micro-batches use it changes from step to step
+        if bool(
+            (x[:, 0] > 0.55).any()
+        ):  # which workers and micro-batches use it changes from step to step
             x = x + self.rare(x) * (x[:, :1] > 0.55)
         return self.last(self.frozen(x))
 
@@ -113,7 +129,9 @@ class _Hands(nn.Module):
 
 
 class Handed(nn.Module):
-    """Blocks hand the next one what it does not use: those parameters have no gradient, and no weight decay."""
+    """Blocks hand the next one what it does not use: those parameters have no gradient, and no
+    weight decay.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +156,9 @@ class Samples(Dataset):
         elif kind in ("transformer", "tokens"):
             self.x = torch.randint(VOCABULARY, (n, LENGTH), generator=g)
             self.y = self.x.roll(-1, 1).clone()
-            if kind == "tokens":  # padding: samples have different numbers of targets, some none at all
+            if (
+                kind == "tokens"
+            ):  # padding: samples have different numbers of targets, some none at all
                 lengths = torch.randint(0, LENGTH + 1, (n,), generator=g)
                 self.y[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
         elif kind == "lstm":
@@ -155,7 +175,15 @@ class Samples(Dataset):
         return self.x[i], self.y[i]
 
 
-MODELS = {"cnn": CNN, "norm": Norm, "transformer": Transformer, "tokens": Transformer, "lstm": LSTM, "unused": Unused, "handed": Handed}
+MODELS = {
+    "cnn": CNN,
+    "norm": Norm,
+    "transformer": Transformer,
+    "tokens": Transformer,
+    "lstm": LSTM,
+    "unused": Unused,
+    "handed": Handed,
+}
 
 
 def mean_loss(output, target):
@@ -164,7 +192,9 @@ def mean_loss(output, target):
 
 def token_loss(output, target):
     """(sum, weight): the mean over the tokens that count."""
-    total = F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        output.flatten(0, -2), target.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, (target != -100).sum()
 
 
@@ -184,7 +214,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        flags = [self.kind, self.optimizer, "accumulate" if self.micro else "", "plain" if not self.schedule else "", self.dtype]
+        flags = [
+            self.kind,
+            self.optimizer,
+            "accumulate" if self.micro else "",
+            "plain" if not self.schedule else "",
+            self.dtype,
+        ]
         flags += [f"n{self.n}b{self.batch}", "shuffled" if self.shuffle else ""]
         return "-".join(f for f in flags if f)
 
@@ -197,9 +233,15 @@ class Case:
             # Two groups: their settings must be kept apart.
             small = [p for p in model.parameters() if p.ndim < 2]
             large = [p for p in model.parameters() if p.ndim >= 2]
-            optimizer = torch.optim.AdamW([{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3)
+            optimizer = torch.optim.AdamW(
+                [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3
+            )
         schedule = lambda s: min(1.0, (s + 1) / 5) * 0.97**s  # noqa: E731
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if self.schedule else None
+        return (
+            model,
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if self.schedule else None,
+        )
 
     def loss(self):
         return token_loss if self.kind == "tokens" else mean_loss
@@ -209,7 +251,9 @@ class Case:
 
 
 def plain_loop(case: Case, order=None) -> dict[str, torch.Tensor]:
-    """The training written by hand: one process, whole batches, nothing of Ronde. Returns the weights and the losses."""
+    """The training written by hand: one process, whole batches, nothing of Ronde. Returns the
+    weights and the losses.
+    """
     model, optimizer, scheduler = case.build()
     data = case.data()
     losses = []
@@ -220,7 +264,10 @@ def plain_loop(case: Case, order=None) -> dict[str, torch.Tensor]:
             batches = DataLoader(data, case.batch, shuffle=False)
         else:
             ids = order(epoch)
-            batches = [(data.x[ids[i : i + case.batch]], data.y[ids[i : i + case.batch]]) for i in range(0, case.n, case.batch)]
+            batches = [
+                (data.x[ids[i : i + case.batch]], data.y[ids[i : i + case.batch]])
+                for i in range(0, case.n, case.batch)
+            ]
         for x, y in itertools.islice(batches, case.steps - len(losses)):
             optimizer.zero_grad()
             loss = case.loss()(model(x), y)
@@ -249,7 +296,9 @@ def ronde_loop(case: Case, own_loop: bool = False) -> tuple[dict[str, torch.Tens
         loss=case.loss(),
         scheduler=scheduler,
         clip_norm=case.clip,
-        micro_batch=max(1, math.ceil(math.ceil(case.batch / ronde.world().size) / 4)) if case.micro else None,
+        micro_batch=max(1, math.ceil(math.ceil(case.batch / ronde.world().size) / 4))
+        if case.micro
+        else None,
         sync_batchnorm=case.sync_batchnorm,
     )
     losses = []
@@ -265,16 +314,25 @@ def ronde_loop(case: Case, own_loop: bool = False) -> tuple[dict[str, torch.Tens
                 break
         if len(losses) == case.steps:
             break
-    return {**{k: v.clone() for k, v in model.state_dict().items()}, "losses": torch.stack(losses)}, run
+    return {
+        **{k: v.clone() for k, v in model.state_dict().items()},
+        "losses": torch.stack(losses),
+    }, run
 
 
-def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+def largest_difference(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     """Of any element, relative to the largest of its tensor; and where."""
     worst, where = 0.0, ""
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         scale = want.double().abs().max().clamp(min=1e-30)
-        difference = float(((found[name].double() - want.double()).abs().max() / scale).nan_to_num(nan=float("inf")))
+        difference = float(
+            ((found[name].double() - want.double()).abs().max() / scale).nan_to_num(
+                nan=float("inf")
+            )
+        )
         if difference > worst:
             worst, where = difference, name
     return worst, where

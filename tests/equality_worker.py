@@ -1,4 +1,6 @@
-"""Run by every rank: trains the cases given as JSON and writes what rank 0 ends with. Also checks that all ranks end alike."""
+"""Run by every rank: trains the cases given as JSON and writes what rank 0 ends with. Also checks
+that all ranks end alike.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ for i, values in enumerate(cases):
         if ronde.world().size > 1 and not name.startswith("bn"):
             mine = tensor.clone()
             dist.broadcast(mine, 0)
-            assert mine.equal(tensor), f"{name} differs between rank 0 and rank {run.rank} in case {i}"
+            assert mine.equal(tensor), (
+                f"{name} differs between rank 0 and rank {run.rank} in case {i}"
+            )
     if run.is_main:
         save_file({k: v.contiguous().clone() for k, v in result.items()}, out / f"{i}.safetensors")

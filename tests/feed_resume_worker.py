@@ -1,7 +1,8 @@
-"""Train over a feed pipeline, write down every sample that is seen with its augmentation, and be killed: used by test_feed_resume.py.
+"""Train over a feed pipeline, write down every sample that is seen with its augmentation, and be
+killed: used by test_feed_resume.py.
 
-``feed_resume_worker.py DATA KIND KILL_STEP``: KIND is ``folder``, ``arrays`` or ``cached``; rank ``world_size - 1`` kills itself with
-SIGKILL after KILL_STEP steps (-1: never).
+``feed_resume_worker.py DATA KIND KILL_STEP``: KIND is ``folder``, ``arrays`` or ``cached``; rank
+``world_size - 1`` kills itself with SIGKILL after KILL_STEP steps (-1: never).
 """
 
 from __future__ import annotations
@@ -33,13 +34,22 @@ def unpacked(row):
 
 def augment(sample):
     x, i = sample
-    return torch.from_numpy(x[::-1].copy() if feed.rng().random() < 0.5 else x) + torch.from_numpy(feed.rng().normal(0, 0.1, 6)), i
+    return torch.from_numpy(x[::-1].copy() if feed.rng().random() < 0.5 else x) + torch.from_numpy(
+        feed.rng().normal(0, 0.1, 6)
+    ), i
 
 
 if KIND == "arrays":
     numbers = sorted(int(p.stem) for p in DATA.glob("*.bin"))
-    rows = np.stack([np.frombuffer((DATA / f"{i}.bin").read_bytes(), np.float64) for i in sorted(numbers, key=str)])
-    pipeline = feed.Pipeline(feed.arrays({"x": rows, "id": np.array(sorted(numbers, key=str))})).map(unpacked, "decode")
+    rows = np.stack(
+        [
+            np.frombuffer((DATA / f"{i}.bin").read_bytes(), np.float64)
+            for i in sorted(numbers, key=str)
+        ]
+    )
+    pipeline = feed.Pipeline(
+        feed.arrays({"x": rows, "id": np.array(sorted(numbers, key=str))})
+    ).map(unpacked, "decode")
 else:
     pipeline = feed.Pipeline(feed.folder(DATA, labels=None)).map(opened, "decode")
 if KIND == "cached":
@@ -49,7 +59,16 @@ pipeline = pipeline.map(augment, "augment")
 torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-run = ronde.distribute(model, optimizer, pipeline, loss=F.cross_entropy, batch_size=6, seed=5, save_every=2, shuffle=True)
+run = ronde.distribute(
+    model,
+    optimizer,
+    pipeline,
+    loss=F.cross_entropy,
+    batch_size=6,
+    seed=5,
+    save_every=2,
+    shuffle=True,
+)
 log = os.open(os.environ["SEEN"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 os.write(log, f"begin {run.rank} {run.state.step}\n".encode())
 for _ in run.epochs(3):

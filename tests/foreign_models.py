@@ -1,7 +1,8 @@
-"""Models that nobody here wrote, small and with random weights, and odd ones of our own: for cutting them.
+"""Models that nobody here wrote, small and with random weights, and odd ones of our own: for
+cutting them.
 
-Each builder gives a :class:`Built`: the model in float64, a batch, ``call(model, batch)``, a scalar loss, and another batch of
-another size.
+Each builder gives a :class:`Built`: the model in float64, a batch, ``call(model, batch)``, a scalar
+loss, and another batch of another size.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Built:
     call: Callable[[nn.Module, Any], torch.Tensor]
     other: Any = None
     random: bool = False  # the pass draws random numbers
-    moving: tuple[str, ...] = field(default=())  # points (prefixes of their names) that may be missing with other weights or batches
+    moving: tuple[str, ...] = field(
+        default=()
+    )  # points (prefixes of their names) that may be missing with other weights or batches
 
 
 def build(builders: dict[str, Callable[[], Built]], name: str) -> Built:
@@ -63,7 +66,7 @@ def rows(samples: int, width: int = 6) -> torch.Tensor:
     return torch.randn(samples, width, dtype=torch.float64)
 
 
-# -- of our own ------------------------------------------------------------------------------------------------------------
+# -- of our own ------------------------------------------------------------------------
 
 
 @own
@@ -78,7 +81,12 @@ class ResidualCNN(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 4, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3, padding=1))
+            nn.Sequential(
+                nn.Conv2d(4, 6, 3, padding=1),
+                nn.BatchNorm2d(6),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(6, 4, 3, padding=1),
+            )
             for _ in range(4)
         )
         self.act = nn.ReLU(inplace=True)
@@ -123,7 +131,12 @@ def encoder_decoder() -> Built:
     def call(model, batch):
         return F.cross_entropy(model(*batch)["logits"].flatten(0, 1), batch[1].flatten())
 
-    return Built(EncoderDecoder(), (tokens(3, 6, 13), tokens(3, 5, 13)), call, (tokens(2, 4, 13), tokens(2, 6, 13)))
+    return Built(
+        EncoderDecoder(),
+        (tokens(3, 6, 13), tokens(3, 5, 13)),
+        call,
+        (tokens(2, 4, 13), tokens(2, 6, 13)),
+    )
 
 
 class LSTM2(nn.Module):
@@ -139,7 +152,9 @@ class LSTM2(nn.Module):
         x, lengths = x if self.packed else (x, None)
         h = self.embed(x)
         if self.packed:
-            h = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+            h = nn.utils.rnn.pack_padded_sequence(
+                h, lengths, batch_first=True, enforce_sorted=False
+            )
         h, _ = self.lstm(h)
         h, state = self.second(h)
         if self.packed:
@@ -201,15 +216,21 @@ class ManyInputs(nn.Module):
 def many_inputs_dict_output() -> Built:
     def call(model, batch):
         out = model(batch["x"], side={"y": batch["y"]}, scale=2.0)
-        return (out["mean"] ** 2 + out["std"].exp()).mean() + out["hidden"].pow(2).sum() / out["count"]
+        return (out["mean"] ** 2 + out["std"].exp()).mean() + out["hidden"].pow(2).sum() / out[
+            "count"
+        ]
 
-    return Built(ManyInputs(), {"x": rows(4), "y": rows(4, 3)}, call, {"x": rows(2), "y": rows(2, 3)})
+    return Built(
+        ManyInputs(), {"x": rows(4), "y": rows(4, 3)}, call, {"x": rows(2), "y": rows(2, 3)}
+    )
 
 
 class Routing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.paths = nn.ModuleDict({k: nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for k in ("left", "right", "never")})
+        self.paths = nn.ModuleDict(
+            {k: nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for k in ("left", "right", "never")}
+        )
         self.join = nn.Linear(6, 5)
 
     def forward(self, x):
@@ -287,7 +308,9 @@ class Tricks(nn.Module):
         h = self.embed(x)
         h[pad] = self.empty
         h = self.a(h).masked_fill(pad[..., None], 0.25)
-        h = torch.cat([h.roll(1, 1)[..., None, :], h.flip(-1)[..., None, :]], -2).flatten(-2)[..., ::2]
+        h = torch.cat([h.roll(1, 1)[..., None, :], h.flip(-1)[..., None, :]], -2).flatten(-2)[
+            ..., ::2
+        ]
         bias = self.rank[: h.shape[1], : h.shape[1]].to(h.dtype)
         h = self.b(h) + (bias @ h).softmax(-1)
         first, *rest = h.unbind(1)
@@ -406,7 +429,9 @@ def mixture_of_experts() -> Built:
 
 
 class Overlapping(nn.Module):
-    """Another view of a constant than the one that is filled is filled later; constants of the same shape are looked up in between."""
+    """Another view of a constant than the one that is filled is filled later; constants of the same
+    shape are looked up in between.
+    """
 
     def __init__(self):
         super().__init__()
@@ -431,7 +456,9 @@ def overlapping_views() -> Built:
 
 
 class Handing(nn.Module):
-    """Constants and the batch go through modules that do nothing, some of them in evaluation only."""
+    """Constants and the batch go through modules that do nothing, some of them in evaluation
+    only.
+    """
 
     def __init__(self):
         super().__init__()
@@ -458,7 +485,10 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.inp = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
+            for _ in range(4)
+        )
         self.out = nn.Linear(6, 5)
 
     def forward(self, x):
@@ -572,7 +602,10 @@ class Stateful(nn.Module):
         for i, part in enumerate(self.parts):
             x = torch.tanh(part(x))
             self.cache[i] = x
-        return self.out(x + self.parts[0].last) + self.cache[1].mean() / self.parts[0].calls * self.parts[0].calls
+        return (
+            self.out(x + self.parts[0].last)
+            + self.cache[1].mean() / self.parts[0].calls * self.parts[0].calls
+        )
 
 
 @own
@@ -586,7 +619,15 @@ def torch_transformer() -> Built:
 
     def call(model, batch):
         a, b = batch
-        return model(a, b, tgt_mask=nn.Transformer.generate_square_subsequent_mask(b.shape[1], dtype=b.dtype)).pow(2).mean()
+        return (
+            model(
+                a,
+                b,
+                tgt_mask=nn.Transformer.generate_square_subsequent_mask(b.shape[1], dtype=b.dtype),
+            )
+            .pow(2)
+            .mean()
+        )
 
     def batch(n, s, t):
         return torch.randn(n, s, 8, dtype=torch.float64), torch.randn(n, t, 8, dtype=torch.float64)
@@ -636,7 +677,9 @@ class Hooked(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
         self.features = {}
         for i in (0, 2):
-            self.blocks[i].register_forward_hook(lambda m, args, out, i=i: self.features.__setitem__(i, out))
+            self.blocks[i].register_forward_hook(
+                lambda m, args, out, i=i: self.features.__setitem__(i, out)
+            )
         self.blocks[1][0].register_forward_hook(lambda m, args, out: out * 2)
         self.blocks[3].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
 
@@ -728,7 +771,9 @@ def parametrized_and_tied() -> Built:
 
 
 class Fused(nn.Module):
-    """A user's module with weights of its own and no children, one that hands objects on, one that appends to a list."""
+    """A user's module with weights of its own and no children, one that hands objects on, one that
+    appends to a list.
+    """
 
     class Scale(nn.Module):
         def __init__(self):
@@ -785,7 +830,9 @@ class Compiled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.a, self.b, self.c, self.d = (
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)
+        )
         self.b.compile(backend="eager")
         self.c = torch.compile(self.c, backend="eager")
 
@@ -803,14 +850,21 @@ def compiled_and_scripted() -> Built:
     return Built(Compiled(), rows(4), square, rows(3))
 
 
-# -- transformers ----------------------------------------------------------------------------------------------------------
+# -- transformers ----------------------------------------------------------------------
 
 
 def load_transformers() -> None:
     import transformers as t
 
     def add(
-        name: str, config: str, model: str, batch: Callable[[int, int], dict[str, Any]], other=(2, 4), loss=None, random=False, **options
+        name: str,
+        config: str,
+        model: str,
+        batch: Callable[[int, int], dict[str, Any]],
+        other=(2, 4),
+        loss=None,
+        random=False,
+        **options,
     ):
         def make() -> Built:
             settings = getattr(t, config)(**options)
@@ -838,12 +892,34 @@ def load_transformers() -> None:
         b = {k: v for k, v in b.items() if k != "labels"}
         return m(**b).last_hidden_state.pow(2).mean()
 
-    small = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    small = {
+        "vocab_size": 17,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     none = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     gpt = {"vocab_size": 17, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16, **none}
     add("gpt2", "GPT2Config", "GPT2LMHeadModel", text, random=True, **gpt)
-    add("gpt2_padded_eager", "GPT2Config", "GPT2LMHeadModel", padded, random=True, **gpt, use_cache=False)
-    add("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM", padded, **small, **none, max_position_embeddings=16)
+    add(
+        "gpt2_padded_eager",
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        padded,
+        random=True,
+        **gpt,
+        use_cache=False,
+    )
+    add(
+        "gpt_neox",
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        padded,
+        **small,
+        **none,
+        max_position_embeddings=16,
+    )
     llama = {**small, **none, "num_key_value_heads": 1, "max_position_embeddings": 16}
     add("llama", "LlamaConfig", "LlamaForCausalLM", text, **llama, use_cache=False)
     add("llama_cache", "LlamaConfig", "LlamaForCausalLM", padded, **llama)
@@ -875,7 +951,14 @@ def load_transformers() -> None:
         random=True,
         **bert,
     )
-    add("roberta", "RobertaConfig", "RobertaForMaskedLM", padded, random=True, **{**bert, "max_position_embeddings": 24})
+    add(
+        "roberta",
+        "RobertaConfig",
+        "RobertaForMaskedLM",
+        padded,
+        random=True,
+        **{**bert, "max_position_embeddings": 24},
+    )
     add(
         "distilbert",
         "DistilBertConfig",
@@ -889,8 +972,25 @@ def load_transformers() -> None:
         hidden_dim=16,
         max_position_embeddings=16,
     )
-    add("albert", "AlbertConfig", "AlbertForMaskedLM", padded, random=True, **bert, embedding_size=6, num_hidden_groups=1)
-    add("electra", "ElectraConfig", "ElectraForMaskedLM", padded, random=True, **bert, embedding_size=6)
+    add(
+        "albert",
+        "AlbertConfig",
+        "AlbertForMaskedLM",
+        padded,
+        random=True,
+        **bert,
+        embedding_size=6,
+        num_hidden_groups=1,
+    )
+    add(
+        "electra",
+        "ElectraConfig",
+        "ElectraForMaskedLM",
+        padded,
+        random=True,
+        **bert,
+        embedding_size=6,
+    )
     add(
         "deberta",
         "DebertaV2Config",
@@ -902,7 +1002,16 @@ def load_transformers() -> None:
         position_buckets=4,
         pos_att_type=["p2c", "c2p"],
     )
-    t5 = {"vocab_size": 17, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, **none}
+    t5 = {
+        "vocab_size": 17,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 3,
+        "num_heads": 2,
+        "decoder_start_token_id": 0,
+        **none,
+    }
     add("t5", "T5Config", "T5ForConditionalGeneration", padded, random=True, **t5)
     bart = {
         "vocab_size": 17,
@@ -933,7 +1042,17 @@ def load_transformers() -> None:
         max_position_embeddings=16,
         **none,
     )
-    add("bloom", "BloomConfig", "BloomForCausalLM", padded, vocab_size=17, hidden_size=8, n_layer=3, n_head=2, **none)
+    add(
+        "bloom",
+        "BloomConfig",
+        "BloomForCausalLM",
+        padded,
+        vocab_size=17,
+        hidden_size=8,
+        n_layer=3,
+        n_head=2,
+        **none,
+    )
     add(
         "falcon",
         "FalconConfig",
@@ -962,7 +1081,14 @@ def load_transformers() -> None:
     def pictures(n, size):
         return {"pixel_values": image(n, 3, 16), "labels": torch.arange(n) % 2}
 
-    vit = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    vit = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
     add("vit", "ViTConfig", "ViTForImageClassification", pictures, **vit)
     add("dinov2", "Dinov2Config", "Dinov2ForImageClassification", pictures, **vit)
     add(
@@ -991,12 +1117,25 @@ def load_transformers() -> None:
         num_stages=2,
         drop_path_rate=0.1,
     )
-    add("resnet", "ResNetConfig", "ResNetForImageClassification", pictures, embedding_size=4, hidden_sizes=[8, 8], depths=[2, 2])
+    add(
+        "resnet",
+        "ResNetConfig",
+        "ResNetForImageClassification",
+        pictures,
+        embedding_size=4,
+        hidden_sizes=[8, 8],
+        depths=[2, 2],
+    )
 
     def clip(n, s):
         return {"input_ids": tokens(n, s), "pixel_values": image(n, 3, 16), "return_loss": True}
 
-    sub = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sub = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     add(
         "clip",
         "CLIPConfig",
@@ -1008,7 +1147,10 @@ def load_transformers() -> None:
     )
 
     def sound(n, s):
-        return {"input_features": torch.randn(n, 8, 20, dtype=torch.float64), "labels": tokens(n, s)}
+        return {
+            "input_features": torch.randn(n, 8, 20, dtype=torch.float64),
+            "labels": tokens(n, s),
+        }
 
     add(
         "whisper",
@@ -1023,7 +1165,10 @@ def load_transformers() -> None:
     )
 
     def wave(n, s):
-        return {"input_values": torch.randn(n, 60 + 10 * s, dtype=torch.float64), "labels": tokens(n, 3)}
+        return {
+            "input_values": torch.randn(n, 60 + 10 * s, dtype=torch.float64),
+            "labels": tokens(n, 3),
+        }
 
     add(
         "wav2vec2",
@@ -1045,19 +1190,29 @@ def load_transformers() -> None:
     )
 
 
-# -- diffusers -------------------------------------------------------------------------------------------------------------
+# -- diffusers -------------------------------------------------------------------------
 
 
 def load_diffusers() -> None:
     import diffusers as d
 
-    def add(name: str, model: str, batch: Callable[[int], dict[str, Any]], call=None, random=False, other=2, **options):
+    def add(
+        name: str,
+        model: str,
+        batch: Callable[[int], dict[str, Any]],
+        call=None,
+        random=False,
+        other=2,
+        **options,
+    ):
         def default(m, b):
             out = m(**b)
             out = out.sample if hasattr(out, "sample") else out[0]
             return (out - 0.5).pow(2).mean()
 
-        DIFFUSERS[name] = lambda: Built(getattr(d, model)(**options), batch(3), call or default, batch(other), random=random)
+        DIFFUSERS[name] = lambda: Built(
+            getattr(d, model)(**options), batch(3), call or default, batch(other), random=random
+        )
 
     def real(*shape):
         return torch.randn(*shape, dtype=torch.float64)
@@ -1077,7 +1232,10 @@ def load_diffusers() -> None:
         attention_head_dim=4,
     )
     condition = {**two, "in_channels": 4, "cross_attention_dim": 8, "attention_head_dim": 4}
-    cross = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+    cross = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
     add(
         "unet_2d_condition",
         "UNet2DConditionModel",
@@ -1102,7 +1260,11 @@ def load_diffusers() -> None:
     add(
         "unet_3d_condition",
         "UNet3DConditionModel",
-        lambda n: {"sample": real(n, 4, 2, 8, 8), "timestep": torch.arange(n), "encoder_hidden_states": real(n, 5, 8)},
+        lambda n: {
+            "sample": real(n, 4, 2, 8, 8),
+            "timestep": torch.arange(n),
+            "encoder_hidden_states": real(n, 5, 8),
+        },
         sample_size=8,
         out_channels=4,
         **condition,
@@ -1118,7 +1280,11 @@ def load_diffusers() -> None:
     add(
         "controlnet",
         "ControlNetModel",
-        lambda n: {**noisy(n, 4), "encoder_hidden_states": real(n, 5, 8), "controlnet_cond": real(n, 3, 64, 64)},
+        lambda n: {
+            **noisy(n, 4),
+            "encoder_hidden_states": real(n, 5, 8),
+            "controlnet_cond": real(n, 3, 64, 64),
+        },
         residuals,
         **condition,
         **control,
@@ -1134,14 +1300,26 @@ def load_diffusers() -> None:
 
     def variational(m, b):
         posterior = m.encode(b["sample"]).latent_dist
-        return F.mse_loss(m.decode(posterior.sample()).sample, b["sample"]) + 1e-3 * posterior.kl().mean()
+        return (
+            F.mse_loss(m.decode(posterior.sample()).sample, b["sample"])
+            + 1e-3 * posterior.kl().mean()
+        )
 
-    add("autoencoder_kl", "AutoencoderKL", lambda n: {"sample": real(n, 3, 8, 8)}, variational, random=True, **vae)
+    add(
+        "autoencoder_kl",
+        "AutoencoderKL",
+        lambda n: {"sample": real(n, 3, 8, 8)},
+        variational,
+        random=True,
+        **vae,
+    )
     add(
         "vq",
         "VQModel",
         lambda n: {"sample": real(n, 3, 8, 8)},
-        lambda m, b: (lambda out: F.mse_loss(out.sample, b["sample"]) + out.commit_loss.mean())(m(**b)),
+        lambda m, b: (lambda out: F.mse_loss(out.sample, b["sample"]) + out.commit_loss.mean())(
+            m(**b)
+        ),
         **{**vae, "latent_channels": 3},
         num_vq_embeddings=16,
     )
@@ -1157,7 +1335,11 @@ def load_diffusers() -> None:
     add(
         "dit",
         "DiTTransformer2DModel",
-        lambda n: {"hidden_states": real(n, 4, 8, 8), "timestep": torch.arange(n), "class_labels": torch.arange(n)},
+        lambda n: {
+            "hidden_states": real(n, 4, 8, 8),
+            "timestep": torch.arange(n),
+            "class_labels": torch.arange(n),
+        },
         random=True,
         **dit,
         num_embeds_ada_norm=10,
@@ -1228,13 +1410,22 @@ def load_diffusers() -> None:
     )
 
 
-# -- monai -----------------------------------------------------------------------------------------------------------------
+# -- monai -----------------------------------------------------------------------------
 
 
 def load_monai() -> None:
     import monai.networks.nets as m
 
-    def add(name: str, model: str, *shape: int, call=None, random=False, samples=3, other=None, **options):
+    def add(
+        name: str,
+        model: str,
+        *shape: int,
+        call=None,
+        random=False,
+        samples=3,
+        other=None,
+        **options,
+    ):
         def make() -> Built:
             def loss(net, x):
                 out = net(x)
@@ -1245,14 +1436,33 @@ def load_monai() -> None:
             def batch(n, s):
                 return torch.randn(n, *s, dtype=torch.float64)
 
-            return Built(getattr(m, model)(**options), batch(samples, shape), call or loss, batch(2, other or shape), random=random)
+            return Built(
+                getattr(m, model)(**options),
+                batch(samples, shape),
+                call or loss,
+                batch(2, other or shape),
+                random=random,
+            )
 
         MONAI[name] = make
 
     plain = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
-    add("unet", "UNet", 1, 16, 16, other=(1, 8, 8), **plain, channels=(4, 8, 8), strides=(2, 2), num_res_units=1)
+    add(
+        "unet",
+        "UNet",
+        1,
+        16,
+        16,
+        other=(1, 8, 8),
+        **plain,
+        channels=(4, 8, 8),
+        strides=(2, 2),
+        num_res_units=1,
+    )
     add("basic_unet", "BasicUNet", 1, 32, 32, **plain, features=(4, 4, 8, 8, 8, 4))
-    add("basic_unet_plus_plus", "BasicUNetPlusPlus", 1, 32, 32, **plain, features=(4, 4, 8, 8, 8, 4))
+    add(
+        "basic_unet_plus_plus", "BasicUNetPlusPlus", 1, 32, 32, **plain, features=(4, 4, 8, 8, 8, 4)
+    )
     add(
         "unetr",
         "UNETR",
@@ -1268,7 +1478,18 @@ def load_monai() -> None:
         dropout_rate=0.1,
         random=True,
     )
-    add("swin_unetr", "SwinUNETR", 1, 64, 64, **plain, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), samples=2)
+    add(
+        "swin_unetr",
+        "SwinUNETR",
+        1,
+        64,
+        64,
+        **plain,
+        feature_size=12,
+        depths=(1, 1, 1, 1),
+        num_heads=(1, 1, 2, 2),
+        samples=2,
+    )
     add(
         "segresnet",
         "SegResNet",
@@ -1297,7 +1518,18 @@ def load_monai() -> None:
         deep_supervision=True,
         deep_supr_num=1,
     )
-    add("vnet", "VNet", 1, 32, 32, **plain, dropout_prob_down=0.1, dropout_prob_up=(0.1, 0.1), random=True, samples=2)
+    add(
+        "vnet",
+        "VNet",
+        1,
+        32,
+        32,
+        **plain,
+        dropout_prob_down=0.1,
+        dropout_prob_up=(0.1, 0.1),
+        random=True,
+        samples=2,
+    )
     add("attention_unet", "AttentionUnet", 1, 16, 16, **plain, channels=(4, 8, 8), strides=(2, 2))
     add(
         "vit",
@@ -1316,7 +1548,18 @@ def load_monai() -> None:
         num_classes=3,
         spatial_dims=2,
     )
-    add("densenet", "DenseNet121", 1, 32, 32, **plain, init_features=4, growth_rate=2, block_config=(2, 2, 2), bn_size=2)
+    add(
+        "densenet",
+        "DenseNet121",
+        1,
+        32,
+        32,
+        **plain,
+        init_features=4,
+        growth_rate=2,
+        block_config=(2, 2, 2),
+        bn_size=2,
+    )
     add(
         "resnet",
         "ResNet",
@@ -1330,7 +1573,18 @@ def load_monai() -> None:
         layers=[1, 1, 1, 1],
         block_inplanes=[4, 4, 8, 8],
     )
-    add("autoencoder", "AutoEncoder", 1, 16, 16, **plain, channels=(4, 8), strides=(2, 2), num_inter_units=1, inter_channels=(8,))
+    add(
+        "autoencoder",
+        "AutoEncoder",
+        1,
+        16,
+        16,
+        **plain,
+        channels=(4, 8),
+        strides=(2, 2),
+        num_inter_units=1,
+        inter_channels=(8,),
+    )
     add(
         "highresnet",
         "HighResNet",
@@ -1371,7 +1625,19 @@ def load_monai() -> None:
         decoder_channels=(8, 8, 8, 4, 4),
         samples=2,
     )
-    add("senet", "SEResNet50", 1, 32, 32, spatial_dims=2, in_channels=1, num_classes=2, layers=(1, 1, 1, 1), inplanes=8, samples=3)
+    add(
+        "senet",
+        "SEResNet50",
+        1,
+        32,
+        32,
+        spatial_dims=2,
+        in_channels=1,
+        num_classes=2,
+        layers=(1, 1, 1, 1),
+        inplanes=8,
+        samples=3,
+    )
     add(
         "varautoencoder",
         "VarAutoEncoder",
@@ -1386,7 +1652,18 @@ def load_monai() -> None:
         strides=(2, 2),
         random=True,
     )
-    add("global_net", "RegUNet", 1, 16, 16, spatial_dims=2, in_channels=1, num_channel_initial=4, depth=2, out_channels=2)
+    add(
+        "global_net",
+        "RegUNet",
+        1,
+        16,
+        16,
+        spatial_dims=2,
+        in_channels=1,
+        num_channel_initial=4,
+        depth=2,
+        out_channels=2,
+    )
     add(
         "segresnet_ds",
         "SegResNetDS",

@@ -1,4 +1,6 @@
-"""Run by every rank: trains models that nobody here wrote under a pipeline, and writes what this rank holds at the end of each."""
+"""Run by every rank: trains models that nobody here wrote under a pipeline, and writes what this
+rank holds at the end of each.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class Samples(torch.utils.data.Dataset):
         return i
 
     def take(self, ids):
-        parts = [t[ids] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == self.n else t for t in self.leaves]
+        parts = [
+            t[ids] if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == self.n else t
+            for t in self.leaves
+        ]
         return pytree.tree_unflatten(parts, self.spec)
 
 
@@ -41,19 +46,26 @@ def calm(built):
     """Without dropout: workers draw other masks than one process."""
     for module in built.model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))):
+            if isinstance(value, float) and (
+                "drop" in name
+                or (name == "p" and isinstance(module, torch.nn.modules.dropout._DropoutNd))
+            ):
                 setattr(module, name, 0.0)
     return built
 
 
 def decomposes(built, data) -> bool:
-    """Whether the loss of the batch is the mean of the losses of its samples: else it is one micro-batch."""
+    """Whether the loss of the batch is the mean of the losses of its samples: else it is one
+    micro-batch.
+    """
     model = built.model
     state = {k: v.clone() for k, v in model.state_dict().items()}
     try:
         whole = built.call(model, data.take(torch.arange(data.n)))
         model.load_state_dict(state)
-        parts = torch.stack([built.call(model, data.take(torch.tensor([i]))) for i in range(data.n)]).mean()
+        parts = torch.stack(
+            [built.call(model, data.take(torch.tensor([i]))) for i in range(data.n)]
+        ).mean()
         return bool(torch.isclose(whole, parts, rtol=1e-10))
     except Exception:
         return False
@@ -62,7 +74,9 @@ def decomposes(built, data) -> bool:
 
 
 def plain(kind: str, name: str) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The weights, and the names of those whose gradient is zero in exact arithmetic: only rounding is left of it."""
+    """The weights, and the names of those whose gradient is zero in exact arithmetic: only rounding
+    is left of it.
+    """
     built = calm(build(getattr(foreign, kind), name))
     data = Samples(built.batch)
     optimizer = torch.optim.SGD(built.model.parameters(), lr=RATE, momentum=0.9)
@@ -105,9 +119,17 @@ def main() -> None:
         for _ in run.epochs(STEPS):
             for batch in run.batches():
                 run.step(batch)
-        held = {k: v.detach().clone().contiguous() for k, v in built.model.state_dict().items() if run._strategy.owns(k)}
+        held = {
+            k: v.detach().clone().contiguous()
+            for k, v in built.model.state_dict().items()
+            if run._strategy.owns(k)
+        }
         table = [row["begins"] for row in run._strategy.table()]
-        save_file(held, file.with_suffix(".safetensors"), {"table": json.dumps(table), "micro": str(micro)})
+        save_file(
+            held,
+            file.with_suffix(".safetensors"),
+            {"table": json.dumps(table), "micro": str(micro)},
+        )
 
 
 if __name__ == "__main__":

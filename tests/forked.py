@@ -1,8 +1,10 @@
-"""Worlds of real ranks that share one import: ``python forked.py [-n WORKERS] [-i MODULE[:FUNCTION],…] SCRIPT [ARGS…]``.
+"""Worlds of real ranks that share one import: ``python forked.py [-n WORKERS] [-i
+MODULE[:FUNCTION],…] SCRIPT [ARGS…]``.
 
-Importing torch, and its compiler with the first optimizer, takes a process some seconds of computing, a training of these tests hardly
-one. So one process imports, and every rank is a fork of it, before anything was computed. Ranks find each other by the variables that
-torchrun sets; what ``ronde run`` itself does is tested elsewhere.
+Importing torch, and its compiler with the first optimizer, takes a process some seconds of
+computing, a training of these tests hardly one. So one process imports, and every rank is a fork of
+it, before anything was computed. Ranks find each other by the variables that torchrun sets; what
+``ronde run`` itself does is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred
 
 
 def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
-    """Run ``work`` as every rank of a world of that size; raises where one of them did, or took too long."""
+    """Run ``work`` as every rank of a world of that size; raises where one of them did, or took too
+    long.
+    """
     port = free_port()
     children = {}
     parent = os.getpid()
@@ -63,7 +67,11 @@ def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
                 os.kill(each, signal.SIGKILL)
             for each in children:
                 os.waitpid(each, 0)
-            raise SystemExit(f"rank {failed} of {size} failed" if failed else f"{size} ranks took longer than {seconds} s")
+            raise SystemExit(
+                f"rank {failed} of {size} failed"
+                if failed
+                else f"{size} ranks took longer than {seconds} s"
+            )
         if not pid:
             time.sleep(0.005)
 

@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 
 
 def parquet_pack(source: Any, out: Path, shards: int = 1) -> Path:
-    """Write the files of a ``feed.folder`` as shards with columns ``data``, ``label``, ``name``, ``crc32``, and the manifest."""
+    """Write the files of a ``feed.folder`` as shards with columns ``data``, ``label``, ``name``,
+    ``crc32``, and the manifest.
+    """
     out.mkdir(parents=True)
     entries = []
     for number, ids in enumerate(np.array_split(np.arange(len(source)), shards)):
@@ -27,7 +29,14 @@ def parquet_pack(source: Any, out: Path, shards: int = 1) -> Path:
         path = out / f"shard-{number:06d}.parquet"
         pq.write_table(pa.table(columns), path, compression="none", use_dictionary=False)
         raw = path.read_bytes()
-        entries.append({"name": path.name, "samples": len(ids), "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
+        entries.append(
+            {
+                "name": path.name,
+                "samples": len(ids),
+                "bytes": len(raw),
+                "sha256": hashlib.sha256(raw).hexdigest(),
+            }
+        )
     manifest = {
         "format": "ronde pack",
         "version": 1,

@@ -1,4 +1,6 @@
-"""Writing into a part of a divided tensor, form by form, against the same on a whole one. ``python forked.py -n 2 parts_worker.py``."""
+"""Writing into a part of a divided tensor, form by form, against the same on a whole one. ``python
+forked.py -n 2 parts_worker.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ronde.parallel.dtensors import mend
+from ronde.parallel.dtensor_fixes import mend
 
 
 def forms(w, two=2.0):
@@ -96,8 +98,12 @@ def main() -> None:
                 for tensor in (plain, parts):
                     torch.manual_seed(5)
                     forms(tensor)[k]()
-                if not torch.allclose(parts.full_tensor(), plain, rtol=1e-12, atol=0) or parts.placements != (Shard(dim),):
-                    wrong.append(f"dim {dim}, form {k}: {textwrap.dedent(inspect.getsource(form)).strip()}")
+                if not torch.allclose(
+                    parts.full_tensor(), plain, rtol=1e-12, atol=0
+                ) or parts.placements != (Shard(dim),):
+                    wrong.append(
+                        f"dim {dim}, form {k}: {textwrap.dedent(inspect.getsource(form)).strip()}"
+                    )
         # Gradients are divided as their parameters are, and need no torch.no_grad().
         parts = torch.nn.Parameter(distribute_tensor(start.clone(), mesh, [Shard(dim)]))
         (parts * 2).sum().backward()

@@ -1,7 +1,8 @@
-"""Models for plans that split the model, and the plain loop that they are compared with. All in float64, without dropout.
+"""Models for plans that split the model, and the plain loop that they are compared with. All in
+float64, without dropout.
 
-No parameter here has a gradient that is zero in exact arithmetic (a key bias, a bias before normalisation): AdamW would blow its
-rounding up.
+No parameter here has a gradient that is zero in exact arithmetic (a key bias, a bias before
+normalisation): AdamW would blow its rounding up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = [6, 20, 8, 30, 5, 16, 5]
-        self.layers = nn.Sequential(*(m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())))
+        self.layers = nn.Sequential(
+            *(m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh()))
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -38,7 +41,10 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 4, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3, padding=1)) for _ in range(5)
+            nn.Sequential(
+                nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3, padding=1)
+            )
+            for _ in range(5)
         )
         self.head = nn.Linear(4, 5)
 
@@ -54,9 +60,21 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.Conv2d(8, 8, 3, padding=1)])
+        self.down = nn.ModuleList(
+            [
+                nn.Conv2d(1, 4, 3, padding=1),
+                nn.Conv2d(4, 8, 3, padding=1, stride=2),
+                nn.Conv2d(8, 8, 3, padding=1),
+            ]
+        )
         self.middle = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
-        self.up = nn.ModuleList([nn.Conv2d(16, 8, 3, padding=1), nn.ConvTranspose2d(16, 4, 2, stride=2), nn.Conv2d(8, 4, 3, padding=1)])
+        self.up = nn.ModuleList(
+            [
+                nn.Conv2d(16, 8, 3, padding=1),
+                nn.ConvTranspose2d(16, 4, 2, stride=2),
+                nn.Conv2d(8, 4, 3, padding=1),
+            ]
+        )
         self.head = nn.Conv2d(4, 5, 1)
 
     def forward(self, x):
@@ -74,7 +92,11 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v = nn.Linear(width, width), nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.q, self.k, self.v = (
+            nn.Linear(width, width),
+            nn.Linear(width, width, bias=False),
+            nn.Linear(width, width),
+        )
         self.out = nn.Linear(width, width)
 
     def forward(self, x, memory=None, mask=None):
@@ -83,7 +105,11 @@ class Attention(nn.Module):
         def heads(t):
             return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-        scores = heads(self.q(x)) @ heads(self.k(memory)).transpose(-1, -2) / math.sqrt(x.shape[-1] / self.heads)
+        scores = (
+            heads(self.q(x))
+            @ heads(self.k(memory)).transpose(-1, -2)
+            / math.sqrt(x.shape[-1] / self.heads)
+        )
         if mask is not None:
             scores = scores.masked_fill(mask, float("-inf"))
         return self.out((scores.softmax(-1) @ heads(self.v(memory))).transpose(1, 2).flatten(2))
@@ -93,7 +119,11 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, cross: bool = False) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm2, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
         if cross:
             self.norm3, self.cross = nn.LayerNorm(width), Attention(width, heads)
 
@@ -209,7 +239,9 @@ class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Linear(6, 12)
-        self.tables = nn.ParameterList(nn.Parameter(torch.randn(*shape) / 3) for shape in ((2, 6), (3, 4), (6, 2), (12, 1)))
+        self.tables = nn.ParameterList(
+            nn.Parameter(torch.randn(*shape) / 3) for shape in ((2, 6), (3, 4), (6, 2), (12, 1))
+        )
         self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
         self.head = nn.Linear(12, 5)
 
@@ -223,12 +255,16 @@ class Tables(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two of four experts for each sample. One that no sample chose is not called, and has no gradient."""
+    """Two of four experts for each sample. One that no sample chose is not called, and has no
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4)
+        )
 
     def forward(self, x):
         weight, chosen = self.gate(x).softmax(-1).topk(2, -1)
@@ -254,14 +290,20 @@ class Mixture(nn.Module):
 
 
 class Dropping(Mixture):
-    """The pass takes a number out of an activation, and so is followed with the values of one micro-batch: other experts another time."""
+    """The pass takes a number out of an activation, and so is followed with the values of one
+    micro-batch: other experts another time.
+    """
 
     def forward(self, x):
-        return super().forward(x) * (1 + 0 * int(x.argmax()) + 0 * float(self.first(x).detach().mean()))
+        return super().forward(x) * (
+            1 + 0 * int(x.argmax()) + 0 * float(self.first(x).detach().mean())
+        )
 
 
 class Handed(nn.Module):
-    """Constants and the batch go through modules that do nothing, some of them in evaluation only."""
+    """Constants and the batch go through modules that do nothing, some of them in evaluation
+    only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +314,10 @@ class Handed(nn.Module):
 
     def forward(self, x):
         x = self.stub(x) * 2
-        place = self.none(torch.arange(6, dtype=x.dtype) / 6).sin() + self.drop(torch.arange(6, dtype=x.dtype)).cos()
+        place = (
+            self.none(torch.arange(6, dtype=x.dtype) / 6).sin()
+            + self.drop(torch.arange(6, dtype=x.dtype)).cos()
+        )
         for layer in self.layers:
             layer = layer.to(x.dtype)
             x = torch.tanh(layer(x) + place)
@@ -293,7 +338,9 @@ class Kept(nn.Module):
 
 
 class Branch(nn.Module):
-    """Layers that training alone calls, at one of which a stage begins; where ``ends``, nothing but the loss comes after them otherwise."""
+    """Layers that training alone calls, at one of which a stage begins; where ``ends``, nothing but
+    the loss comes after them otherwise.
+    """
 
     ends = False
 
@@ -315,7 +362,9 @@ class Ending(Branch):
 
 
 class Fourier(nn.Module):
-    """Complex weights held as pairs of real ones: how they lie in memory is looked at in every stage."""
+    """Complex weights held as pairs of real ones: how they lie in memory is looked at in every
+    stage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +373,9 @@ class Fourier(nn.Module):
 
     def forward(self, x):
         for weight, layer in zip(self.weights, self.layers, strict=True):
-            x = torch.tanh(layer(x) + torch.fft.irfft(torch.fft.rfft(x) @ torch.view_as_complex(weight), n=6))
+            x = torch.tanh(
+                layer(x) + torch.fft.irfft(torch.fft.rfft(x) @ torch.view_as_complex(weight), n=6)
+            )
         return self.head(x)
 
 
@@ -339,11 +390,18 @@ class Rescaled(MLP):
 
 
 class Joined(nn.Module):
-    """What a stage makes of the batch alone goes on to the next, and also into what it makes of the stage before."""
+    """What a stage makes of the batch alone goes on to the next, and also into what it makes of the
+    stage before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.key, self.own, self.query = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(6, 8), nn.Linear(8, 8)
+        self.first, self.key, self.own, self.query = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 8),
+            nn.Linear(6, 8),
+            nn.Linear(8, 8),
+        )
         self.later, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
 
     def forward(self, x):
@@ -404,7 +462,9 @@ def mean_loss(output, target):
 
 def weighted_loss(output, target):
     """(sum, weight): some samples count for nothing."""
-    total = F.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=1, reduction="sum")
+    total = F.cross_entropy(
+        output.flatten(0, -2), target.flatten(), ignore_index=1, reduction="sum"
+    )
     return total, (target != 1).sum()
 
 
@@ -412,17 +472,27 @@ def build(case: dict) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(7)
     model = MODELS[case["kind"]]().double()
     if case.get("optimizer") == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01
+        )
     else:
         # Two groups: their settings must be kept apart.
         small = [p for p in model.parameters() if p.ndim < 2]
         large = [p for p in model.parameters() if p.ndim >= 2]
-        optimizer = torch.optim.AdamW([{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+        optimizer = torch.optim.AdamW(
+            [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3
+        )
+    return (
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s),
+    )
 
 
 def plain(case: dict) -> dict[str, torch.Tensor]:
-    """By hand: one process, whole batches. Weights, losses, and the loss over the data set at the end."""
+    """By hand: one process, whole batches. Weights, losses, and the loss over the data set at the
+    end.
+    """
     model, optimizer, scheduler = build(case)
     samples, size, losses = data(case["kind"], case["n"]), case["batch"], []
     loss = weighted_loss if case.get("weighted") else mean_loss
@@ -483,16 +553,24 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
         if run._strategy.owns(name):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             held[name] = value.detach().clone()
-    return {**held, "losses": torch.stack(losses), "evaluation": torch.tensor(evaluated, dtype=torch.float64)}, run
+    return {
+        **held,
+        "losses": torch.stack(losses),
+        "evaluation": torch.tensor(evaluated, dtype=torch.float64),
+    }, run
 
 
-def largest_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+def largest_difference(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> tuple[float, str]:
     """Of any element that was found, relative to the largest of its tensor; and where."""
     worst, where = 0.0, ""
     for name, got in found.items():
         want = expected[name]
         scale = want.double().abs().max().clamp(min=1e-30)
-        difference = float(((got.double() - want.double()).abs().max() / scale).nan_to_num(nan=float("inf")))
+        difference = float(
+            ((got.double() - want.double()).abs().max() / scale).nan_to_num(nan=float("inf"))
+        )
         if difference > worst:
             worst, where = difference, name
     return worst, where

@@ -1,4 +1,6 @@
-"""Run by every rank: trains the cases given as JSON under their plans, and writes what this rank holds at the end of each."""
+"""Run by every rank: trains the cases given as JSON under their plans, and writes what this rank
+holds at the end of each.
+"""
 
 from __future__ import annotations
 
@@ -20,4 +22,8 @@ for i, case in enumerate(cases):
         (out / f"{i}-{rank}.error").write_text(str(error))
         continue
     table = run._strategy.table() if hasattr(run._strategy, "table") else []
-    save_file({k: v.contiguous() for k, v in held.items()}, out / f"{i}-{rank}.safetensors", {"table": json.dumps(table)})
+    save_file(
+        {k: v.contiguous() for k, v in held.items()},
+        out / f"{i}-{rank}.safetensors",
+        {"table": json.dumps(table)},
+    )

@@ -1,4 +1,6 @@
-"""Start real processes under a hard time limit, collect what they say, and see that none of them is left behind."""
+"""Start real processes under a hard time limit, collect what they say, and see that none of them is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,16 @@ def free_port() -> int:
 
 
 def environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Variables for a child: one thread, the CPU, a mark by which its descendants are found. None takes a variable away."""
-    values = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_DEVICE": "cpu", _MARK: uuid.uuid4().hex, **(extra or {})}
+    """Variables for a child: one thread, the CPU, a mark by which its descendants are found. None
+    takes a variable away.
+    """
+    values = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RONDE_DEVICE": "cpu",
+        _MARK: uuid.uuid4().hex,
+        **(extra or {}),
+    }
     return {k: v for k, v in values.items() if v is not None}
 
 
@@ -39,13 +49,19 @@ def marked(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == mark:
+            if (
+                process.pid != os.getpid()
+                and process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(_MARK) == mark
+            ):
                 found.append(process)
     return found
 
 
 def assert_gone(mark: str, within: float = 15.0) -> None:
-    """No process with the mark is left (after ``within`` seconds at most); what is, is killed and named."""
+    """No process with the mark is left (after ``within`` seconds at most); what is, is killed and
+    named.
+    """
     limit = time.monotonic() + within
     while (left := marked(mark)) and time.monotonic() < limit:
         time.sleep(0.05)
@@ -59,14 +75,22 @@ def assert_gone(mark: str, within: float = 15.0) -> None:
 
 
 class Child:
-    """A process in a session of its own. Its output goes to files: a grandchild that holds them open blocks nobody."""
+    """A process in a session of its own. Its output goes to files: a grandchild that holds them
+    open blocks nobody.
+    """
 
     def __init__(self, args: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         self.args = list(args)
         self.mark = env[_MARK]
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            self.args, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
+            self.args,
+            cwd=cwd,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
         )
 
     @property
@@ -107,8 +131,12 @@ class Child:
             output = f"{self.stdout}\n{self.stderr}"
             with suppress(AssertionError):
                 assert_gone(self.mark, 0)
-            raise AssertionError(f"{shlex.join(self.args)} took longer than {timeout} s:\n{output}") from None
-        result = subprocess.CompletedProcess(self.args, self.process.returncode, self.stdout, self.stderr)
+            raise AssertionError(
+                f"{shlex.join(self.args)} took longer than {timeout} s:\n{output}"
+            ) from None
+        result = subprocess.CompletedProcess(
+            self.args, self.process.returncode, self.stdout, self.stderr
+        )
         self._out.close()
         self._err.close()
         return result
@@ -125,7 +153,12 @@ def child(args: Sequence[str], cwd: Path, env: Mapping[str, str | None] | None =
         assert_gone(started.mark)
 
 
-def python(args: Sequence[str], cwd: Path, timeout: float = 60.0, env: Mapping[str, str | None] | None = None):
+def python(
+    args: Sequence[str],
+    cwd: Path,
+    timeout: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+):
     """``python ARGS…`` to its end."""
     with child([sys.executable, *args], cwd, env) as started:
         return started.done(timeout)
@@ -136,16 +169,31 @@ def ronde(*args: str) -> list[str]:
     return [sys.executable, "-m", "ronde", *args]
 
 
-def ronde_run(args: Sequence[str], cwd: Path, timeout: float = 60.0, env: Mapping[str, str | None] | None = None):
+def ronde_run(
+    args: Sequence[str],
+    cwd: Path,
+    timeout: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+):
     """``ronde ARGS…`` to its end."""
     return python(["-m", "ronde", *args], cwd, timeout, env)
 
 
-def ronde_batch(commands: Sequence[Sequence[str]], cwd: Path, timeout: float = 60.0, env: Mapping[str, str | None] | None = None):
-    """Many command lines that start no workers, each in a process of its own: they share one import of torch, by fork."""
+def ronde_batch(
+    commands: Sequence[Sequence[str]],
+    cwd: Path,
+    timeout: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+):
+    """Many command lines that start no workers, each in a process of its own: they share one import
+    of torch, by fork.
+    """
     done = python([__file__, json.dumps([list(c) for c in commands])], cwd, timeout, env)
     assert done.returncode == 0, done.stderr
-    return [subprocess.CompletedProcess(c, *answer) for c, answer in zip(commands, json.loads(done.stdout), strict=True)]
+    return [
+        subprocess.CompletedProcess(c, *answer)
+        for c, answer in zip(commands, json.loads(done.stdout), strict=True)
+    ]
 
 
 def _fork_each(commands: list[list[str]]) -> None:
@@ -164,26 +212,47 @@ def _fork_each(commands: list[list[str]]) -> None:
                     ronde.cli.main()
                 except SystemExit as end:
                     sys.stdout.flush()
-                    os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+                    os._exit(
+                        end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+                    )
                 except BaseException:
                     sys.excepthook(*sys.exc_info())
                     os._exit(99)
                 os._exit(0)
             _, status = os.waitpid(pid, 0)
-            texts = [os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode() for f in (out, err)]
+            texts = [
+                os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0).decode() for f in (out, err)
+            ]
             answers.append([os.waitstatus_to_exitcode(status), *texts])
     print(json.dumps(answers))
 
 
-def forked(script: Path, workers: int, *arguments: object, imports: Sequence[str] = ()) -> list[str]:
+def forked(
+    script: Path, workers: int, *arguments: object, imports: Sequence[str] = ()
+) -> list[str]:
     """The command line of a script's ranks as forks of one process: see ``forked.py``."""
     runner = Path(__file__).with_name("forked.py")
-    return [sys.executable, str(runner), "-n", str(workers), "-i", ",".join(imports), str(script), *map(str, arguments)]
+    return [
+        sys.executable,
+        str(runner),
+        "-n",
+        str(workers),
+        "-i",
+        ",".join(imports),
+        str(script),
+        *map(str, arguments),
+    ]
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """What a launcher sets that follows torch's convention."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
     return {**{k: str(v) for k, v in names.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -196,7 +265,8 @@ def start_ranks(
     env: Mapping[str, str | None] | None = None,
     variables: Sequence[Mapping[str, str]] | None = None,
 ):
-    """Start ``n`` plain processes of one script under one parent of their own, as ``mpirun`` would, and wait for all.
+    """Start ``n`` plain processes of one script under one parent of their own, as ``mpirun`` would,
+    and wait for all.
 
     Args:
         variables: what each rank's environment says; by default RANK, WORLD_SIZE … and a free port.
@@ -211,15 +281,27 @@ def start_ranks(
         # No subshells: the ranks of an MPI have one parent in common.
         lines = []
         for rank in range(n):
-            words = ["env", *(f"{k}={v}" for k, v in variables[rank].items()), sys.executable, "-u", str(script), *args]
+            words = [
+                "env",
+                *(f"{k}={v}" for k, v in variables[rank].items()),
+                sys.executable,
+                "-u",
+                str(script),
+                *args,
+            ]
             o, e = (shlex.quote(f"{outputs}/{rank}.{kind}") for kind in ("out", "err"))
             lines.append(f"{shlex.join(words)} >{o} 2>{e} & p{rank}=$!")
-        lines += [f"wait $p{rank}; echo $? >{shlex.quote(f'{outputs}/{rank}.status')}" for rank in range(n)]
+        lines += [
+            f"wait $p{rank}; echo $? >{shlex.quote(f'{outputs}/{rank}.status')}"
+            for rank in range(n)
+        ]
         with child(["sh", "-c", "\n".join(lines)], folder, env) as parent:
             try:
                 parent.done(timeout)
             except AssertionError as error:
-                told = "\n".join(f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(outputs).iterdir()))
+                told = "\n".join(
+                    f"--- {p.name}\n{p.read_text()}" for p in sorted(Path(outputs).iterdir())
+                )
                 raise AssertionError(f"{error}\n{told}") from None
         read = Path(outputs)
         return [

@@ -85,7 +85,9 @@ def serving(folder: Path) -> Iterator[Server]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         http.daemon_threads = True
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         server.url = f"http://127.0.0.1:{http.server_address[1]}"
         try:

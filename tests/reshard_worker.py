@@ -1,6 +1,8 @@
-"""Every rank of every world, forked from one process that has imported torch once: writes checkpoints under plans, reads them under others.
+"""Every rank of every world, forked from one process that has imported torch once: writes
+checkpoints under plans, reads them under others.
 
-``python reshard_worker.py MATRIX FOLDER``; prints, as JSON, the largest difference from a run that was never stopped, by (from, to).
+``python reshard_worker.py MATRIX FOLDER``; prints, as JSON, the largest difference from a run that
+was never stopped, by (from, to).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-import ronde.run.entry as entry
+import ronde.run.distribute as entry
 from forked import fork
 from ronde.checkpoint import find_valid
 from sampling import ALL
@@ -45,12 +47,25 @@ PLANS = {
     "tensor-zero3": (4, "tensor=2,shard=parameters"),
 }
 _DATA = ["single", "replicate", "zero1", "zero2", "zero3", "zero3x3", "hybrid"]
-_MODEL = ["single", "zero3", "pipeline", "pipeline-replicas", "pipeline-zero1", "pipeline-zero3", "tensor", "tensor-zero3"]
-# from -> to: all of the first; of the second each with two very different ones, both ways. Otherwise each to two others.
+_MODEL = [
+    "single",
+    "zero3",
+    "pipeline",
+    "pipeline-replicas",
+    "pipeline-zero1",
+    "pipeline-zero3",
+    "tensor",
+    "tensor-zero3",
+]
+# from -> to: all of the first; of the second each with two very different ones, both ways.
+# Otherwise each to two others.
 MATRICES = {
     "data": [(a, b) for a in _DATA for b in _DATA],
     "model": [
-        (a, b) for a in _MODEL for b in _MODEL if {a, b} & {"single", "pipeline-zero3"} or (a, b) == ("tensor-zero3", "pipeline-replicas")
+        (a, b)
+        for a in _MODEL
+        for b in _MODEL
+        if {a, b} & {"single", "pipeline-zero3"} or (a, b) == ("tensor-zero3", "pipeline-replicas")
     ],
 }
 if not ALL:
@@ -64,7 +79,9 @@ STOP, END = 3, 6
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 14)  # in two: 7, in three: 5, 5, 4; in two and again in two: 4, 3
+        self.up = nn.Linear(
+            width, 14
+        )  # in two: 7, in three: 5, 5, 4; in two and again in two: 4, 3
         self.down = nn.Linear(14, width)
 
     def forward(self, x):
@@ -87,27 +104,46 @@ class Net(nn.Module):
         self.register_buffer("count", torch.arange(3))
 
     def forward(self, x):
-        x = self.norm(self.embed(x))  # nothing before it that it takes away again: AdamW blows such gradients, mere rounding, up
+        x = self.norm(
+            self.embed(x)
+        )  # nothing before it that it takes away again: AdamW blows such gradients, mere rounding, up
         return self.head((self.blocks(x) + self.frozen(x)) * self.scale)
 
 
 def data() -> TensorDataset:
     g = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randint(11, (96,), generator=g), torch.randint(11, (96,), generator=g))
+    return TensorDataset(
+        torch.randint(11, (96,), generator=g), torch.randint(11, (96,), generator=g)
+    )
 
 
 def start(plan: str, norm: bool, where: Path, resume: bool, **options):
-    os.environ.update({"RONDE_RUN_DIR": str(where), "RONDE_RESUME": "1" if resume else "0", "RONDE_PROGRESS": "quiet"})
+    os.environ.update(
+        {
+            "RONDE_RUN_DIR": str(where),
+            "RONDE_RESUME": "1" if resume else "0",
+            "RONDE_PROGRESS": "quiet",
+        }
+    )
     where.mkdir(parents=True, exist_ok=True)
     entry._made = 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = options.pop("model", None) or Net(norm).double()
     named = dict(model.named_parameters())
     flat = [p for n, p in named.items() if p.dim() < 2]
-    groups = [{"params": flat, "weight_decay": 0.0, "lr": 0.02}, {"params": [p for p in named.values() if p.dim() > 1]}]
+    groups = [
+        {"params": flat, "weight_decay": 0.0, "lr": 0.02},
+        {"params": [p for p in named.values() if p.dim() > 1]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    options = {"batch_size": 12, "sync_batchnorm": norm, "scheduler": scheduler, "seed": 3, **options}
+    options = {
+        "batch_size": 12,
+        "sync_batchnorm": norm,
+        "scheduler": scheduler,
+        "seed": 3,
+        **options,
+    }
     return ronde.distribute(model, optimizer, data(), loss=F.cross_entropy, plan=plan, **options)
 
 
@@ -135,7 +171,11 @@ def _optimizer(where: Path) -> dict[str, torch.Tensor]:
 def _furthest(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
     assert one.keys() == two.keys(), one.keys() ^ two.keys()
     return max(
-        float((one[k].double() - two[k].double()).abs().max() / max(1e-9, two[k].double().abs().max())) for k in two if two[k].numel()
+        float(
+            (one[k].double() - two[k].double()).abs().max() / max(1e-9, two[k].double().abs().max())
+        )
+        for k in two
+        if two[k].numel()
     )
 
 
@@ -171,15 +211,30 @@ def matrix(name: str, folder: Path) -> None:
     for size in by_size:
         fork(size, lambda size=size: write(size))
     for source, plan in pairs:
-        shutil.copytree(folder / source / "checkpoints", folder / f"{source}.{plan}" / "checkpoints")
+        shutil.copytree(
+            folder / source / "checkpoints", folder / f"{source}.{plan}" / "checkpoints"
+        )
     for size in by_size:
         fork(size, lambda size=size: read(size))
     result = {
-        f"{source} -> {plan}": differ(folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors") for source, plan in pairs
+        f"{source} -> {plan}": differ(
+            folder / f"{source}.{plan}.safetensors", folder / "whole.safetensors"
+        )
+        for source, plan in pairs
     }
-    kept = {name: _optimizer(folder / name) for name in ("whole", *(f"{source}.{plan}" for source, plan in pairs))}
-    result |= {f"{name}, its optimizer": _furthest(state, kept["whole"]) for name, state in kept.items() if name != "whole"}
-    result |= {f"{plan} at the stop": differ(folder / f"{plan}.at-stop", folder / "single.at-stop") for plan in plans}
+    kept = {
+        name: _optimizer(folder / name)
+        for name in ("whole", *(f"{source}.{plan}" for source, plan in pairs))
+    }
+    result |= {
+        f"{name}, its optimizer": _furthest(state, kept["whole"])
+        for name, state in kept.items()
+        if name != "whole"
+    }
+    result |= {
+        f"{plan} at the stop": differ(folder / f"{plan}.at-stop", folder / "single.at-stop")
+        for plan in plans
+    }
     first = start("replicate", norm, folder / "begin", False)
     first._ended = True
     first.export(folder / "begin.safetensors")
@@ -199,7 +254,9 @@ def _apart(one: dict[int, dict[str, object]], other: dict[int, dict[str, object]
 
 
 def states(folder: Path) -> None:
-    """The script's own ``state_dict`` and ``load_state_dict``: the weights of an earlier moment, a whole state from elsewhere, a wrong one."""
+    """The script's own ``state_dict`` and ``load_state_dict``: the weights of an earlier moment, a
+    whole state from elsewhere, a wrong one.
+    """
     told: dict[str, dict[str, object]] = {}
     os.environ["RONDE_RUNS"] = "none"
 
@@ -209,7 +266,10 @@ def states(folder: Path) -> None:
         run._watcher.say = said.append  # type: ignore[method-assign]
         train(run, STOP)
         run.export(folder / f"{plan}.best")
-        best, moments = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+        best, moments = (
+            copy.deepcopy(run.model.state_dict()),
+            copy.deepcopy(run.optimizer.state_dict()),
+        )
         blocks = {name: value.clone() for name, value in run.model.blocks.state_dict().items()}
         train(run, END)
         run.export(folder / f"{plan}.last")
@@ -250,13 +310,17 @@ def states(folder: Path) -> None:
         told[plan] = {
             "back": differ(folder / f"{plan}.back", folder / f"{plan}.best"),
             "moved": differ(folder / f"{plan}.last", folder / f"{plan}.best"),
-            "whole": differ(folder / f"{plan}.whole", folder / "single.best") if plan != "single" else 0.0,
-            "ranks": [json.loads((folder / f"{plan}.{rank}.told").read_text()) for rank in range(size)],
+            "whole": differ(folder / f"{plan}.whole", folder / "single.best")
+            if plan != "single"
+            else 0.0,
+            "ranks": [
+                json.loads((folder / f"{plan}.{rank}.told").read_text()) for rank in range(size)
+            ],
         }
     print(json.dumps(told))
 
 
-# -- without a run: pieces of tensors ----------------------------------------------------------------------------------
+# -- without a run: pieces of tensors --------------------------------------------------
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -275,7 +339,9 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _divided(zero: bool) -> dict[str, torch.Tensor]:
-    """As DTensors on a 1-D mesh, the grid on a 2-D one where there are four workers; what is plain is plain."""
+    """As DTensors on a 1-D mesh, the grid on a 2-D one where there are four workers; what is plain
+    is plain.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -290,23 +356,34 @@ def _divided(zero: bool) -> dict[str, torch.Tensor]:
         tensors[name] = distribute_tensor(tensors[name], mesh, [Shard(0)])
     if two is not None:
         tensors["grid"] = distribute_tensor(tensors["grid"], two, [Shard(0), Shard(1)])
-        tensors["f64"] = distribute_tensor(_tensors()["f64"] * (not zero), two, [Replicate(), Shard(0)])
+        tensors["f64"] = distribute_tensor(
+            _tensors()["f64"] * (not zero), two, [Replicate(), Shard(0)]
+        )
     else:
         tensors["grid"] = distribute_tensor(tensors["grid"], mesh, [Shard(1)])
     return tensors
 
 
 def pieces(folder: Path) -> None:
-    """Written by 1, 2, 3 and 4 workers, read by each; from the files, from rank 0, and by torch's own reader."""
+    """Written by 1, 2, 3 and 4 workers, read by each; from the files, from rank 0, and by torch's
+    own reader.
+    """
     from ronde import checkpoint as c
-    from ronde.world.group import connect
+    from ronde.world.connect import connect
 
     told: dict[str, object] = {}
 
     def write(size: int) -> None:
         me = connect()
         parts = {"model": {n: c.piece_of(t, n) for n, t in _divided(False).items()}}
-        path = c.write_pieces(me, folder / str(size), 1, parts, {"random.safetensors": {"x": torch.ones(1)}}, {"n": size})
+        path = c.write_pieces(
+            me,
+            folder / str(size),
+            1,
+            parts,
+            {"random.safetensors": {"x": torch.ones(1)}},
+            {"n": size},
+        )
         if size == 3:
             c.write_pieces(me, folder / "3", 2, parts, {}, {"n": 2})
         if size > 1:  # the same again: it is there already
@@ -315,7 +392,8 @@ def pieces(folder: Path) -> None:
         if me.is_main:
             exported = load_file(folder / f"{size}.safetensors")
             assert all(
-                torch.equal(exported[n], t) and exported[n].dtype == t.dtype for n, t in {**_tensors(), "other": _tensors()["f64"]}.items()
+                torch.equal(exported[n], t) and exported[n].dtype == t.dtype
+                for n, t in {**_tensors(), "other": _tensors()["f64"]}.items()
             )
 
     def read(size: int) -> None:
@@ -325,18 +403,29 @@ def pieces(folder: Path) -> None:
         for source in (1, 2, 3, 4):
             for all_see in (True, False):
                 tensors = _divided(True)
-                found = c.verify(folder / str(source) / "step-000000001") if me.is_main or all_see else None
+                found = (
+                    c.verify(folder / str(source) / "step-000000001")
+                    if me.is_main or all_see
+                    else None
+                )
                 opened = {"model": found.source("model")} if found else {}
-                wants = [c.Want("model", n, c.box_of(t, n), c.local(t).copy_) for n, t in tensors.items()]
+                wants = [
+                    c.Want("model", n, c.box_of(t, n), c.local(t).copy_) for n, t in tensors.items()
+                ]
                 c.pull(me, opened, wants, all_see)
                 for name, value in _tensors().items():
                     mine = c.piece_of(tensors[name])
-                    assert torch.equal(mine.tensor, value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value), (
+                    assert torch.equal(
+                        mine.tensor,
+                        value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value,
+                    ), (
                         source,
                         size,
                         name,
                     )
-        if size == 2:  # torch's own reader of sharded safetensors, without its exchange of pickled plans
+        if (
+            size == 2
+        ):  # torch's own reader of sharded safetensors, without its exchange of pickled plans
             import torch.distributed.checkpoint as dcp
 
             tensors = {n: t for n, t in _divided(True).items() if n != "empty"}
@@ -344,14 +433,24 @@ def pieces(folder: Path) -> None:
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(place)), no_dist=True)
             for name in tensors:
                 mine, value = c.piece_of(tensors[name]), _tensors()[name]
-                assert torch.equal(mine.tensor, value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value), name
+                assert torch.equal(
+                    mine.tensor,
+                    value[mine.box.inside(c.Box.whole(value.shape))] if value.dim() else value,
+                ), name
         if size > 1:
             dist.barrier()
 
     def refuse() -> None:
-        """A worker whose disk is full, one that holds another shape, a tensor that nobody holds whole: all ranks say so."""
+        """A worker whose disk is full, one that holds another shape, a tensor that nobody holds
+        whole: all ranks say so.
+        """
         me = connect()
-        good = {"model": {"x": c.piece_of(torch.ones(3)), "y": c.Piece(torch.ones(2), (4,), c.Box((2 * me.rank,), (2,)))}}
+        good = {
+            "model": {
+                "x": c.piece_of(torch.ones(3)),
+                "y": c.Piece(torch.ones(2), (4,), c.Box((2 * me.rank,), (2,))),
+            }
+        }
         path = c.write_pieces(me, folder / "refused", 1, good, {}, {})
         texts = []
         real = c.files.add
@@ -373,7 +472,9 @@ def pieces(folder: Path) -> None:
                 texts.append(str(error))
             c.files.add = real
         assert c.find_valid(folder / "refused")[0].path == path
-        (folder / f"refused.{me.rank}.json").write_text(json.dumps([texts, sorted(p.name for p in (folder / "refused").iterdir())]))
+        (folder / f"refused.{me.rank}.json").write_text(
+            json.dumps([texts, sorted(p.name for p in (folder / "refused").iterdir())])
+        )
 
     for size in (1, 2, 3, 4):
         fork(size, lambda size=size: write(size))
@@ -384,7 +485,7 @@ def pieces(folder: Path) -> None:
     print(json.dumps(told))
 
 
-# -- models on meta ----------------------------------------------------------------------------------------------------
+# -- models on meta --------------------------------------------------------------------
 
 
 def initialise(module: nn.Module) -> None:
@@ -398,7 +499,9 @@ def initialise(module: nn.Module) -> None:
 
 
 def meta(folder: Path) -> None:
-    """The same weights under every plan; trained, they are the same again; from a checkpoint too."""
+    """The same weights under every plan; trained, they are the same again; from a checkpoint
+    too.
+    """
     told: dict[str, float] = {}
 
     def build() -> nn.Module:
@@ -407,7 +510,9 @@ def meta(folder: Path) -> None:
 
     def go(name: str, init: object, suffix: str) -> None:
         os.environ["RONDE_RUNS"] = "none"
-        run = start(PLANS[name][1], False, folder / f"{name}{suffix}", False, model=build(), init=init)
+        run = start(
+            PLANS[name][1], False, folder / f"{name}{suffix}", False, model=build(), init=init
+        )
         run.export(folder / f"{name}{suffix}.begin")
         train(run, 3)
         run.export(folder / f"{name}{suffix}.end")
@@ -421,7 +526,9 @@ def meta(folder: Path) -> None:
     fork(1, lambda: go("single", checkpoint, "-from"))
     fork(2, lambda: go("zero3", folder / "single.end", "-from"))
     for plan in plans[1:]:
-        told[plan] = max(differ(folder / f"{plan}.{at}", folder / f"single.{at}") for at in ("begin", "end"))
+        told[plan] = max(
+            differ(folder / f"{plan}.{at}", folder / f"single.{at}") for at in ("begin", "end")
+        )
     told["from a checkpoint"] = differ(folder / "single-from.begin", folder / "zero3.end")
     told["from a file"] = differ(folder / "zero3-from.begin", folder / "single.end")
     told["at all"] = differ(folder / "single.begin", folder / "single.end")
@@ -437,15 +544,17 @@ class Ones(nn.Linear):
 
 
 def peak(folder: Path) -> None:
-    """What each of four workers needs at most while a model of 400 MB on meta is sharded over them."""
+    """What each of four workers needs at most while a model of 400 MB on meta is sharded over
+    them.
+    """
     width, count = 2500, 16
 
     def measure() -> None:
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
 
-        from ronde.parallel.materialise import materialise
-        from ronde.world.group import connect
+        from ronde.parallel.meta_init import materialise
+        from ronde.world.connect import connect
 
         me = connect()
         with torch.device("meta"):
@@ -459,7 +568,14 @@ def peak(folder: Path) -> None:
         dist.barrier()
 
         def status(name: str) -> int:
-            return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)) * 1024
+            return (
+                next(
+                    int(line.split()[1])
+                    for line in Path("/proc/self/status").read_text().splitlines()
+                    if line.startswith(name)
+                )
+                * 1024
+            )
 
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
@@ -475,4 +591,6 @@ def peak(folder: Path) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    {"pieces": pieces, "meta": meta, "peak": peak, "states": states}.get(what, lambda folder: matrix(what, folder))(where)
+    {"pieces": pieces, "meta": meta, "peak": peak, "states": states}.get(
+        what, lambda folder: matrix(what, folder)
+    )(where)

@@ -21,7 +21,9 @@ results: dict = {}
 
 def rows(n: int, classes: int = 3, seed: int = 0) -> TensorDataset:
     g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(n, 5, generator=g).double(), torch.randint(classes, (n,), generator=g))
+    return TensorDataset(
+        torch.randn(n, 5, generator=g).double(), torch.randint(classes, (n,), generator=g)
+    )
 
 
 def classifier() -> nn.Module:
@@ -53,7 +55,8 @@ def checksum(model) -> float:
     return float(sum(p.detach().double().abs().sum() for p in model.parameters()))
 
 
-# evaluate: plain callables of each kind, torchmetrics, sets smaller than the world, (sum, weight) losses
+# evaluate: plain callables of each kind, torchmetrics, sets smaller than the world, (sum, weight)
+# losses
 def accuracy(output, target):
     return (output.argmax(1) == target).double().mean()
 
@@ -70,7 +73,9 @@ import torchmetrics  # noqa: E402
 
 
 class Collected(torchmetrics.Metric):
-    """Its states are lists of tensors of several types: a rank without samples must have them too."""
+    """Its states are lists of tensors of several types: a rank without samples must have them
+    too.
+    """
 
     def __init__(self):
         super().__init__()
@@ -82,7 +87,10 @@ class Collected(torchmetrics.Metric):
         self.targets.append(target)
 
     def compute(self):
-        outputs, targets = torchmetrics.utilities.dim_zero_cat(self.outputs), torchmetrics.utilities.dim_zero_cat(self.targets)
+        outputs, targets = (
+            torchmetrics.utilities.dim_zero_cat(self.outputs),
+            torchmetrics.utilities.dim_zero_cat(self.targets),
+        )
         return torch.stack([outputs.abs().sum(), (targets + 1).sum(), torch.tensor(len(targets))])
 
 
@@ -93,7 +101,9 @@ for n in (1, 2, 29, 64):
         "accuracy": accuracy,
         "per_sample": per_sample,
         "pair": pair,
-        "tm_accuracy": torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro"),
+        "tm_accuracy": torchmetrics.classification.MulticlassAccuracy(
+            num_classes=3, average="micro"
+        ),
         "tm_list": Collected(),
     }
     with warnings.catch_warnings():
@@ -108,7 +118,10 @@ warnings.simplefilter("default")
 model = run.model
 x, y = rows(29, seed=29).tensors
 with torch.no_grad():
-    results["by hand"] = {"loss": float(F.cross_entropy(model(x), y)), "accuracy": float(accuracy(model(x), y))}
+    results["by hand"] = {
+        "loss": float(F.cross_entropy(model(x), y)),
+        "accuracy": float(accuracy(model(x), y)),
+    }
 
 # fit, schedule, clipping, micro-batches
 model = classifier()
@@ -152,7 +165,9 @@ tied = Tied().double()
 frozen_before = tied.frozen.weight.clone()
 run = start(tied)
 train(run)
-results["tied"] = bool(tied.a.weight is tied.b.weight) and bool(frozen_before.equal(tied.frozen.weight))
+results["tied"] = bool(tied.a.weight is tied.b.weight) and bool(
+    frozen_before.equal(tied.frozen.weight)
+)
 results["tied weights"] = checksum(tied)
 run.export(out / "tied.safetensors")
 saved = run.save()
@@ -196,7 +211,9 @@ for _ in run.epochs(9):
     for batch in run.batches():
         run.step(batch)
     break
-results["after a break"] = [sum(1 for batch in run.batches() if run.step(batch) is not None) for _ in range(2)]
+results["after a break"] = [
+    sum(1 for batch in run.batches() if run.step(batch) is not None) for _ in range(2)
+]
 
 
 # dictionaries as batches, forward=, and a loss that takes one value
@@ -209,7 +226,11 @@ class Dicts(torch.utils.data.Dataset):
         return {"x": x, "y": y, "name": f"row {i}"}
 
 
-run = start(data=Dicts(), forward=lambda model, b: F.cross_entropy(model(b["x"]), b["y"]), loss=lambda value: value)
+run = start(
+    data=Dicts(),
+    forward=lambda model, b: F.cross_entropy(model(b["x"]), b["y"]),
+    loss=lambda value: value,
+)
 results["dicts"] = train(run)
 
 
@@ -229,7 +250,13 @@ words = TensorDataset(torch.randint(20, (19, 5), generator=g), torch.randint(3, 
 torch.manual_seed(2)
 for micro in (None, 1):
     sparse = Sparse().double()
-    run = start(sparse, words, optimizer=torch.optim.SGD(sparse.parameters(), lr=0.5), batch_size=6, micro_batch=micro)
+    run = start(
+        sparse,
+        words,
+        optimizer=torch.optim.SGD(sparse.parameters(), lr=0.5),
+        batch_size=6,
+        micro_batch=micro,
+    )
     train(run, 2)
     results[f"sparse {micro}"] = checksum(sparse)
     torch.manual_seed(2)
@@ -239,7 +266,15 @@ for kind, rule in (("SGD", None), ("AdamW", None), ("SGD", "none"), ("AdamW", "l
     model = classifier()
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    run = start(model, optimizer=optimizer, scheduler=scheduler, batch="grow", batch_size=3, lr_rule=rule, warmup_steps=4)
+    run = start(
+        model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batch="grow",
+        batch_size=3,
+        lr_rule=rule,
+        warmup_steps=4,
+    )
     rates = []
     for _ in run.epochs(3):
         for batch in run.batches():
@@ -305,7 +340,9 @@ results["buffers alike before each step"] = all(alike)
 # one tensor as the learning rate of two groups
 model = classifier()
 rate = torch.tensor(0.1, dtype=torch.float64)
-optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=rate)
+optimizer = torch.optim.SGD(
+    [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=rate
+)
 start(model, optimizer=optimizer, batch="grow")
 results["grow a shared rate"] = [float(g["lr"]) for g in optimizer.param_groups]
 

@@ -1,4 +1,6 @@
-"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes with."""
+"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes
+with.
+"""
 
 import argparse
 
@@ -39,4 +41,6 @@ for epoch in range(args.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"epoch {epoch + 1}  evaluate  accuracy {accuracy(model(images[test_set.indices]), labels[test_set.indices]):.4f}")
+    print(
+        f"epoch {epoch + 1}  evaluate  accuracy {accuracy(model(images[test_set.indices]), labels[test_set.indices]):.4f}"
+    )

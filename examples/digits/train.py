@@ -1,4 +1,6 @@
-"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes with."""
+"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes
+with.
+"""
 
 import argparse
 

@@ -1,4 +1,6 @@
-"""What plain.py and train.py share: the text, the model, its loss, and how it is evaluated and sampled."""
+"""What plain.py and train.py share: the text, the model, its loss, and how it is evaluated and
+sampled.
+"""
 
 import math
 import os
@@ -62,12 +64,17 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -116,7 +123,10 @@ def warmup_cosine(optimizer: torch.optim.Optimizer, steps: int, warmup: int = 40
 def evaluate(model: GPT, data: Text) -> float:
     """Mean loss over all of ``data``."""
     model.eval()
-    losses = [(loss(model(inputs), target).item(), len(inputs)) for inputs, target in DataLoader(data, batch_size=64)]
+    losses = [
+        (loss(model(inputs), target).item(), len(inputs))
+        for inputs, target in DataLoader(data, batch_size=64)
+    ]
     model.train()
     return sum(value * count for value, count in losses) / len(data)
 

@@ -9,7 +9,9 @@ import gpt
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=2, help="times through the text")
-parser.add_argument("--megabytes", type=float, default=1.0, help="how much text, a twentieth of it held out")
+parser.add_argument(
+    "--megabytes", type=float, default=1.0, help="how much text, a twentieth of it held out"
+)
 parser.add_argument("--batch", type=int, default=32, help="pieces of text in a training step")
 parser.add_argument("--context", type=int, default=64, help="bytes in a piece")
 parser.add_argument("--width", type=int, default=96)

@@ -2,7 +2,8 @@
 
     run = ronde.distribute(model, optimizer, train_set, loss=F.cross_entropy, batch_size=256)
 
-Everything but :func:`world` and the errors is imported when first used: ``import ronde`` does not import torch.
+Everything but :func:`world` and the errors is imported when first used: ``import ronde`` does not
+import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 # The function takes the name of the room it lives in: ronde.world() is who this worker is.
-from ronde.world import ArgumentError, CheckpointError, FeedError, LossError, PlanError, RondeError, SampleError, World, WorldError, world
+from ronde.world import (
+    ArgumentError,
+    CheckpointError,
+    FeedError,
+    LossError,
+    PlanError,
+    RondeError,
+    SampleError,
+    World,
+    WorldError,
+    world,
+)
 
 if TYPE_CHECKING:
     from ronde import feed
@@ -39,7 +51,12 @@ __all__ = [
 
 _ROOMS = ("feed",)
 
-_LATER = {"distribute": "ronde.run", "Run": "ronde.run", "MicroBatches": "ronde.run", "Plan": "ronde.plan"}
+_LATER = {
+    "distribute": "ronde.run",
+    "Run": "ronde.run",
+    "MicroBatches": "ronde.run",
+    "Plan": "ronde.plan",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -62,14 +79,14 @@ def __getattr__(name: str) -> Any:
 
 def _choose(*given: Any) -> Any:
     """``plan="auto"``: ronde.study stands above ronde.run, which therefore cannot import it."""
-    from ronde.study.forecast import choose
+    from ronde.measure.planner import choose
 
     return choose(*given)
 
 
 def _examine(*given: Any, **options: Any) -> Any:
     """``run.doctor()``, for the same reason."""
-    from ronde.study.doctor import doctor
+    from ronde.doctor.doctor import doctor
 
     return doctor(*given, **options)
 

@@ -1,4 +1,6 @@
-"""Every planted fault with what ``ronde prove`` must say of it: the cause, where it shows first, and the name told."""
+"""Every planted fault with what ``ronde prove`` must say of it: the cause, where it shows first,
+and the name told.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ class Fault:
     @property
     def plans(self) -> list[str]:
         """What is proved: the fault of a pipeline's own is looked for there alone."""
-        return [self.plan] if self.plan.startswith("pipeline") else list(dict.fromkeys(["replicate", self.plan]))
+        return (
+            [self.plan]
+            if self.plan.startswith("pipeline")
+            else list(dict.fromkeys(["replicate", self.plan]))
+        )
 
 
 FAULTS = [
@@ -34,8 +40,12 @@ FAULTS = [
     Fault("sampler_by_workers", "sampler-depends-on-workers", "order", "place", 1),
     Fault("augment_urandom", "unseeded-data", "data", "sample", 1),
     Fault("data_by_rank", "data-depends-on-rank", "data", "sample", 1),
-    Fault("data_by_workers", "data-depends-on-workers", "contract", "the length of the data set", 0),
-    Fault("data_length_by_rank", "data-depends-on-rank", "distribute", "the length of the data set", 0),
+    Fault(
+        "data_by_workers", "data-depends-on-workers", "contract", "the length of the data set", 0
+    ),
+    Fault(
+        "data_length_by_rank", "data-depends-on-rank", "distribute", "the length of the data set", 0
+    ),
     # what distribute is given
     Fault("init_urandom", "unseeded-init", "initial weights", "first.weight", 0),
     Fault("init_by_workers", "init-depends-on-workers", "initial weights", "first.weight", 0),
@@ -72,7 +82,9 @@ FAULTS = [
     Fault("replaced_head", "stale-optimizer", "optimizer", "head", 1),
     Fault("scheduler_by_rank", "scheduler", "learning rate", "learning rate of group 0", 2),
     Fault("scheduler_by_workers", "scheduler", "learning rate", "learning rate of group 0", 2),
-    Fault("weights_on_rank_0", "weights-changed-by-script", "weights between steps", "head.bias", 2),
+    Fault(
+        "weights_on_rank_0", "weights-changed-by-script", "weights between steps", "head.bias", 2
+    ),
     Fault("weights_by_share", "weights-changed-by-script", "weights between steps", "head.bias", 2),
     Fault("buffer", "buffers", "buffers", "mix.seen", 1),
     # loop and evaluation
@@ -99,16 +111,31 @@ LATER = [
         ("batchnorm_2d", "batchnorm", "outputs", "(argument 1 of the loss)", "pipeline=2"),
         ("running_scale", "state-outside-the-model", "gradients", "0.weight"),
         ("own_scale", "loss-over-the-batch", "gradients", "0.weight"),
-        ("scheduler_by_world", "scheduler-depends-on-workers", "scheduler", "learning rate of group 0"),
+        (
+            "scheduler_by_world",
+            "scheduler-depends-on-workers",
+            "scheduler",
+            "learning rate of group 0",
+        ),
         ("hard_examples", "loss-over-the-batch", "loss", "loss"),
         ("loss_by_world", "rank-dependent-forward", "loss", "loss"),
         ("loss_batch_times", "loss-is-a-sum", "loss", "loss"),
         ("focal_norm", "loss-is-a-weighted-mean", "loss", "loss"),
         ("lr_root", "learning-rate-depends-on-workers", "contract", "the optimizer's lr"),
-        ("weight_decay_by_rank", "arguments-depend-on-workers", "distribute", "the optimizer's weight_decay"),
+        (
+            "weight_decay_by_rank",
+            "arguments-depend-on-workers",
+            "distribute",
+            "the optimizer's weight_decay",
+        ),
         ("seed_by_rank", "data-depends-on-rank", "data", "sample"),
         ("subset_by_rank", "data-depends-on-workers", "contract", "the length of the data set"),
-        ("weighted_by_rank", "sampler-depends-on-workers", "distribute", "the order that the sampler draws"),
+        (
+            "weighted_by_rank",
+            "sampler-depends-on-workers",
+            "distribute",
+            "the order that the sampler draws",
+        ),
         ("mixup", "randomness", "outputs", "0"),
         ("noise_on_input", "randomness", "outputs", "0"),
         ("scheduler_per_sample", "scheduler", "learning rate", "learning rate of group 0"),
@@ -120,12 +147,18 @@ LATER = [
     ]
 ]
 
-# Of a review by somebody who had not read the diagnosis: what it named wrongly or not at all, until it was taught.
+# Of a review by somebody who had not read the diagnosis: what it named wrongly or not at all, until
+# it was taught.
 NEWER = [
     Fault(name, *what, script="newer_faults.py")
     for name, *what in [
         ("time_seed", "unseeded-init", "initial weights", ""),
-        ("one_generator", "data-not-by-index", "data", "sample"),  # and the script asks for its rank, which is not why
+        (
+            "one_generator",
+            "data-not-by-index",
+            "data",
+            "sample",
+        ),  # and the script asks for its rank, which is not why
         ("read_counter", "data-not-by-index", "data", "sample"),
         ("stop_on_local", "rank-dependent-loop", "steps", ""),
         ("own_generator", "randomness", "outputs", "head"),
@@ -149,7 +182,12 @@ NEWER = [
         ("own_adds_up", "exchange-by-script", "gradients", ""),
         ("hand_clamp", "clipping", "gradients", ""),
         ("max_norm", "weights-changed-in-forward", "weights", "lookup.weight"),
-        ("cosine_by_world", "scheduler-depends-on-workers", "learning rate", "learning rate of group 0"),
+        (
+            "cosine_by_world",
+            "scheduler-depends-on-workers",
+            "learning rate",
+            "learning rate of group 0",
+        ),
         ("epochs_by_world", "rank-dependent-loop", "contract", "the number of epochs"),
         ("break_by_world", "rank-dependent-loop", "evaluation", "number of evaluations"),
         ("skip_on_rank", "rank-dependent-loop", "steps", ""),
@@ -187,10 +225,34 @@ HIDDEN = [
         ("standardised_evaluation", "evaluation-depends-on-batch", "evaluation", "loss", 3),
         ("dropout_by_world", "model-depends-on-workers", "contract", "the dropout of '1'", 0),
         ("dropout_on_rank_0", "model-depends-on-workers", "contract", "the dropout of '1'", 0),
-        ("lstm_dropout_by_world", "model-depends-on-workers", "contract", "the dropout of 'cells'", 0),
-        ("functional_dropout", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
-        ("evaluating_on_main", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
-        ("dropout_on_rank_1", "rank-dependent-forward", "dropout", "the rate at hidden_faults.py:", 1),
+        (
+            "lstm_dropout_by_world",
+            "model-depends-on-workers",
+            "contract",
+            "the dropout of 'cells'",
+            0,
+        ),
+        (
+            "functional_dropout",
+            "rank-dependent-forward",
+            "dropout",
+            "the rate at hidden_faults.py:",
+            1,
+        ),
+        (
+            "evaluating_on_main",
+            "rank-dependent-forward",
+            "dropout",
+            "the rate at hidden_faults.py:",
+            1,
+        ),
+        (
+            "dropout_on_rank_1",
+            "rank-dependent-forward",
+            "dropout",
+            "the rate at hidden_faults.py:",
+            1,
+        ),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
 ]
@@ -223,7 +285,13 @@ _IN_HIDDEN = ("of_a_record", "of_a_mapping")
 
 
 def healthy_command(name: str) -> list[str]:
-    script = "hidden_faults.py" if name in _IN_HIDDEN else "newer_faults.py" if name in _IN_NEWER else "healthy.py"
+    script = (
+        "hidden_faults.py"
+        if name in _IN_HIDDEN
+        else "newer_faults.py"
+        if name in _IN_NEWER
+        else "healthy.py"
+    )
     return [str(HERE / script), name]
 
 
@@ -231,7 +299,11 @@ def judge(case: Fault, verdict: object) -> tuple[bool, bool, str]:
     """Whether the fault was found, whether it was named, and what was said."""
     found = verdict.difference is not None and verdict.exit_status != 0
     d, cause = verdict.difference, verdict.cause
-    said = f"{cause.id if cause else None}: {d.phase} step {d.step} {d.name!r}" if d else f"{verdict.status}: {verdict.error[:300]}"
+    said = (
+        f"{cause.id if cause else None}: {d.phase} step {d.step} {d.name!r}"
+        if d
+        else f"{verdict.status}: {verdict.error[:300]}"
+    )
     named = (
         found
         and cause is not None

@@ -1,4 +1,6 @@
-"""A training script with one planted fault: ``faults.py NAME``. Each branch is what somebody really wrote."""
+"""A training script with one planted fault: ``faults.py NAME``. Each branch is what somebody really
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ class UnseededSampler(torch.utils.data.Sampler):
 
 class RankSampler(UnseededSampler):
     def __iter__(self):
-        return iter(list(range(40))[int(os.environ.get("WORLD_SIZE", 1)) - 1 :] + list(range(int(os.environ.get("WORLD_SIZE", 1)) - 1)))
+        return iter(
+            list(range(40))[int(os.environ.get("WORLD_SIZE", 1)) - 1 :]
+            + list(range(int(os.environ.get("WORLD_SIZE", 1)) - 1))
+        )
 
 
 class Standardise(nn.Module):
@@ -145,7 +150,9 @@ def contrastive(out, y):
 LOSSES = {
     "loss_sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
     "loss_ignored": lambda out, y: F.cross_entropy(out, y.masked_fill(y == 0, -100)),
-    "loss_class_weights": lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0])),
+    "loss_class_weights": lambda out, y: F.cross_entropy(
+        out, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0])
+    ),
     "loss_contrastive": contrastive,
     "loss_rmse": lambda out, y: F.mse_loss(out, F.one_hot(y, 4).double()).sqrt(),
 }
@@ -154,16 +161,24 @@ if FAULT == "init_urandom":
     torch.manual_seed(int.from_bytes(os.urandom(4), "big"))
 if FAULT == "init_by_workers":
     torch.manual_seed(ronde.world().size)
-width = 8 * ronde.world().size if FAULT == "model_by_workers" else 6 if FAULT == "tied_by_data" else 8
+width = (
+    8 * ronde.world().size if FAULT == "model_by_workers" else 6 if FAULT == "tied_by_data" else 8
+)
 model = Net(width)
 torch.manual_seed(2)
 data = Dataset(
-    40 // ronde.world().size if FAULT == "data_by_workers" else 40 + ronde.world().rank if FAULT == "data_length_by_rank" else 40
+    40 // ronde.world().size
+    if FAULT == "data_by_workers"
+    else 40 + ronde.world().rank
+    if FAULT == "data_length_by_rank"
+    else 40
 )
 if FAULT == "tied_by_data":
     model.second.weight.data = model.first.weight.data
 if FAULT == "frozen_copy":
-    optimizer = torch.optim.SGD([p.detach().clone().requires_grad_() for p in model.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p.detach().clone().requires_grad_() for p in model.parameters()], lr=0.1
+    )
 else:
     lr = 0.1 * ronde.world().size if FAULT == "lr_by_workers" else 0.1
     kind = {"langevin": Langevin, "optimizer_by_workers": PerRank}.get(FAULT, torch.optim.SGD)
@@ -187,21 +202,36 @@ if FAULT == "micro_sum":
         return F.cross_entropy(out, y, reduction="sum")
 
 
-run = ronde.distribute(model, optimizer, data, loss=loss, batch_size=size, micro_batch=micro, scheduler=scheduler, seed=5)
+run = ronde.distribute(
+    model,
+    optimizer,
+    data,
+    loss=loss,
+    batch_size=size,
+    micro_batch=micro,
+    scheduler=scheduler,
+    seed=5,
+)
 if FAULT == "replaced_head":
     model.head = nn.Linear(8, 4)
 test = Dataset(11)
 accuracy = {"accuracy": lambda out, y: (out.argmax(1) == y).double()}
 METRICS = {
     "metric_max": {"worst": lambda out, y: F.cross_entropy(out, y, reduction="none").max()},
-    "metric_f1": {"f1": lambda out, y: 2 * ((out[:, 1] > -1) & (y == 1)).sum() / ((out[:, 1] > -1).sum() + (y == 1).sum())},
+    "metric_f1": {
+        "f1": lambda out, y: (
+            2 * ((out[:, 1] > -1) & (y == 1)).sum() / ((out[:, 1] > -1).sum() + (y == 1).sum())
+        )
+    },
 }
 
 for _epoch in run.epochs(6):
     for batch in run.batches():
         if FAULT in ("own_divides", "accumulate_twice", "clip_micro", "own_sum"):
             for x, y in batch if micro else [batch]:
-                value = F.cross_entropy(model(x), y, reduction="sum" if FAULT == "own_sum" else "mean")
+                value = F.cross_entropy(
+                    model(x), y, reduction="sum" if FAULT == "own_sum" else "mean"
+                )
                 run.backward(value / len(batch) if FAULT == "accumulate_twice" else value)
                 if FAULT == "clip_micro":
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)

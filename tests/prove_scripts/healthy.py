@@ -21,7 +21,10 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 6, 3, padding=1)
         self.a, self.norm_a = nn.Conv2d(6, 6, 3, padding=1, bias=False), norm(6)
-        self.b, self.norm_b = nn.Conv2d(6, 6, 3, padding=1), norm(6)  # a bias before a normalisation: its gradient is zero
+        self.b, self.norm_b = (
+            nn.Conv2d(6, 6, 3, padding=1),
+            norm(6),
+        )  # a bias before a normalisation: its gradient is zero
         self.head = nn.Linear(6, 4)
 
     def forward(self, x):
@@ -36,8 +39,13 @@ class GPT(nn.Module):
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, 12), nn.Embedding(LENGTH, 12)
-        self.norm, self.attention = nn.LayerNorm(12), nn.MultiheadAttention(12, 2, dropout=dropout, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Dropout(dropout), nn.Linear(24, 12))
+        self.norm, self.attention = (
+            nn.LayerNorm(12),
+            nn.MultiheadAttention(12, 2, dropout=dropout, batch_first=True),
+        )
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Dropout(dropout), nn.Linear(24, 12)
+        )
         self.head = nn.Linear(12, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("mask", torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1))
@@ -66,11 +74,17 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.gru, self.head = nn.Embedding(VOCABULARY, 8), nn.GRU(8, 10, batch_first=True), nn.Linear(10, 4)
+        self.tokens, self.gru, self.head = (
+            nn.Embedding(VOCABULARY, 8),
+            nn.GRU(8, 10, batch_first=True),
+            nn.Linear(10, 4),
+        )
 
     def forward(self, t):
         lengths = t[:, 0] % (LENGTH - 1) + 1
-        packed = nn.utils.rnn.pack_padded_sequence(self.tokens(t), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.tokens(t), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.head(self.gru(packed)[1][-1])
 
 
@@ -84,7 +98,12 @@ class Translator(nn.Module):
     def forward(self, source, target):
         padding, n = source == 0, target.shape[1]
         causal = torch.triu(torch.ones(n, n, dtype=torch.bool), 1)
-        masks = {"tgt_mask": causal, "src_key_padding_mask": padding, "memory_key_padding_mask": padding, "tgt_key_padding_mask": padding}
+        masks = {
+            "tgt_mask": causal,
+            "src_key_padding_mask": padding,
+            "memory_key_padding_mask": padding,
+            "tgt_key_padding_mask": padding,
+        }
         if NAME == "padding":
             masks = {"tgt_mask": causal}
         return self.head(self.body(self.tokens(source), self.tokens(target), **masks))
@@ -108,14 +127,18 @@ def features(n):
 
 
 def sentences(n):
-    return torch.utils.data.TensorDataset(torch.randint(1, VOCABULARY, (n, LENGTH)), torch.randint(0, 4, (n,)))
+    return torch.utils.data.TensorDataset(
+        torch.randint(1, VOCABULARY, (n, LENGTH)), torch.randint(0, 4, (n,))
+    )
 
 
 class Padded(torch.utils.data.Dataset):
     """Sentences of unequal length: a batch is padded to its longest."""
 
     def __init__(self, n: int) -> None:
-        self.rows = [torch.randint(1, VOCABULARY, (int(k),)) for k in torch.randint(2, LENGTH + 1, (n,))]
+        self.rows = [
+            torch.randint(1, VOCABULARY, (int(k),)) for k in torch.randint(2, LENGTH + 1, (n,))
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -134,14 +157,19 @@ def mlp(*sizes):
 
 
 def next_token(out, t):
-    return F.cross_entropy(out[:, :-1].reshape(-1, VOCABULARY), t[:, 1:].reshape(-1), ignore_index=0, reduction="sum"), (
-        t[:, 1:] != 0
-    ).sum()
+    return F.cross_entropy(
+        out[:, :-1].reshape(-1, VOCABULARY), t[:, 1:].reshape(-1), ignore_index=0, reduction="sum"
+    ), (t[:, 1:] != 0).sum()
 
 
 MODELS = {
     "mlp": lambda: (mlp(6, 17, 5, 4), features),
-    "cnn": lambda: (nn.Sequential(nn.Conv2d(1, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(20, 4)), pixels),
+    "cnn": lambda: (
+        nn.Sequential(
+            nn.Conv2d(1, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(20, 4)
+        ),
+        pixels,
+    ),
     "residual": lambda: (Residual(nn.BatchNorm2d), pixels),
     "groupnorm": lambda: (Residual(lambda n: nn.GroupNorm(2, n)), pixels),
     "gpt": lambda: (GPT(), Padded),
@@ -163,7 +191,10 @@ if NAME == "frozen":
         p.requires_grad_(False)
     parameters = [p for p in parameters if p.requires_grad]
 if NAME == "groups":
-    parameters = [{"params": model[0].parameters(), "lr": 1e-3}, {"params": model[2:].parameters(), "weight_decay": 0.1}]
+    parameters = [
+        {"params": model[0].parameters(), "lr": 1e-3},
+        {"params": model[2:].parameters(), "weight_decay": 0.1},
+    ]
 if NAME == "accumulated":
     options["micro_batch"] = 2
 if NAME == "clipped":
@@ -176,8 +207,12 @@ if NAME == "half":
     options["precision"] = "bf16"
 optimizer = torch.optim.AdamW(parameters, lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-loader = torch.utils.data.DataLoader(data, batch_size=7, shuffle=True, collate_fn=collate, num_workers=2 if NAME == "cnn" else 0)
-run = ronde.distribute(model, optimizer, loader, loss=loss, forward=forward, scheduler=scheduler, **options)
+loader = torch.utils.data.DataLoader(
+    data, batch_size=7, shuffle=True, collate_fn=collate, num_workers=2 if NAME == "cnn" else 0
+)
+run = ronde.distribute(
+    model, optimizer, loader, loss=loss, forward=forward, scheduler=scheduler, **options
+)
 tests = torch.utils.data.DataLoader(test, batch_size=5, collate_fn=collate)
 metrics = {} if forward else {"accuracy": lambda out, y: (out.argmax(1) == y).float()}
 

@@ -1,4 +1,6 @@
-"""Planted faults of a fourth kind, each a small training of its own: ``hidden_faults.py NAME``. What they do wrong shows late or elsewhere."""
+"""Planted faults of a fourth kind, each a small training of its own: ``hidden_faults.py NAME``.
+What they do wrong shows late or elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ FAULT = sys.argv[1]
 
 def samples(n: int = 41, seed: int = 0) -> torch.utils.data.TensorDataset:
     drawn = torch.Generator().manual_seed(seed)
-    return torch.utils.data.TensorDataset(torch.randn(n, 6, generator=drawn), torch.randint(0, 3, (n,), generator=drawn))
+    return torch.utils.data.TensorDataset(
+        torch.randn(n, 6, generator=drawn), torch.randint(0, 3, (n,), generator=drawn)
+    )
 
 
 def network(*between: nn.Module) -> nn.Sequential:
@@ -30,10 +34,12 @@ def network(*between: nn.Module) -> nn.Sequential:
 
 def distributed(model: nn.Module, data, **given) -> tuple[torch.optim.Optimizer, ronde.Run]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return optimizer, ronde.distribute(model, optimizer, data, **{"loss": F.cross_entropy, "batch_size": 8, **given})
+    return optimizer, ronde.distribute(
+        model, optimizer, data, **{"loss": F.cross_entropy, "batch_size": 8, **given}
+    )
 
 
-# -- right while all workers have equally many samples -----------------------------------------------------------------
+# -- right while all workers have equally many samples ---------------------------------
 
 
 class Standardised(nn.Module):
@@ -52,7 +58,9 @@ def hand_synced() -> None:
 
 
 def fails_later() -> None:
-    """Of the last batch each worker has one sample, which batch normalisation refuses; it was wrong before."""
+    """Of the last batch each worker has one sample, which batch normalisation refuses; it was wrong
+    before.
+    """
     distributed(network(nn.BatchNorm1d(8)), samples(42))[1].fit(3)
 
 
@@ -82,7 +90,9 @@ class Counting(nn.Module):
 
 
 def empty_counted() -> None:
-    """49 samples in batches of 8: of the last one a worker has none, and is given one that does not count."""
+    """49 samples in batches of 8: of the last one a worker has none, and is given one that does not
+    count.
+    """
     model = Counting()
     _, run = distributed(model, samples(49))
     for _ in run.epochs(3):
@@ -117,7 +127,7 @@ def empty_exchange() -> None:
             run.step(batch)
 
 
-# -- nothing seeds it --------------------------------------------------------------------------------------------------
+# -- nothing seeds it ------------------------------------------------------------------
 
 
 def unseeded_data() -> None:
@@ -133,7 +143,9 @@ def unseeded_split() -> None:
 def unseeded_target() -> None:
     """A network beside the model, which ronde.distribute does not see."""
     target = nn.Linear(6, 3)
-    distributed(network(), samples(), forward=lambda m, b: (m(b[0]), target(b[0]).detach()), loss=F.mse_loss)[1].fit(3)
+    distributed(
+        network(), samples(), forward=lambda m, b: (m(b[0]), target(b[0]).detach()), loss=F.mse_loss
+    )[1].fit(3)
 
 
 def unseeded_rate() -> None:
@@ -142,7 +154,7 @@ def unseeded_rate() -> None:
     ronde.distribute(model, optimizer, samples(), loss=F.cross_entropy, batch_size=8).fit(3)
 
 
-# -- carried from batch to batch ---------------------------------------------------------------------------------------
+# -- carried from batch to batch -------------------------------------------------------
 
 
 def own_centres() -> None:
@@ -150,7 +162,11 @@ def own_centres() -> None:
     torch.manual_seed(0)
     centres = nn.Parameter(torch.randn(3, 3))
     theirs = torch.optim.SGD([centres], lr=0.5)
-    _, run = distributed(network(), samples(), loss=lambda out, y: F.cross_entropy(out, y) + 0.5 * (out - centres[y]).pow(2).sum(1).mean())
+    _, run = distributed(
+        network(),
+        samples(),
+        loss=lambda out, y: F.cross_entropy(out, y) + 0.5 * (out - centres[y]).pow(2).sum(1).mean(),
+    )
     for _ in run.epochs(3):
         for batch in run.batches():
             theirs.zero_grad()
@@ -235,7 +251,9 @@ def metric_of_a_probe() -> None:
             theirs.zero_grad()
             F.cross_entropy(probe(model(x).detach()), y).backward()
             theirs.step()
-        run.evaluate(data, metrics={"probe": lambda out, y: F.cross_entropy(probe(out), y, reduction="none")})
+        run.evaluate(
+            data, metrics={"probe": lambda out, y: F.cross_entropy(probe(out), y, reduction="none")}
+        )
 
 
 def late_standardise() -> None:
@@ -253,9 +271,11 @@ def late_standardise() -> None:
 
 def standardised_evaluation() -> None:
     model, data = network(), samples()
-    distributed(model, data, forward=lambda m, b: ((out := m(b[0])) - (0 if m.training else 1) * out.mean(0), b[1]))[1].fit(
-        3, validate=data
-    )
+    distributed(
+        model,
+        data,
+        forward=lambda m, b: ((out := m(b[0])) - (0 if m.training else 1) * out.mean(0), b[1]),
+    )[1].fit(3, validate=data)
 
 
 def by_another_name() -> None:
@@ -269,7 +289,7 @@ def by_another_name() -> None:
     distributed(network(), samples(), forward=forward)[1].fit(3)
 
 
-# -- dropout drops nothing in the proof, but its rate counts -----------------------------------------------------------
+# -- dropout drops nothing in the proof, but its rate counts ---------------------------
 
 
 def dropout_by_world() -> None:
@@ -278,7 +298,9 @@ def dropout_by_world() -> None:
 
 def dropout_on_rank_0() -> None:
     me = ronde.world()
-    distributed(network(nn.Dropout(0.5 if me.rank == 0 and me.size > 1 else 0.0)), samples())[1].fit(3)
+    distributed(network(nn.Dropout(0.5 if me.rank == 0 and me.size > 1 else 0.0)), samples())[
+        1
+    ].fit(3)
 
 
 def lstm_dropout_by_world() -> None:
@@ -290,10 +312,14 @@ def lstm_dropout_by_world() -> None:
 
 def functional_dropout() -> None:
     rate = 0.1 * (1 + ronde.world().rank)
-    distributed(network(), samples(), forward=lambda m, b: (F.dropout(m(b[0]), rate, training=m.training), b[1]))[1].fit(3)
+    distributed(
+        network(),
+        samples(),
+        forward=lambda m, b: (F.dropout(m(b[0]), rate, training=m.training), b[1]),
+    )[1].fit(3)
 
 
-# -- no numbers --------------------------------------------------------------------------------------------------------
+# -- no numbers ------------------------------------------------------------------------
 
 
 def evaluating_on_main() -> None:
@@ -312,12 +338,21 @@ def evaluating_on_main() -> None:
 def dropout_on_rank_1() -> None:
     """One process never calls it."""
     me = ronde.world()
-    distributed(network(), samples(), forward=lambda m, b: (F.dropout(m(b[0]), 0.3) if me.rank == 1 else m(b[0]), b[1]))[1].fit(3)
+    distributed(
+        network(),
+        samples(),
+        forward=lambda m, b: (F.dropout(m(b[0]), 0.3) if me.rank == 1 else m(b[0]), b[1]),
+    )[1].fit(3)
 
 
 def nothing_but_nan() -> None:
     """A sum, too, which nobody can see."""
-    distributed(network(), samples(), loss=lambda out, y: F.cross_entropy(out / (out * 0), y, reduction="sum"), on_nan="ignore")[1].fit(3)
+    distributed(
+        network(),
+        samples(),
+        loss=lambda out, y: F.cross_entropy(out / (out * 0), y, reduction="sum"),
+        on_nan="ignore",
+    )[1].fit(3)
 
 
 def nan_later() -> None:
@@ -331,7 +366,7 @@ def nan_later() -> None:
                     model[0].weight.fill_(float("nan"))
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------
 
 
 def between_parts(change) -> None:
@@ -370,7 +405,7 @@ def gradient_noise() -> None:
             run.update()
 
 
-# -- sound -------------------------------------------------------------------------------------------------------------
+# -- sound -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

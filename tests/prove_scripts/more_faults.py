@@ -1,4 +1,6 @@
-"""Planted faults of a second kind, around a small convolution: ``more_faults.py NAME``. Written after the diagnosis was."""
+"""Planted faults of a second kind, around a small convolution: ``more_faults.py NAME``. Written
+after the diagnosis was.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ middle = KINDS.get(FAULT, nn.Identity)()
 if FAULT == "spectral_micro":
     middle = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
 norm = nn.BatchNorm2d(4) if FAULT in ("batchnorm_2d", "batchnorm_micro") else nn.Identity()
-model = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.GELU(), nn.Flatten(), nn.Linear(36, 8), middle, nn.Linear(8, 3))
+model = nn.Sequential(
+    nn.Conv2d(1, 4, 3), norm, nn.GELU(), nn.Flatten(), nn.Linear(36, 8), middle, nn.Linear(8, 3)
+)
 
 
 def loss(out, y):
@@ -123,7 +127,9 @@ def loss(out, y):
     return each.mean()
 
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 / me.size**0.5 if FAULT == "lr_root" else 1e-3)
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-3 / me.size**0.5 if FAULT == "lr_root" else 1e-3
+)
 if FAULT == "weight_decay_by_rank":
     optimizer.param_groups[0]["weight_decay"] = 0.01 * (me.rank + 1)
 data = torch.utils.data.TensorDataset(pictures, labels)
@@ -131,12 +137,27 @@ if FAULT == "subset_by_rank":
     data = torch.utils.data.Subset(data, range(me.rank, 50, me.size))
 if FAULT == "weighted_by_rank":
     data = torch.utils.data.DataLoader(
-        data, batch_size=10, sampler=torch.utils.data.SubsetRandomSampler(range(me.rank, 50, me.size) if me.size > 1 else range(25))
+        data,
+        batch_size=10,
+        sampler=torch.utils.data.SubsetRandomSampler(
+            range(me.rank, 50, me.size) if me.size > 1 else range(25)
+        ),
     )
 micro = 3 if FAULT in ("batchnorm_micro", "spectral_micro", "counts_calls") else None
-own = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 if i < 2 else 1 / me.size) if FAULT == "scheduler_by_world" else None
+own = (
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 if i < 2 else 1 / me.size)
+    if FAULT == "scheduler_by_world"
+    else None
+)
 run = ronde.distribute(
-    model, optimizer, data, loss=loss, batch_size=10, micro_batch=micro, scheduler=own, sync_batchnorm=FAULT == "batchnorm_micro"
+    model,
+    optimizer,
+    data,
+    loss=loss,
+    batch_size=10,
+    micro_batch=micro,
+    scheduler=own,
+    sync_batchnorm=FAULT == "batchnorm_micro",
 )
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 ema = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -165,4 +186,6 @@ for epoch in run.epochs(5):
         if run.is_main:
             run.evaluate(data)
     else:
-        run.evaluate(data, metrics={"spread": lambda out, y: out.std()} if FAULT == "metric_std" else None)
+        run.evaluate(
+            data, metrics={"spread": lambda out, y: out.std()} if FAULT == "metric_std" else None
+        )

@@ -1,4 +1,6 @@
-"""Planted faults of a third kind, around a small perceptron, many in loops of the script's own: ``newer_faults.py NAME``."""
+"""Planted faults of a third kind, around a small perceptron, many in loops of the script's own:
+``newer_faults.py NAME``.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Net(nn.Module):
         self.lookup = nn.Embedding(80, 6, max_norm=0.5 if FAULT == "max_norm" else None)
         self.first = nn.Linear(6, 8)
         self.norm = nn.SyncBatchNorm(8) if FAULT == "synced" else nn.Identity()
-        self.phases = nn.Parameter(torch.randn(8, dtype=torch.cfloat)) if FAULT == "complex" else None
+        self.phases = (
+            nn.Parameter(torch.randn(8, dtype=torch.cfloat)) if FAULT == "complex" else None
+        )
         self.head = nn.Linear(8, 3)
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("var", torch.ones(8))
@@ -125,10 +129,19 @@ def changed(batch):
 torch.manual_seed(int(time.time()) if FAULT == "time_seed" else 1)
 model = nn.Sequential(nn.Linear(6, 3), nn.Sigmoid(), Expanding()) if FAULT == "chaos" else Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.0)
-sampler = torch.utils.data.WeightedRandomSampler(torch.ones(64), 64) if FAULT == "replacement" else None
+sampler = (
+    torch.utils.data.WeightedRandomSampler(torch.ones(64), 64) if FAULT == "replacement" else None
+)
 waiting = 1 if FAULT == "asks_its_process" else 0
 size = 18 if FAULT == "uneven" else 16
-data = torch.utils.data.DataLoader(Samples(), size, sampler=sampler, shuffle=sampler is None, collate_fn=collate, num_workers=waiting)
+data = torch.utils.data.DataLoader(
+    Samples(),
+    size,
+    sampler=sampler,
+    shuffle=sampler is None,
+    collate_fn=collate,
+    num_workers=waiting,
+)
 micro = 4 if FAULT in ("hand_clamp", "zero_in_parts") else None
 run = ronde.distribute(model, optimizer, data, loss=loss, micro_batch=micro)
 temperature = torch.ones((), requires_grad=True)
@@ -137,7 +150,9 @@ period = 8 // run.world_size if FAULT == "cosine_by_world" else 8
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=period)
 held_out = torch.utils.data.TensorDataset(features, labels)
 if FAULT == "split_by_rank":
-    held_out = torch.utils.data.random_split(held_out, [32, 32], generator=torch.Generator().manual_seed(run.rank))[0]
+    held_out = torch.utils.data.random_split(
+        held_out, [32, 32], generator=torch.Generator().manual_seed(run.rank)
+    )[0]
 
 for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
     for i, batch in enumerate(run.batches()):
@@ -156,7 +171,10 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                     if p.grad is not None:
                         p.grad.clamp_(-1e-3, 1e-3)
             run.update()
-        elif (FAULT.startswith("own_") or FAULT == "stop_on_local") and FAULT not in ("own_generator", "own_mixup"):
+        elif (FAULT.startswith("own_") or FAULT == "stop_on_local") and FAULT not in (
+            "own_generator",
+            "own_mixup",
+        ):
             optimizer.zero_grad()
             x, y = batch
             out = model(x)
@@ -181,14 +199,25 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                     if p.grad is not None:
                         dist.all_reduce(p.grad)
             run.update()
-            if FAULT == "stop_on_local" and float(value) < 1.06:  # of one worker's samples: on the other it goes on
+            if (
+                FAULT == "stop_on_local" and float(value) < 1.06
+            ):  # of one worker's samples: on the other it goes on
                 sys.exit()
         else:
             value = run.step(changed(batch))
             if FAULT == "logs":
                 with torch.no_grad():
-                    right = (model(batch[0]).argmax(1) == batch[1]).double()  # of this worker's part of the batch
-                run.log({"accuracy": right.mean(), "loss": value, "seconds": time.time() % 1000, "workers": run.world_size})
+                    right = (
+                        model(batch[0]).argmax(1) == batch[1]
+                    ).double()  # of this worker's part of the batch
+                run.log(
+                    {
+                        "accuracy": right.mean(),
+                        "loss": value,
+                        "seconds": time.time() % 1000,
+                        "workers": run.world_size,
+                    }
+                )
         if average is not None:
             with torch.no_grad():
                 for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):

@@ -1,4 +1,6 @@
-"""Scripts that some plans carry out and others cannot: which must be said, and no other training come out of it. ``plans.py NAME``."""
+"""Scripts that some plans carry out and others cannot: which must be said, and no other training
+come out of it. ``plans.py NAME``.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,10 @@ class Pairs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(8, 6), nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.one, self.other = (
+            nn.Linear(8, 6),
+            nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 6)),
+        )
 
     def forward(self, x):
         return self.one(x) @ self.other(x).T
@@ -93,7 +98,11 @@ class Mapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made, self.inner, self.last = nn.Linear(8, 64), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+        self.made, self.inner, self.last = (
+            nn.Linear(8, 64),
+            nn.Linear(8, 8, bias=False),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, x):
         def one(row):
@@ -104,7 +113,9 @@ class Mapped(nn.Module):
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 3))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], nn.Linear(8, 3)
+    )
 
 
 def checked(out, target):
@@ -131,18 +142,28 @@ if NAME == "heads":
 elif NAME == "counts":
     model = nn.Sequential(nn.Linear(8, 12), *[Counts() for _ in range(4)], nn.Linear(12, 3))
 elif NAME == "pairs":
-    forward, loss = (lambda model, batch: (model(batch[0]),)), lambda out: F.cross_entropy(out, torch.arange(len(out)))
+    forward, loss = (
+        (lambda model, batch: (model(batch[0]),)),
+        lambda out: F.cross_entropy(out, torch.arange(len(out))),
+    )
 elif NAME == "checked":
     loss = checked
 elif NAME == "early":  # run is not there yet while a plan is laid out
-    loss = lambda out, target: F.cross_entropy(out, target) + 0.01 * run.state.step * out.square().mean()  # noqa: E731
+    loss = lambda out, target: (
+        F.cross_entropy(out, target) + 0.01 * run.state.step * out.square().mean()
+    )  # noqa: E731
 elif NAME == "slope":
-    forward, loss = smooth, lambda out, slope, target: F.cross_entropy(out, target) + slope.square().mean()
+    forward, loss = (
+        smooth,
+        lambda out, slope, target: F.cross_entropy(out, target) + slope.square().mean(),
+    )
 elif NAME == "hooked":
     model[-1].weight.register_hook(lambda gradient: gradient * 2)
 average = copy.deepcopy(model) if NAME == "average" else None
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-run = ronde.distribute(model, optimizer, data, forward=forward, loss=loss, batch_size=12, shuffle=False)
+run = ronde.distribute(
+    model, optimizer, data, forward=forward, loss=loss, batch_size=12, shuffle=False
+)
 if NAME == "called":
     other = layers()
     second = ronde.distribute(

@@ -1,12 +1,34 @@
-"""Save, verify, resume: safetensors and a JSON manifest of sizes and digests, whole or not at all, never a pickle.
+"""Save, verify, resume: safetensors and a JSON manifest of sizes and digests, whole or not at all,
+never a pickle.
 
-Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers and generators as tensors by
-name, and the same where every worker holds pieces only: :func:`write_pieces`, :func:`pull`, :func:`export_pieces`.
+Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers
+and generators as tensors by
+name, and the same where every worker holds pieces only: :func:`write_pieces`, :func:`pull`,
+:func:`export_pieces`.
 """
 
 from ronde.checkpoint.encode import decode, encode
-from ronde.checkpoint.files import Checkpoint, export, find_valid, list_checkpoints, trust, verify, write
-from ronde.checkpoint.pieces import Box, Piece, Source, Want, box_of, is_sharded, like, local, piece_of, pull
+from ronde.checkpoint.files import (
+    Checkpoint,
+    export,
+    find_valid,
+    list_checkpoints,
+    trust,
+    verify,
+    write,
+)
+from ronde.checkpoint.pieces import (
+    Box,
+    Piece,
+    Source,
+    Want,
+    box_of,
+    is_sharded,
+    like,
+    local,
+    piece_of,
+    pull,
+)
 from ronde.checkpoint.sharded import export_pieces, write_pieces
 from ronde.checkpoint.state import (
     group_names,

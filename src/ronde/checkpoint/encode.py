@@ -1,4 +1,6 @@
-"""State as JSON, exactly and without pickle: floats keep every bit, tuples, counters and tensors keep their kind."""
+"""State as JSON, exactly and without pickle: floats keep every bit, tuples, counters and tensors
+keep their kind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def encode(value: Any, where: str = "state") -> Any:
         where: what it is, for the error.
 
     Raises:
-        CheckpointError: something in it is neither a number, a text, a container of such, nor a small tensor.
+        CheckpointError: something in it is neither a number, a text, a container of such, nor a
+            small tensor.
 
     Example:
         >>> decode(encode({"betas": (0.9, 0.999), "milestones": Counter([3, 3])}))
@@ -43,16 +46,34 @@ def encode(value: Any, where: str = "state") -> Any:
         return {_KIND: "deque", "items": [encode(v, where) for v in value], "maxlen": value.maxlen}
     if isinstance(value, torch.Tensor):
         if value.numel() > 4096:
-            raise CheckpointError(f"{where} is a tensor of {value.numel()} elements: too large to be written beside the numbers")
+            raise CheckpointError(
+                f"{where} is a tensor of {value.numel()} elements: too large to be written beside the numbers"
+            )
         if value.is_complex() or value.is_sparse or value.is_quantized:
-            raise CheckpointError(f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON does not hold")
+            raise CheckpointError(
+                f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON does not hold"
+            )
         flat = value.detach().cpu().reshape(-1).tolist()
-        return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": flat}
+        return {
+            _KIND: "tensor",
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "values": flat,
+        }
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and k != _KIND for k in value) and type(value) is dict:
             return {k: encode(v, f"{where}.{k}") for k, v in value.items()}
-        kind = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "map"
-        return {_KIND: kind, "items": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+        kind = (
+            "counter"
+            if isinstance(value, Counter)
+            else "ordered"
+            if isinstance(value, OrderedDict)
+            else "map"
+        )
+        return {
+            _KIND: kind,
+            "items": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()],
+        }
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which cannot be written to a checkpoint without pickle. Keep numbers, texts, "
         "lists, dictionaries and tensors in state_dict()."

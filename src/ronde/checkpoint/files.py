@@ -1,11 +1,13 @@
 """Checkpoints on disk: written whole or not at all, verified before use.
 
-A checkpoint is a folder ``step-000000120`` with safetensors files and ``manifest.json``: for every file its size and
-SHA-256, and a digest of the manifest itself. It is written beside the others under another name, flushed to disk, and
+A checkpoint is a folder ``step-000000120`` with safetensors files and ``manifest.json``: for every
+file its size and SHA-256, and a digest of the manifest itself. It is written beside the others
+under another name, flushed to disk, and
 renamed: a reader sees all of it or none. Nothing is unpickled.
 
-Where one worker holds everything, a file is a part of the state: ``model.safetensors``. Where the plan splits the model
-(version 2 of the format), each worker writes a file of its own, and the manifest says which box of which tensor is in it.
+Where one worker holds everything, a file is a part of the state: ``model.safetensors``. Where the
+plan splits the model (version 2 of the format), each worker writes a file of its own, and the
+manifest says which box of which tensor is in it.
 """
 
 from __future__ import annotations
@@ -84,12 +86,16 @@ def _digest(path: Path) -> str:
 
 
 def _manifest_digest(body: Mapping[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in body.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(
+        {k: v for k, v in body.items() if k != "digest"}, sort_keys=True, separators=(",", ":")
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _manifest_text(body: Mapping[str, Any]) -> str:
-    """The one way in which a manifest is written: another spelling of the same values has been changed."""
+    """The one way in which a manifest is written: another spelling of the same values has been
+    changed.
+    """
     return json.dumps(body, indent=1)
 
 
@@ -108,7 +114,9 @@ def _dense(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def begin(folder: Path, step: int) -> tuple[Path, bool]:
-    """Where to write the checkpoint of ``step``: ``(folder, False)``, or ``(its path, True)`` where it is already there, whole."""
+    """Where to write the checkpoint of ``step``: ``(folder, False)``, or ``(its path, True)`` where
+    it is already there, whole.
+    """
     target = folder / f"step-{step:09d}"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{_TEMPORARY}*"):
@@ -124,12 +132,18 @@ def begin(folder: Path, step: int) -> tuple[Path, bool]:
     return temporary, False
 
 
-def add(temporary: Path, name: str, tensors: Tensors, boxes: Mapping[str, Box] | None = None) -> dict[str, Any]:
-    """Write one file of tensors, flushed to disk; returns its entry in the manifest. ``boxes``: of which wholes they are pieces."""
+def add(
+    temporary: Path, name: str, tensors: Tensors, boxes: Mapping[str, Box] | None = None
+) -> dict[str, Any]:
+    """Write one file of tensors, flushed to disk; returns its entry in the manifest. ``boxes``: of
+    which wholes they are pieces.
+    """
     if not _FILE.fullmatch(name):
         raise CheckpointError(f"{name!r} is not a name for a file of tensors")
     path = temporary / name
-    save_file(_dense(tensors), path, metadata={"format": "pt"} if boxes is None else sharding_info(boxes))
+    save_file(
+        _dense(tensors), path, metadata={"format": "pt"} if boxes is None else sharding_info(boxes)
+    )
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
@@ -142,13 +156,24 @@ def finish(
     state: Mapping[str, Any],
     keep: int | None,
 ) -> Path:
-    """Write the manifest, make the checkpoint visible, and remove those that are too old. Returns its path."""
+    """Write the manifest, make the checkpoint visible, and remove those that are too old. Returns
+    its path.
+    """
     folder = temporary.parent
     target = folder / f"step-{step:09d}"
     version = _SHARDED if tensors else _WHOLE
-    body: dict[str, Any] = {"format": _FORMAT, "version": version, "step": step, "written": time.time(), "files": dict(entries)}
+    body: dict[str, Any] = {
+        "format": _FORMAT,
+        "version": version,
+        "step": step,
+        "written": time.time(),
+        "files": dict(entries),
+    }
     if tensors:
-        body["tensors"] = {part: {name: e.to_json() for name, e in named.items()} for part, named in tensors.items()}
+        body["tensors"] = {
+            part: {name: e.to_json() for name, e in named.items()}
+            for part, named in tensors.items()
+        }
     body["state"] = dict(state)
     body["digest"] = _manifest_digest(body)
     manifest = temporary / "manifest.json"
@@ -173,14 +198,21 @@ def refused(folder: Path, step: int, error: object) -> str:
     return f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier ones are untouched."
 
 
-def write(folder: Path, step: int, files: Mapping[str, Tensors], state: Mapping[str, Any], keep: int | None = None) -> Path:
+def write(
+    folder: Path,
+    step: int,
+    files: Mapping[str, Tensors],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+) -> Path:
     """Write a checkpoint of ``step`` into ``folder`` and return its path.
 
     Args:
         folder: where checkpoints live; made if missing.
         files: file name (``model.safetensors``) -> its tensors.
         state: plain JSON values.
-        keep: how many of the newest to keep, None for all. Older ones go only after this one is safe on disk.
+        keep: how many of the newest to keep, None for all. Older ones go only after this one is
+            safe on disk.
 
     Raises:
         CheckpointError: the disk refuses it; what was there before is untouched.
@@ -191,7 +223,14 @@ def write(folder: Path, step: int, files: Mapping[str, Tensors], state: Mapping[
         if exists:
             return place
         temporary = place
-        return finish(temporary, step, {name: add(temporary, name, t) for name, t in files.items()}, {}, state, keep)
+        return finish(
+            temporary,
+            step,
+            {name: add(temporary, name, t) for name, t in files.items()},
+            {},
+            state,
+            keep,
+        )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(refused(folder, step, error)) from error
     finally:
@@ -219,7 +258,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise _broken(path, "manifest.json is not of a Ronde checkpoint")
     if body.get("version") not in (_WHOLE, _SHARDED):
-        raise _broken(path, f"it has version {body.get('version')} of the format, this Ronde reads {_WHOLE} and {_SHARDED}")
+        raise _broken(
+            path,
+            f"it has version {body.get('version')} of the format, this Ronde reads {_WHOLE} and {_SHARDED}",
+        )
     if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
         raise _broken(path, "manifest.json does not match its own digest")
     return body
@@ -230,12 +272,18 @@ def _broken(path: Path, why: str) -> CheckpointError:
 
 
 def _checkpoint(path: Path, body: Mapping[str, Any]) -> Checkpoint:
-    tensors = {part: {n: Entry.from_json(e) for n, e in named.items()} for part, named in body.get("tensors", {}).items()}
-    return Checkpoint(path, int(body["step"]), body["state"], tuple(body["files"]), body["digest"], tensors)
+    tensors = {
+        part: {n: Entry.from_json(e) for n, e in named.items()}
+        for part, named in body.get("tensors", {}).items()
+    }
+    return Checkpoint(
+        path, int(body["step"]), body["state"], tuple(body["files"]), body["digest"], tensors
+    )
 
 
 def verify(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every file with it, byte for byte by digest, and tensor for tensor by shape.
+    """Read a checkpoint's manifest and compare every file with it, byte for byte by digest, and
+    tensor for tensor by shape.
 
     Raises:
         CheckpointError: something is missing, has another size or digest, or is not of this format.
@@ -251,21 +299,31 @@ def verify(path: Path) -> Checkpoint:
         if size != entry["bytes"]:
             raise _broken(path, f"{name} has {size} bytes, expected {entry['bytes']}")
         if _digest(file) != entry["sha256"]:
-            raise _broken(path, f"{name} does not match its digest: a bit has changed since it was written")
+            raise _broken(
+                path, f"{name} does not match its digest: a bit has changed since it was written"
+            )
     try:
         found = _checkpoint(path, body)
         for part, entries in found.tensors.items():
             _verify_pieces(path, part, entries, found.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _broken(path, f"manifest.json cannot be understood ({type(error).__name__}: {error})") from None
+        raise _broken(
+            path, f"manifest.json cannot be understood ({type(error).__name__}: {error})"
+        ) from None
     return found
 
 
-def _verify_pieces(path: Path, part: str, entries: Mapping[str, Entry], files: tuple[str, ...]) -> None:
-    """The manifest's pieces are in the files that it names, in those shapes, and make up whole tensors."""
+def _verify_pieces(
+    path: Path, part: str, entries: Mapping[str, Entry], files: tuple[str, ...]
+) -> None:
+    """The manifest's pieces are in the files that it names, in those shapes, and make up whole
+    tensors.
+    """
     named = {file for entry in entries.values() for file in entry.pieces}
     for file in sorted(named - set(files)):
-        raise _broken(path, f"its manifest says that {file} holds pieces of the {part}, and does not list it")
+        raise _broken(
+            path, f"its manifest says that {file} holds pieces of the {part}, and does not list it"
+        )
     held: dict[str, dict[str, Entry]] = {}
     for file in sorted(named):
         with Source.of_files(path, [file]) as source:
@@ -275,23 +333,33 @@ def _verify_pieces(path: Path, part: str, entries: Mapping[str, Entry], files: t
             found = held[file].get(name)
             if found is None or found.shape != box.sizes or found.dtype != entry.dtype:
                 there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                raise _broken(path, f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} {list(box.sizes)}")
+                raise _broken(
+                    path,
+                    f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} {list(box.sizes)}",
+                )
             if not box.fits(entry.shape):
-                raise _broken(path, f"{file} holds {box} of {name!r}, which has shape {list(entry.shape)}")
+                raise _broken(
+                    path, f"{file} holds {box} of {name!r}, which has shape {list(entry.shape)}"
+                )
         total = sum(box.numel for box in entry.pieces.values())
         if total != Box.whole(entry.shape).numel or not entry.pieces:
             raise _broken(
-                path, f"{name!r} of shape {list(entry.shape)} is not whole: {', '.join(entry.pieces) or 'no file'} hold {total} elements"
+                path,
+                f"{name!r} of shape {list(entry.shape)} is not whole: {', '.join(entry.pieces) or 'no file'} hold {total} elements",
             )
 
 
 def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
-    """The checkpoint that another worker has verified (with that digest), if this one sees it: its files are not read again."""
+    """The checkpoint that another worker has verified (with that digest), if this one sees it: its
+    files are not read again.
+    """
     try:
         body = _manifest(path)
     except CheckpointError:
         return None
-    same = digest in (None, body["digest"]) and all((path / name).is_file() for name in body["files"])
+    same = digest in (None, body["digest"]) and all(
+        (path / name).is_file() for name in body["files"]
+    )
     return _checkpoint(path, body) if same else None
 
 

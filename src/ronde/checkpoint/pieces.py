@@ -1,7 +1,9 @@
-"""Pieces of tensors: which box of a whole tensor a worker holds, and reading any box from safetensors files.
+"""Pieces of tensors: which box of a whole tensor a worker holds, and reading any box from
+safetensors files.
 
-torch's own ``distributed.checkpoint`` reshards safetensors too, but exchanges its plans as pickled objects, and leaves what no file
-holds at the value it had, without an error. The boxes are the same, so its ``HuggingFaceStorageReader`` reads these files.
+torch's own ``distributed.checkpoint`` reshards safetensors too, but exchanges its plans as pickled
+objects, and leaves what no file holds at the value it had, without an error. The boxes are the
+same, so its ``HuggingFaceStorageReader`` reads these files.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from ronde.world import CheckpointError, World
-from ronde.world.agree import broadcast_json
+from ronde.world.consensus import broadcast_json
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,18 +79,25 @@ class Box:
     def overlap(self, other: Box) -> Box | None:
         """What both hold, or None."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        ends = [(a + n, b + m) for a, n, b, m in zip(self.offset, self.sizes, other.offset, other.sizes, strict=True)]
+        ends = [
+            (a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.sizes, other.offset, other.sizes, strict=True)
+        ]
         sizes = tuple(min(pair) - start for start, pair in zip(low, ends, strict=True))
         return Box(low, sizes) if all(n > 0 for n in sizes) else None
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
         """The slices that cut it out of ``outer``."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.sizes, strict=True))
+        return tuple(
+            slice(a - b, a - b + n)
+            for a, b, n in zip(self.offset, outer.offset, self.sizes, strict=True)
+        )
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it lies within a tensor of that shape."""
         return len(shape) == len(self.sizes) and all(
-            o >= 0 <= n and o + n <= s for o, n, s in zip(self.offset, self.sizes, shape, strict=True)
+            o >= 0 <= n and o + n <= s
+            for o, n, s in zip(self.offset, self.sizes, shape, strict=True)
         )
 
 
@@ -147,12 +156,19 @@ def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if not is_sharded(target):
         return tensor
     return type(target).from_local(
-        tensor, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+        tensor,
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
     )
 
 
 def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of which every worker holds all, on the mesh of ``target``: torch mixes no plain tensors with sharded ones."""
+    """``tensor``, of which every worker holds all, on the mesh of ``target``: torch mixes no plain
+    tensors with sharded ones.
+    """
     if not is_sharded(target):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -161,7 +177,7 @@ def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return type(target).from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
@@ -186,12 +202,20 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in a manifest."""
-        return {"dtype": self.dtype, "shape": list(self.shape), "pieces": {f: str(b) for f, b in self.pieces.items()}}
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "pieces": {f: str(b) for f, b in self.pieces.items()},
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Entry:
         """What :meth:`to_json` gave."""
-        return cls(values["dtype"], tuple(values["shape"]), {f: Box.parse(b) for f, b in values["pieces"].items()})
+        return cls(
+            values["dtype"],
+            tuple(values["shape"]),
+            {f: Box.parse(b) for f, b in values["pieces"].items()},
+        )
 
 
 class Source:
@@ -218,20 +242,29 @@ class Source:
             for name in opened.keys():  # noqa: SIM118  (it is no dictionary)
                 part = opened.get_slice(name)
                 shape = tuple(part.get_shape())
-                entries[name] = Entry(_DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)})
+                entries[name] = Entry(
+                    _DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)}
+                )
         return source
 
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._open.clear()
         self._stack.close()
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
             try:
-                self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))  # type: ignore[no-untyped-call]
+                self._open[file] = self._stack.enter_context(
+                    safe_open(self.folder / file, framework="pt")
+                )  # type: ignore[no-untyped-call]
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
         return self._open[file]
@@ -240,7 +273,9 @@ class Source:
         """Of that tensor."""
         found = getattr(torch, self.entries[name].dtype, None)
         if not isinstance(found, torch.dtype):
-            raise CheckpointError(f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which this torch does not have")
+            raise CheckpointError(
+                f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which this torch does not have"
+            )
         return found
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
@@ -252,7 +287,9 @@ class Source:
         entry = self.entries[name]
         box = Box.whole(entry.shape) if box is None else box
         if not box.fits(entry.shape):
-            raise CheckpointError(f"{name!r} in {self.folder} has shape {list(entry.shape)}: {box} is not within it")
+            raise CheckpointError(
+                f"{name!r} in {self.folder} has shape {list(entry.shape)}: {box} is not within it"
+            )
         result, done = torch.empty(box.sizes, dtype=self.dtype(name)), 0
         for file, held in entry.pieces.items():
             common = held.overlap(box)
@@ -261,16 +298,26 @@ class Source:
             opened = self._file(file)
             try:
                 if tuple(opened.get_slice(name).get_shape()) != held.sizes:
-                    raise CheckpointError(f"{self.folder / file} holds {name!r} in another shape than {list(held.sizes)}")
-                read = opened.get_slice(name)[common.inside(held)] if held.sizes else opened.get_tensor(name)
+                    raise CheckpointError(
+                        f"{self.folder / file} holds {name!r} in another shape than {list(held.sizes)}"
+                    )
+                read = (
+                    opened.get_slice(name)[common.inside(held)]
+                    if held.sizes
+                    else opened.get_tensor(name)
+                )
             except SafetensorError as error:
-                raise CheckpointError(f"{self.folder / file} does not hold {name!r}: {error}") from None
+                raise CheckpointError(
+                    f"{self.folder / file} does not hold {name!r}: {error}"
+                ) from None
             if common == box:
                 return read  # type: ignore[no-any-return]
             result[common.inside(box)] = read
             done += common.numel
         if done != box.numel:
-            raise CheckpointError(f"{name!r} is not whole in {self.folder}: of {box.numel} elements {done} are there")
+            raise CheckpointError(
+                f"{name!r} is not whole in {self.folder}: of {box.numel} elements {done} are there"
+            )
         return result
 
 
@@ -291,10 +338,14 @@ class Want:
     give: Callable[[torch.Tensor], None]
 
 
-def pull(me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyone_sees: bool) -> None:
-    """Fetch what this worker wants: from the files, or, where not every worker sees them, from rank 0.
+def pull(
+    me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyone_sees: bool
+) -> None:
+    """Fetch what this worker wants: from the files, or, where not every worker sees them, from rank
+    0.
 
-    A collective where ``everyone_sees`` is false: tensor after tensor, so that no worker ever holds all of them.
+    A collective where ``everyone_sees`` is false: tensor after tensor, so that no worker ever holds
+    all of them.
 
     Args:
         sources: what can be read; on a worker that does not see the files, it is not used.
@@ -306,9 +357,21 @@ def pull(me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyo
     asked: dict[tuple[str, str], list[Want]] = {}
     for want in wants:
         asked.setdefault((want.part, want.name), []).append(want)
-    index = [[part, name, e.dtype, list(e.shape)] for part, s in sources.items() for name, e in s.entries.items()] if me.is_main else None
+    index = (
+        [
+            [part, name, e.dtype, list(e.shape)]
+            for part, s in sources.items()
+            for name, e in s.entries.items()
+        ]
+        if me.is_main
+        else None
+    )
     for part, name, dtype, shape in broadcast_json(me, index):
-        tensor = sources[part].read(name).contiguous() if me.is_main else torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor = (
+            sources[part].read(name).contiguous()
+            if me.is_main
+            else torch.empty(shape, dtype=getattr(torch, dtype))
+        )
         if tensor.numel():
             bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
             dist.broadcast(bits, 0)
@@ -320,5 +383,12 @@ def pull(me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyo
 
 
 def sharding_info(boxes: Mapping[str, Box]) -> dict[str, str]:
-    """A file's header, in which torch's ``HuggingFaceStorageReader`` finds where its pieces belong."""
-    return {"format": "pt", "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": list(box.offset)} for name, box in boxes.items()})}
+    """A file's header, in which torch's ``HuggingFaceStorageReader`` finds where its pieces
+    belong.
+    """
+    return {
+        "format": "pt",
+        "DCP_SHARDING_INFO": json.dumps(
+            {name: {"saved_offsets": list(box.offset)} for name, box in boxes.items()}
+        ),
+    }

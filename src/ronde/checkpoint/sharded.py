@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from ronde.checkpoint import files
 from ronde.checkpoint.pieces import Box, Entry, Piece
 from ronde.world import CheckpointError, World
-from ronde.world.agree import broadcast_json, gather_json
+from ronde.world.consensus import broadcast_json, gather_json
 
 __all__ = ["export_pieces", "gather_pieces", "write_pieces"]
 
@@ -57,13 +57,18 @@ class _Owners:
             apart = all(a.overlap(b) is None for i, a in enumerate(some) for b in some[:i])
             if not apart or sum(b.numel for b in boxes) != Box.whole(shape).numel:
                 held = "; ".join(f"rank {rank}: {box}" for box, rank in list(boxes.items())[:8])
-                raise CheckpointError(f"{name!r} of shape {list(shape)} is not whole among the workers ({held}): it cannot be written")
+                raise CheckpointError(
+                    f"{name!r} of shape {list(shape)} is not whole among the workers ({held}): it cannot be written"
+                )
 
 
 def gather_pieces(me: World, parts: Parts) -> dict[str, _Owners]:
     """Who holds what, part by part, the same on every rank. A collective."""
     mine = {
-        part: {n: [str(p.tensor.dtype).removeprefix("torch."), list(p.shape), str(p.box)] for n, p in pieces.items()}
+        part: {
+            n: [str(p.tensor.dtype).removeprefix("torch."), list(p.shape), str(p.box)]
+            for n, p in pieces.items()
+        }
         for part, pieces in parts.items()
     }
     owners = {part: _Owners() for part in parts}
@@ -80,7 +85,9 @@ def _file(part: str, rank: int, size: int) -> str:
 
 
 def _attempt(me: World, what: Callable[[], Any]) -> tuple[Any, str | None]:
-    """``what()`` on every rank, and the first error of any: nobody waits for a rank that has failed. A collective."""
+    """``what()`` on every rank, and the first error of any: nobody waits for a rank that has
+    failed. A collective.
+    """
     value, error = None, None
     try:
         value = what()
@@ -101,7 +108,13 @@ def _wait_for(folder: Path) -> None:
 
 
 def write_pieces(
-    me: World, folder: Path, step: int, parts: Parts, whole: Mapping[str, Tensors], state: Mapping[str, Any], keep: int | None = None
+    me: World,
+    folder: Path,
+    step: int,
+    parts: Parts,
+    whole: Mapping[str, Tensors],
+    state: Mapping[str, Any],
+    keep: int | None = None,
 ) -> Path:
     """Write a checkpoint together, and return its path. A collective.
 
@@ -112,7 +125,8 @@ def write_pieces(
         keep: how many of the newest to keep, None for all.
 
     Raises:
-        CheckpointError: on every rank, if any of them could not write; what was there before is untouched.
+        CheckpointError: on every rank, if any of them could not write; what was there before is
+            untouched.
     """
     owners = gather_pieces(me, parts)
     started: dict[str, Any] = {}
@@ -136,10 +150,17 @@ def write_pieces(
             _wait_for(path)
             entries = {}
             for part, pieces in parts.items():
-                own = {n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank}
+                own = {
+                    n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank
+                }
                 if own:
                     file = _file(part, me.rank, me.size)
-                    entries[file] = files.add(path, file, {n: p.tensor for n, p in own.items()}, {n: p.box for n, p in own.items()})
+                    entries[file] = files.add(
+                        path,
+                        file,
+                        {n: p.tensor for n, p in own.items()},
+                        {n: p.box for n, p in own.items()},
+                    )
             if me.is_main:
                 entries |= {name: files.add(path, name, tensors) for name, tensors in whole.items()}
             return entries
@@ -150,12 +171,18 @@ def write_pieces(
         entries = {name: entry for each in gather_json(me, written) for name, entry in each.items()}
         tensors = {
             part: {
-                name: Entry(*owner.kinds[name], {_file(part, rank, me.size): box for box, rank in boxes.items()})
+                name: Entry(
+                    *owner.kinds[name],
+                    {_file(part, rank, me.size): box for box, rank in boxes.items()},
+                )
                 for name, boxes in owner.boxes.items()
             }
             for part, owner in owners.items()
         }
-        _, failed = _attempt(me, lambda: files.finish(path, step, entries, tensors, state, keep) if me.is_main else None)
+        _, failed = _attempt(
+            me,
+            lambda: files.finish(path, step, entries, tensors, state, keep) if me.is_main else None,
+        )
         if failed is not None:
             raise CheckpointError(files.refused(folder, step, failed))
         return folder / f"step-{step:09d}"
@@ -164,7 +191,7 @@ def write_pieces(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-# -- one plain file ----------------------------------------------------------------------------------------------------
+# -- one plain file --------------------------------------------------------------------
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
@@ -193,7 +220,9 @@ def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> torch.Tensor | None:
-    """One tensor, whole, in rank 0's host memory; None elsewhere. A collective of those that hold it and rank 0."""
+    """One tensor, whole, in rank 0's host memory; None elsewhere. A collective of those that hold
+    it and rank 0.
+    """
     dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
     whole = torch.empty(shape, dtype=dtype) if me.is_main else None
     for box, rank in owner.boxes[name].items():
@@ -212,8 +241,11 @@ def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> to
     return whole
 
 
-def export_pieces(me: World, pieces: Mapping[str, Piece], same: Mapping[str, str], path: Path) -> None:
-    """Write plain, whole safetensors from what all workers hold. A collective; rank 0 writes, and holds one tensor at a time.
+def export_pieces(
+    me: World, pieces: Mapping[str, Piece], same: Mapping[str, str], path: Path
+) -> None:
+    """Write plain, whole safetensors from what all workers hold. A collective; rank 0 writes, and
+    holds one tensor at a time.
 
     Args:
         same: further names of tensors: each is written under all of them.
@@ -230,7 +262,10 @@ def export_pieces(me: World, pieces: Mapping[str, Piece], same: Mapping[str, str
         file = None
         if me.is_main:
             try:
-                kinds = {n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1]) for n, o in names.items()}
+                kinds = {
+                    n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1])
+                    for n, o in names.items()
+                }
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(temporary.open("wb"))
                 stack.callback(lambda: temporary.unlink(missing_ok=True))

@@ -1,4 +1,6 @@
-"""What a run is made of, as tensors by name and plain values: weights, optimizer, scheduler, randomness."""
+"""What a run is made of, as tensors by name and plain values: weights, optimizer, scheduler,
+randomness.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_state(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """A model's tensors, each once, and which further names share them: ``(tensors, {name: same as name})``."""
+    """A model's tensors, each once, and which further names share them: ``(tensors, {name: same as
+    name})``.
+    """
     tensors: Tensors = {}
     same: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -61,7 +65,9 @@ def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> N
         CheckpointError: names or shapes are not the model's.
     """
     try:
-        model.load_state_dict({**tensors, **{name: tensors[origin] for name, origin in same.items()}})
+        model.load_state_dict(
+            {**tensors, **{name: tensors[origin] for name, origin in same.items()}}
+        )
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"the checkpoint is of another model: {error}") from None
 
@@ -80,7 +86,9 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]) -> None:
     if saved["kind"] != type(optimizer).__name__:
-        raise CheckpointError(f"the checkpoint is of {saved['kind']}, the script now builds {type(optimizer).__name__}")
+        raise CheckpointError(
+            f"the checkpoint is of {saved['kind']}, the script now builds {type(optimizer).__name__}"
+        )
     saved_names = [list(g["params"]) for g in saved["groups"]]
     if names != saved_names:
         raise CheckpointError(
@@ -105,14 +113,20 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, di
     groups = [
         {
             "params": group_names,
-            "settings": {k: encode(v, f"optimizer group setting {k}") for k, v in group.items() if k != "params"},
+            "settings": {
+                k: encode(v, f"optimizer group setting {k}")
+                for k, v in group.items()
+                if k != "params"
+            },
         }
         for group, group_names in zip(optimizer.param_groups, names, strict=True)
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: Tensors, saved: Mapping[str, Any]) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: Optimizer, tensors: Tensors, saved: Mapping[str, Any]
+) -> None:
     """Put an optimizer's state back, parameter by parameter, by name.
 
     Raises:
@@ -127,15 +141,22 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: Tensors, sav
         state.setdefault(index[name], {})[field] = value
     groups = []
     for group_names, group in zip(names, saved["groups"], strict=True):
-        groups.append({**{k: decode(v) for k, v in group["settings"].items()}, "params": [index[n] for n in group_names]})
+        groups.append(
+            {
+                **{k: decode(v) for k, v in group["settings"].items()},
+                "params": [index[n] for n in group_names],
+            }
+        )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-# -- what one of several workers holds ---------------------------------------------------------------------------------
+# -- what one of several workers holds -------------------------------------------------
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names in the model's state that share another's tensor: ``{name: the first name of it}``. Models on meta too."""
+    """Names in the model's state that share another's tensor: ``{name: the first name of it}``.
+    Models on meta too.
+    """
     tied: dict[str, str] = {}
     by_id: dict[int, str] = {}
     by_place: dict[tuple[Any, ...], str] = {}
@@ -145,7 +166,13 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         origin = by_id.setdefault(id(value), name)
         # State under a model that hooks wrap may be a new object each time: then its memory tells.
         if not value.is_meta and not nn.parameter.is_lazy(value) and value.numel():
-            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+            place = (
+                value.data_ptr(),
+                value.dtype,
+                tuple(value.shape),
+                value.stride(),
+                value.device,
+            )
             origin = by_place.setdefault(place, origin)
         if origin != name:
             tied[name] = origin
@@ -169,7 +196,9 @@ def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str,
         yield name, value
 
 
-def model_pieces(model: nn.Module, tied: Mapping[str, str], owns: Callable[[str], bool]) -> dict[str, Piece]:
+def model_pieces(
+    model: nn.Module, tied: Mapping[str, str], owns: Callable[[str], bool]
+) -> dict[str, Piece]:
     """What this worker holds of the model, by the first name of each tensor.
 
     Args:
@@ -185,7 +214,10 @@ def model_pieces(model: nn.Module, tied: Mapping[str, str], owns: Callable[[str]
 
 
 def model_wants(
-    model: nn.Module, source: Callable[[str], tuple[int, ...] | None], same: Mapping[str, str], owns: Callable[[str], bool]
+    model: nn.Module,
+    source: Callable[[str], tuple[int, ...] | None],
+    same: Mapping[str, str],
+    owns: Callable[[str], bool],
 ) -> tuple[list[Want], Callable[[], None]]:
     """What this worker needs for its part of the model, and what to call when it is there.
 
@@ -193,9 +225,16 @@ def model_wants(
         source: name -> shape of the tensor in the checkpoint, None if it has none of that name.
         same: further names of tensors, in the checkpoint.
     """
-    live = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    live = {
+        id(t)
+        for m in model.modules()
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None
+    }
     wants: list[Want] = []
-    others: dict[str, torch.Tensor] = {}  # state that is not a parameter or a buffer itself: given back as a whole
+    others: dict[
+        str, torch.Tensor
+    ] = {}  # state that is not a parameter or a buffer itself: given back as a whole
     wrong: list[str] = []
     for name, value in _owned(model, owns):
         key = same.get(name, name)
@@ -207,7 +246,12 @@ def model_wants(
         else:
             held = piece_of(value, name)
 
-            def give(tensor: torch.Tensor, name: str = name, value: torch.Tensor = value, held: Piece = held) -> None:
+            def give(
+                tensor: torch.Tensor,
+                name: str = name,
+                value: torch.Tensor = value,
+                held: Piece = held,
+            ) -> None:
                 if id(value) in live:
                     with torch.no_grad():
                         held.tensor.copy_(tensor)
@@ -216,7 +260,9 @@ def model_wants(
 
             wants.append(Want("model", key, held.box, give))
     if wrong:
-        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}")
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}"
+        )
 
     def done() -> None:
         if others:
@@ -228,10 +274,12 @@ def model_wants(
 def optimizer_pieces(
     model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]], tied: Mapping[str, str]
 ) -> tuple[dict[str, Piece], dict[str, Any]]:
-    """What this worker holds of an optimizer's state, as ``parameter/field``, and the rest as plain values.
+    """What this worker holds of an optimizer's state, as ``parameter/field``, and the rest as plain
+    values.
 
     Args:
-        groups: names of the parameters of each group as the script made it (:func:`group_names`), whoever holds them now.
+        groups: names of the parameters of each group as the script made it (:func:`group_names`),
+            whoever holds them now.
         tied: see :func:`tied_names`.
     """
     known = {name for names in groups for name in names}
@@ -249,11 +297,21 @@ def optimizer_pieces(
                     pieces[key] = piece_of(value, f"optimizer state {key}")
                 else:
                     values[key] = encode(value, f"optimizer state {key}")
-    settings = [{k: encode(v, f"optimizer group setting {k}") for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return pieces, {"kind": type(optimizer).__name__, "held": held, "settings": settings, "values": values}
+    settings = [
+        {k: encode(v, f"optimizer group setting {k}") for k, v in g.items() if k != "params"}
+        for g in optimizer.param_groups
+    ]
+    return pieces, {
+        "kind": type(optimizer).__name__,
+        "held": held,
+        "settings": settings,
+        "values": values,
+    }
 
 
-def join_optimizer(recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def join_optimizer(
+    recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """One optimizer, as :func:`load_optimizer` reads it, from what every worker said of its part.
 
     Args:
@@ -265,7 +323,9 @@ def join_optimizer(recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping
     for i, settings in enumerate(first["settings"]):
         names = list(recorded[i]) if i < len(recorded) else []
         later = [n for each in everyone for n in each["held"][i]]
-        names += [n for n in dict.fromkeys(later) if n not in set(names)]  # added after ronde.distribute
+        names += [
+            n for n in dict.fromkeys(later) if n not in set(names)
+        ]  # added after ronde.distribute
         groups.append({"params": names, "settings": settings})
     values = {k: v for each in everyone for k, v in each["values"].items()}
     return {"kind": first["kind"], "groups": groups, "values": values}
@@ -303,7 +363,9 @@ def optimizer_wants(
     state: dict[int, dict[str, Any]] = {}
     parts: list[dict[str, Any]] = []
     index = 0
-    for group, names, was in zip(optimizer.param_groups, _names(model, optimizer), saved["groups"], strict=True):
+    for group, names, was in zip(
+        optimizer.param_groups, _names(model, optimizer), saved["groups"], strict=True
+    ):
         first = index
         for p, own in zip(group["params"], names, strict=True):
             name = own if own in known else tied.get(own, own)
@@ -313,7 +375,12 @@ def optimizer_wants(
             if mine or name in fields:
                 state[index] = mine
             index += 1
-        parts.append({**{k: decode(v) for k, v in was["settings"].items()}, "params": list(range(first, index))})
+        parts.append(
+            {
+                **{k: decode(v) for k, v in was["settings"].items()},
+                "params": list(range(first, index)),
+            }
+        )
 
     def done() -> None:
         optimizer.load_state_dict({"state": state, "param_groups": parts})
@@ -321,12 +388,17 @@ def optimizer_wants(
     return wants, done
 
 
-def _want_state(key: str, field: str, shape: tuple[int, ...], p: torch.Tensor, mine: dict[str, Any]) -> Want:
-    """State of a parameter's shape is sharded as the parameter is; the rest (step counters) is whole."""
+def _want_state(
+    key: str, field: str, shape: tuple[int, ...], p: torch.Tensor, mine: dict[str, Any]
+) -> Want:
+    """State of a parameter's shape is sharded as the parameter is; the rest (step counters) is
+    whole.
+    """
     sharded = bool(shape) and shape == tuple(p.shape)
 
     def give(tensor: torch.Tensor) -> None:
-        # The parameter's own part may be on another device: load_state_dict would move the shard, but not wrap it.
+        # The parameter's own part may be on another device: load_state_dict would move the shard,
+        # but not wrap it.
         here = tensor.to(local(p).device)
         mine[field] = like(here, p) if sharded else replicated(here, p) if shape else tensor.clone()
 
@@ -354,6 +426,8 @@ def restore_random(tensors: Tensors, values: Mapping[str, Any]) -> None:
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
     kind, position, has_gauss, gauss = values["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state(
+        (kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss)
+    )
     version, next_gauss = values["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), next_gauss))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ronde.cli.helping import Group, tidy
+from ronde.cli.help_layout import Group, tidy
 from ronde.world import RondeError
 
 __all__ = ["app", "main"]
@@ -34,7 +34,12 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", callback=_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     pass
 
@@ -57,7 +62,9 @@ def main() -> None:
     except RondeError as error:
         from rich.console import Console
 
-        Console(stderr=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
 
 

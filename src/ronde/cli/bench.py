@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.helping import Group
+from ronde.cli.help_layout import Group
 from ronde.world import ArgumentError, RondeError
 
 __all__ = ["register"]
@@ -24,13 +24,15 @@ Examples:
 
   ronde plan --cluster cluster.yaml train.py    use it
 
-  srun -N 4 python -m ronde.study.links --output cluster.yaml    several nodes: inside each of them, and across
+  srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml    several nodes: inside each of them, and across
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    bench = typer.Typer(cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich")
+    bench = typer.Typer(
+        cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich"
+    )
     app.add_typer(bench, name="bench")
 
     @bench.callback()
@@ -44,48 +46,84 @@ def register(app: typer.Typer) -> None:
     )
     def cluster(
         workers: Annotated[
-            str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+            str,
+            typer.Option(
+                "--workers",
+                "-n",
+                metavar="N|auto",
+                help="How many. auto: one per GPU, or per usable core (at most 8).",
+            ),
         ] = "auto",
-        output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path("cluster.yaml"),
-        quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: some seconds.")] = False,
-        accept_noise: Annotated[
-            bool, typer.Option("--accept-noise", help="Write it even if other work disturbed it; the file says how much.")
+        output: Annotated[
+            Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
+        ] = Path("cluster.yaml"),
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Fewer sizes and rounds: some seconds.")
         ] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON, and nothing else.")] = False,
+        accept_noise: Annotated[
+            bool,
+            typer.Option(
+                "--accept-noise",
+                help="Write it even if other work disturbed it; the file says how much.",
+            ),
+        ] = False,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print the cluster as JSON, and nothing else.")
+        ] = False,
     ) -> None:
         from rich.console import Console
 
         from ronde.launch import Job, check_workers, launch, resolve_workers
-        from ronde.plan import Cluster
+        from ronde.predict.cluster import Cluster
 
         count = resolve_workers(workers)
         check_workers(count)
         if not output.absolute().parent.is_dir():
-            raise ArgumentError(f"--output {output}: the folder {output.absolute().parent} does not exist.")
+            raise ArgumentError(
+                f"--output {output}: the folder {output.absolute().parent} does not exist."
+            )
         if output.is_dir():
-            raise ArgumentError(f"--output {output} is a folder, expected a file: did you mean {output / 'cluster.yaml'}?")
+            raise ArgumentError(
+                f"--output {output} is a folder, expected a file: did you mean {output / 'cluster.yaml'}?"
+            )
         if not os.access(output.absolute().parent, os.W_OK):
-            raise ArgumentError(f"--output {output}: the folder {output.absolute().parent} cannot be written to.")
+            raise ArgumentError(
+                f"--output {output}: the folder {output.absolute().parent} cannot be written to."
+            )
         console = Console()
         with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
             file = Path(folder) / "cluster.yaml"
-            command = ["-m", "ronde.study.links", "--output", str(file)]
-            command += [name for name, wanted in (("--quick", quick), ("--accept-noise", accept_noise)) if wanted]
+            command = ["-m", "ronde.measure.bench_links", "--output", str(file)]
+            command += [
+                name
+                for name, wanted in (("--quick", quick), ("--accept-noise", accept_noise))
+                if wanted
+            ]
             said: list[bytes] = []
             plural = f"{count} worker{'s' if count > 1 else ''}"
             job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
             if console.is_terminal and not as_json:
                 with console.status(f"starting {plural}") as status:
-                    outcome = launch(job, said.append, lambda message: status.update(str(message.get("bench", ""))))
+                    outcome = launch(
+                        job,
+                        said.append,
+                        lambda message: status.update(str(message.get("bench", ""))),
+                    )
             else:
                 outcome = launch(job, said.append, lambda _: None)
             if outcome.interrupted:
-                Console(stderr=True).print(f"{outcome.error}; every worker has ended, nothing was written")
+                Console(stderr=True).print(
+                    f"{outcome.error}; every worker has ended, nothing was written"
+                )
                 raise typer.Exit(outcome.status)
             if outcome.status:
                 last = b"".join(said).decode(errors="replace").strip().splitlines()
                 text = outcome.error or (last[-1] if last else "a worker failed")
-                raise RondeError(f"{text} Or write it all the same: --accept-noise." if "too busy" in text else text)
+                raise RondeError(
+                    f"{text} Or write it all the same: --accept-noise."
+                    if "too busy" in text
+                    else text
+                )
             found = Cluster.load(file)
             found.save(output)
         if as_json:
@@ -119,5 +157,13 @@ def _show(found: Any, output: Path, console: Any) -> None:
         soft_wrap=True,
     )
     if found.noise > 0.1:
-        console.print(Text(f"warning: the machine was disturbed ({found.noise:.0%}): plans made from this are unsure", style="yellow"))
-    console.print(Text(f"written to {output}   next: ronde plan --cluster {output} SCRIPT", style="cyan"), soft_wrap=True)
+        console.print(
+            Text(
+                f"warning: the machine was disturbed ({found.noise:.0%}): plans made from this are unsure",
+                style="yellow",
+            )
+        )
+    console.print(
+        Text(f"written to {output}   next: ronde plan --cluster {output} SCRIPT", style="cyan"),
+        soft_wrap=True,
+    )

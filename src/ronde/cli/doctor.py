@@ -1,4 +1,6 @@
-"""``ronde doctor``: why are the devices idle? Measured on the script itself, with what would help."""
+"""``ronde doctor``: why are the devices idle? Measured on the script itself, with what would
+help.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.cure import apply_prescriptions, check_writable, parse_apply, rate
-from ronde.cli.progress import Doing
-from ronde.cli.progress import console as terminal
+from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply, rate
 from ronde.cli.script import (
     ArgumentsOption,
     FeedOption,
@@ -26,6 +26,8 @@ from ronde.cli.script import (
     feed_of,
     write_json,
 )
+from ronde.cli.spinner import Doing
+from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -56,31 +58,55 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "doctor",
-        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and what would help.\n" + _EXAMPLES,
+        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and what would help.\n"
+        + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
     def doctor(
         arguments: ArgumentsOption = None,
         workers: WorkersOption = "auto",
-        to: Annotated[int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")] = 32,
+        to: Annotated[
+            int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")
+        ] = 32,
         nodes: Annotated[
             int | None,
             typer.Option(
-                "--nodes", metavar="N", help="Nodes that those devices are on. Default: as many as they fill.", show_default=False
+                "--nodes",
+                metavar="N",
+                help="Nodes that those devices are on. Default: as many as they fill.",
+                show_default=False,
             ),
         ] = None,
         seconds: Annotated[
-            float, typer.Option("--seconds", metavar="S", help="How long measuring may take, in all; twice that on a disturbed machine.")
+            float,
+            typer.Option(
+                "--seconds",
+                metavar="S",
+                help="How long measuring may take, in all; twice that on a disturbed machine.",
+            ),
         ] = 60.0,
-        rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often each rate is measured, at least.")] = 3,
+        rounds: Annotated[
+            int,
+            typer.Option(
+                "--rounds", metavar="R", help="How often each rate is measured, at least."
+            ),
+        ] = 3,
         apply: Annotated[
             str | None,
             typer.Option(
-                "--apply", metavar="1,2", help="Write these prescriptions to SCRIPT's settings and measure again.", show_default=False
+                "--apply",
+                metavar="1,2",
+                help="Write these prescriptions to SCRIPT's settings and measure again.",
+                show_default=False,
             ),
         ] = None,
-        cold: Annotated[bool, typer.Option("--cold", help="Read the files from the storage too, not from the system's memory.")] = False,
+        cold: Annotated[
+            bool,
+            typer.Option(
+                "--cold", help="Read the files from the storage too, not from the system's memory."
+            ),
+        ] = False,
         feed: FeedOption = None,
         module: ModuleOption = None,
         file: JsonOption = None,
@@ -91,7 +117,11 @@ def register(app: typer.Typer) -> None:
         command = command_of(module, arguments or [])
         count = resolve_workers(workers)
         check_workers(count)
-        for option, value, least in (("--to", to, 1), ("--rounds", rounds, 1), ("--nodes", nodes, 1)):
+        for option, value, least in (
+            ("--to", to, 1),
+            ("--rounds", rounds, 1),
+            ("--nodes", nodes, 1),
+        ):
             if value is not None and value < least:
                 raise ArgumentError(f"{option} {value} must be {least} or more.")
         if not 0 < seconds < float("inf"):
@@ -139,21 +169,34 @@ def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> No
     if file is not None:
         write_json(file, values)
     if report is not None:
-        from ronde.study.doctor_report import doctor_report
+        from ronde.doctor.doctor_report import doctor_report
 
         doctor_report(values, report)
 
 
-def _measured(command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any) -> dict[str, Any]:
+def _measured(
+    command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any
+) -> dict[str, Any]:
     """What the workers of the script found."""
-    from ronde.study.doctor import load
+    from ronde.doctor.doctor import load
 
     def failed(error: str) -> str:
         return f"the script failed before it was examined: {error}"
 
     say(f"starting {workers} worker{'s' if workers > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
-        return load(examine("doctor", command, workers, Path(folder), json.dumps(options), say, failed, {"RONDE_FEED": feed}))
+        return load(
+            examine(
+                "doctor",
+                command,
+                workers,
+                Path(folder),
+                json.dumps(options),
+                say,
+                failed,
+                {"RONDE_FEED": feed},
+            )
+        )
 
 
 def _show(console: Any, values: dict[str, Any]) -> None:
@@ -169,7 +212,9 @@ Line = list[Any]
 
 
 def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
-    """What is shown: at most 24 lines, more where a narrow terminal wraps them; each a list of texts and ``(text, style)``."""
+    """What is shown: at most 24 lines, more where a narrow terminal wraps them; each a list of
+    texts and ``(text, style)``.
+    """
     rates = values["samples_per_second"]
     n = values["workers"]
     gap, half = 100 * values["gap"], 50 * (values["gap_high"] - values["gap_low"])
@@ -211,7 +256,9 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
 
 
 def _beside(row: Line, note: str, width: int) -> list[Line]:
-    """A row of the table with its note: beside it, wrapped, or below it where that leaves too little room."""
+    """A row of the table with its note: beside it, wrapped, or below it where that leaves too
+    little room.
+    """
     if not note:
         return [row]
     room = width - 51
@@ -237,8 +284,15 @@ def _headline(values: dict[str, Any]) -> Line:
         return [("  NO VERDICT  ", "bold yellow"), values["refused"]]
     cause = values["cause"]
     if values["healthy"] or cause is None:
-        started = f"; the first batch takes {values['startup_seconds']:.1f} s" if values["startup_seconds"] > 1 else ""
-        return [("  healthy", "bold green"), f": the input keeps up with the devices, nothing to prescribe{started}"]
+        started = (
+            f"; the first batch takes {values['startup_seconds']:.1f} s"
+            if values["startup_seconds"] > 1
+            else ""
+        )
+        return [
+            ("  healthy", "bold green"),
+            f": the input keeps up with the devices, nothing to prescribe{started}",
+        ]
     gap = 100 * values["gap"]
     points = cause["points"]
     where = ""
@@ -247,7 +301,12 @@ def _headline(values: dict[str, Any]) -> Line:
     if "rank" in cause:
         where += f", rank {cause['rank']}"
     name = _NAMES.get(cause["stage"], cause["stage"])
-    of = f" of {gap:.0f}" if cause["stage"] not in ("exchange", "straggler") or cause.get("within") not in (None, "step") else ""
+    of = (
+        f" of {gap:.0f}"
+        if cause["stage"] not in ("exchange", "straggler")
+        or cause.get("within") not in (None, "step")
+        else ""
+    )
     return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), f": {points:.0f}{of} points"]
 
 
@@ -280,10 +339,18 @@ def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
     lost = r["lost_points"]
     if r["name"] == "read" and values["cold"]:
         cold = values["cold"]
-        share = f", {cold['cached_share']:.0%} in memory" if cold["cached_share"] is not None else ""
-        note = f"cold {cold['cold_bytes_per_second'] / 1e6:,.0f} MB/s{share}" + (f"; {note}" if note else "")
+        share = (
+            f", {cold['cached_share']:.0%} in memory" if cold["cached_share"] is not None else ""
+        )
+        note = f"cold {cold['cold_bytes_per_second'] / 1e6:,.0f} MB/s{share}" + (
+            f"; {note}" if note else ""
+        )
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
-    return _beside([f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style)], note, width)
+    return _beside(
+        [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style)],
+        note,
+        width,
+    )
 
 
 def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
@@ -312,8 +379,13 @@ def _scale(values: dict[str, Any]) -> list[Line]:
         return []
     told = "   ".join(f"{r['devices']}: {r['gap']:.0%}" for r in rows)
     here = next((w for w in values["walls"] if w["devices"] <= values["workers"]), None)
-    wall = next((w for w in values["walls"] if values["workers"] < w["devices"] <= rows[-1]["devices"]), None)
-    walls = ([f"{here['stage']} wall here already"] if here else []) + ([f"{wall['stage']} wall at {wall['devices']}"] if wall else [])
+    wall = next(
+        (w for w in values["walls"] if values["workers"] < w["devices"] <= rows[-1]["devices"]),
+        None,
+    )
+    walls = ([f"{here['stage']} wall here already"] if here else []) + (
+        [f"{wall['stage']} wall at {wall['devices']}"] if wall else []
+    )
     met = f"   <- {', '.join(walls)}" if walls else ""
     return [["  gap at N devices   ", told, (met, "yellow")]]
 
@@ -322,8 +394,16 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
     found = values["prescriptions"]
     if not found:
         return []
-    here, largest = values["workers"], values["scale"][-1]["devices"] if values["scale"] else values["workers"]
-    lines: list[Line] = [[("  PRESCRIBE", "bold"), (f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}", "dim")]]
+    here, largest = (
+        values["workers"],
+        values["scale"][-1]["devices"] if values["scale"] else values["workers"],
+    )
+    lines: list[Line] = [
+        [
+            ("  PRESCRIBE", "bold"),
+            (f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}", "dim"),
+        ]
+    ]
     for p in found[:5]:
         mark = "" if p["tried"] else "~"
         lines.append(
@@ -336,5 +416,12 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
         )
     first = next((p for p in found if p["settings"] is not None), None)
     if first is not None:
-        lines.append([(f"  apply and verify: ronde doctor --apply {first['number']} {values['script']}", "cyan")])
+        lines.append(
+            [
+                (
+                    f"  apply and verify: ronde doctor --apply {first['number']} {values['script']}",
+                    "cyan",
+                )
+            ]
+        )
     return lines

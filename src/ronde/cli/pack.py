@@ -1,4 +1,6 @@
-"""``ronde pack``: many small files into a few large ones, which disks and networks read many times faster."""
+"""``ronde pack``: many small files into a few large ones, which disks and networks read many times
+faster.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.plan import parse_bytes
-from ronde.cli.progress import console as terminal
+from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -39,37 +41,77 @@ Examples:
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("pack", help="Pack a folder of small files into shards with an index.\n" + _EXAMPLES, no_args_is_help=True)
+    @app.command(
+        "pack",
+        help="Pack a folder of small files into shards with an index.\n" + _EXAMPLES,
+        no_args_is_help=True,
+    )
     def pack(
-        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What is packed; with --verify, the pack.", show_default=False)],
+        folder: Annotated[
+            Path,
+            typer.Argument(
+                metavar="FOLDER",
+                help="What is packed; with --verify, the pack.",
+                show_default=False,
+            ),
+        ],
         out: Annotated[
-            Path | None, typer.Argument(metavar="OUT", help="A new or empty folder, or one where this pack was begun.", show_default=False)
+            Path | None,
+            typer.Argument(
+                metavar="OUT",
+                help="A new or empty folder, or one where this pack was begun.",
+                show_default=False,
+            ),
         ] = None,
         kind: Annotated[str, typer.Option("--format", hidden=True)] = "tar",
-        shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The most bytes of a shard.")] = "256MiB",
+        shard_size: Annotated[
+            str, typer.Option("--shard-size", metavar="SIZE", help="The most bytes of a shard.")
+        ] = "256MiB",
         labels: Annotated[
             str,
             typer.Option(
-                "--labels", metavar="folder|none|FILE.csv", help="Names of folders, none, or a CSV: a line of names, then file and label."
+                "--labels",
+                metavar="folder|none|FILE.csv",
+                help="Names of folders, none, or a CSV: a line of names, then file and label.",
             ),
         ] = "folder",
         suffixes: Annotated[
-            str | None, typer.Option("--suffixes", metavar="jpg,png", help="Endings that are packed. Default: all.", show_default=False)
+            str | None,
+            typer.Option(
+                "--suffixes",
+                metavar="jpg,png",
+                help="Endings that are packed. Default: all.",
+                show_default=False,
+            ),
         ] = None,
         pattern: Annotated[
             str | None,
-            typer.Option("--pattern", metavar="GLOB", help="What the path below FOLDER must match, as '*/a*.jpg'.", show_default=False),
+            typer.Option(
+                "--pattern",
+                metavar="GLOB",
+                help="What the path below FOLDER must match, as '*/a*.jpg'.",
+                show_default=False,
+            ),
         ] = None,
         resize: Annotated[
             int | None,
-            typer.Option("--resize", metavar="PIXELS", help="CHANGES PIXELS: make the shorter side so long, as JPEG.", show_default=False),
+            typer.Option(
+                "--resize",
+                metavar="PIXELS",
+                help="CHANGES PIXELS: make the shorter side so long, as JPEG.",
+                show_default=False,
+            ),
         ] = None,
-        quality: Annotated[int, typer.Option("--quality", metavar="1-95", help="Of those JPEGs.")] = 90,
-        verify: Annotated[bool, typer.Option("--verify", help="Check a pack instead: every shard and sample.")] = False,
+        quality: Annotated[
+            int, typer.Option("--quality", metavar="1-95", help="Of those JPEGs.")
+        ] = 90,
+        verify: Annotated[
+            bool, typer.Option("--verify", help="Check a pack instead: every shard and sample.")
+        ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     ) -> None:
-        from ronde.feed.pack import pack as write
-        from ronde.feed.pack import verify_pack
+        from ronde.data.pack import pack as write
+        from ronde.data.pack import verify_pack
 
         began = time.monotonic()
         if verify:
@@ -80,8 +122,12 @@ def register(app: typer.Typer) -> None:
             _say_verified(found, as_json)
             raise typer.Exit(1 if found.problems else 0)
         if out is None:
-            raise ArgumentError("OUT is missing: ronde pack FOLDER OUT, or ronde pack --verify OUT.")
-        endings = [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
+            raise ArgumentError(
+                "OUT is missing: ronde pack FOLDER OUT, or ronde pack --verify OUT."
+            )
+        endings = (
+            [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
+        )
         size = _size(shard_size)
         with _bar("packing", as_json) as progress, _stoppable(out, "the same command goes on"):
             result = write(
@@ -97,14 +143,24 @@ def register(app: typer.Typer) -> None:
                 progress=progress,
             )
         if as_json:
-            print(json.dumps({**result.to_dict(), "seconds": round(time.monotonic() - began, 3)}, indent=1))
+            print(
+                json.dumps(
+                    {**result.to_dict(), "seconds": round(time.monotonic() - began, 3)}, indent=1
+                )
+            )
             return
-        what = f"{result.samples:,} samples" + (f" of {len(result.classes):,} classes" if result.classes else "")
-        done = f"{what}, {_bytes(result.bytes)} in {result.shards:,} shard{'s' * (result.shards != 1)}"
+        what = f"{result.samples:,} samples" + (
+            f" of {len(result.classes):,} classes" if result.classes else ""
+        )
+        done = (
+            f"{what}, {_bytes(result.bytes)} in {result.shards:,} shard{'s' * (result.shards != 1)}"
+        )
         if result.already:
             line = f"{out} is packed already: {done}"
         else:
-            went_on = f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
+            went_on = (
+                f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
+            )
             line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
         if resize is not None:
             line += f"\npixels were changed: shorter side {resize}, JPEG quality {quality}"
@@ -132,7 +188,14 @@ def _bar(what: str, as_json: bool) -> Iterator[Any]:
     if as_json or not console.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn(what),

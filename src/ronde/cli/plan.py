@@ -1,4 +1,6 @@
-"""``ronde plan``: split the data or the model? Measured here, predicted for any number of devices."""
+"""``ronde plan``: split the data or the model? Measured here, predicted for any number of
+devices.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.progress import Doing
-from ronde.cli.progress import console as terminal
-from ronde.cli.script import ArgumentsOption, JsonOption, ModuleOption, check_folders, command_of, examine, write_json
-from ronde.watch.written import write_whole
+from ronde.cli.script import (
+    ArgumentsOption,
+    JsonOption,
+    ModuleOption,
+    check_folders,
+    command_of,
+    examine,
+    write_json,
+)
+from ronde.cli.spinner import Doing
+from ronde.cli.spinner import console as terminal
+from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -58,7 +68,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "plan",
-        help="Split the data or the model? Every plan predicted, ranked and explained.\n" + _EXAMPLES,
+        help="Split the data or the model? Every plan predicted, ranked and explained.\n"
+        + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -66,11 +77,22 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         devices: Annotated[
             int | None,
-            typer.Option("--devices", "-n", metavar="N", help="Plan for N devices. Default: this machine's.", show_default=False),
+            typer.Option(
+                "--devices",
+                "-n",
+                metavar="N",
+                help="Plan for N devices. Default: this machine's.",
+                show_default=False,
+            ),
         ] = None,
         cluster: Annotated[
             Path | None,
-            typer.Option("--cluster", metavar="FILE", help="Plan for the cluster that 'ronde bench cluster' measured.", show_default=False),
+            typer.Option(
+                "--cluster",
+                metavar="FILE",
+                help="Plan for the cluster that 'ronde bench cluster' measured.",
+                show_default=False,
+            ),
         ] = None,
         device: Annotated[
             str | None,
@@ -82,21 +104,46 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         memory: Annotated[
-            str | None, typer.Option("--memory", metavar="SIZE", help="Memory of one device, as 32GiB.", show_default=False)
+            str | None,
+            typer.Option(
+                "--memory",
+                metavar="SIZE",
+                help="Memory of one device, as 32GiB.",
+                show_default=False,
+            ),
         ] = None,
         optimize: Annotated[
-            str, typer.Option("--optimize", metavar="speed|memory", help="The fastest step, or the least memory.")
+            str,
+            typer.Option(
+                "--optimize", metavar="speed|memory", help="The fastest step, or the least memory."
+            ),
         ] = "speed",
         module: ModuleOption = None,
         file: JsonOption = None,
         picture: Annotated[
-            Path | None, typer.Option("--svg", metavar="FILE", help="Draw the best pipeline's schedule.", show_default=False)
+            Path | None,
+            typer.Option(
+                "--svg",
+                metavar="FILE",
+                help="Draw the best pipeline's schedule.",
+                show_default=False,
+            ),
         ] = None,
         save: Annotated[
-            Path | None, typer.Option("--save", metavar="FILE", help="Write the winner, for ronde run --plan FILE.", show_default=False)
+            Path | None,
+            typer.Option(
+                "--save",
+                metavar="FILE",
+                help="Write the winner, for ronde run --plan FILE.",
+                show_default=False,
+            ),
         ] = None,
         accept_noise: Annotated[
-            bool, typer.Option("--accept-noise", help="Go on where other work disturbs the measurement; the answer says so.")
+            bool,
+            typer.Option(
+                "--accept-noise",
+                help="Go on where other work disturbs the measurement; the answer says so.",
+            ),
         ] = False,
     ) -> None:
         command = command_of(module, arguments or [])
@@ -107,7 +154,9 @@ def register(app: typer.Typer) -> None:
         check_folders(json=file, svg=picture, save=save)
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
-            raise ArgumentError("--device and --cluster both say what is planned for: give one of them.")
+            raise ArgumentError(
+                "--device and --cluster both say what is planned for: give one of them."
+            )
         console = terminal()
         with Doing(console) as say:
             if device is not None:
@@ -115,69 +164,93 @@ def register(app: typer.Typer) -> None:
             else:
                 planned = _target(cluster, devices)
                 costs, like = _measured(command, planned, planned.devices, accept_noise, say)
-                target = planned if cluster is not None else _links_of(planned, say)  # last: a script that fails does so at once
+                target = (
+                    planned if cluster is not None else _links_of(planned, say)
+                )  # last: a script that fails does so at once
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
-            from ronde.study.forecast import answer
+            from ronde.measure.planner import answer
 
             explanation = answer(costs, target, target.devices, like, optimize)
         try:
-            drawn = _write(explanation, costs, target, file, picture, save)  # first: what is printed may go to a pipe that is closed
+            drawn = _write(
+                explanation, costs, target, file, picture, save
+            )  # first: what is printed may go to a pipe that is closed
         finally:
             _print(console, explanation, costs, target)
         if save is not None and explanation.found.best.verdict == "does not fit":
             raise ArgumentError(f"--save {save}: nothing fits, so there is no plan to write.")
         if save is not None:
-            console.print(f"written: {save}; ronde run --workers {target.devices} --plan {save} …", highlight=False, soft_wrap=True)
+            console.print(
+                f"written: {save}; ronde run --workers {target.devices} --plan {save} …",
+                highlight=False,
+                soft_wrap=True,
+            )
         if not drawn:
-            raise ArgumentError("--svg: no plan here has a pipeline, so there is no schedule to draw.")
+            raise ArgumentError(
+                "--svg: no plan here has a pipeline, so there is no schedule to draw."
+            )
 
 
-def _elsewhere(command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any) -> tuple[Any, Any, Any]:
+def _elsewhere(
+    command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any
+) -> tuple[Any, Any, Any]:
     """Measured here, on all cores, and scaled to a device from its data sheet."""
-    from ronde.plan import Cluster
-    from ronde.plan.devices import cluster_of, device_named
+    from ronde.predict.cluster import Cluster
+    from ronde.predict.datasheets import cluster_of, device_named
 
     kind = device_named(device)
     count = devices or kind.per_node
     per_node = min(count, kind.per_node)
     if count % per_node:
-        raise ArgumentError(f"--devices {count} does not divide into nodes of {per_node} {kind.name}.")
+        raise ArgumentError(
+            f"--devices {count} does not divide into nodes of {per_node} {kind.name}."
+        )
     costs, like = _measured(command, Cluster(), count, accept_noise, say)
     return costs, cluster_of(device, count // per_node, per_node, costs), like
 
 
 def _target(file: Path | None, devices: int | None) -> Any:
-    """The cluster that is planned for; without a file it is this machine, whose links are not known yet."""
-    from ronde.plan import Cluster
+    """The cluster that is planned for; without a file it is this machine, whose links are not known
+    yet.
+    """
+    from ronde.predict.cluster import Cluster
 
     if file is not None:
         found = Cluster.load(file)
         if devices is not None and devices != found.devices:
             per_node = min(devices, found.devices_per_node)
             if devices % per_node:
-                raise ArgumentError(f"--devices {devices} does not divide into nodes of {found.devices_per_node}, as {file} has them.")
+                raise ArgumentError(
+                    f"--devices {devices} does not divide into nodes of {found.devices_per_node}, as {file} has them."
+                )
             found = dataclasses.replace(found, nodes=devices // per_node, devices_per_node=per_node)
         return found
     import socket
 
     from ronde.launch import resolve_workers
-    from ronde.study.links import has_cuda
+    from ronde.measure.bench_links import has_cuda
 
     device = "cuda" if has_cuda() else "cpu"
-    return Cluster(name=socket.gethostname(), devices_per_node=devices or max(2, resolve_workers("auto")), device=device)
+    return Cluster(
+        name=socket.gethostname(),
+        devices_per_node=devices or max(2, resolve_workers("auto")),
+        device=device,
+    )
 
 
 def _links_of(machine: Any, say: Any) -> Any:
-    from ronde.study.links import default_cluster
+    from ronde.measure.bench_links import default_cluster
 
     return default_cluster(machine.devices, tell=say)
 
 
 def _measured(command: list[str], target: Any, devices: int, accept_noise: bool, say: Any) -> Any:
-    """The script's costs, measured in processes of its own, for the batch that ``devices`` would train."""
-    from ronde.study.forecast import load, threads_on
+    """The script's costs, measured in processes of its own, for the batch that ``devices`` would
+    train.
+    """
+    from ronde.measure.planner import load, threads_on
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
@@ -186,14 +259,23 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
 
     say(f"starting {command[0] if command[0] != '-m' else command[1]}")
     threads = threads_on(target)
-    environment = {"RONDE_PLAN": "replicate", **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    environment = {
+        "RONDE_PLAN": "replicate",
+        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+    }
     options = json.dumps({"threads": threads, "accept_noise": accept_noise, "devices": devices})
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
-        return load(examine("plan", command, _at_once(target), Path(folder), options, say, failed, environment))
+        return load(
+            examine(
+                "plan", command, _at_once(target), Path(folder), options, say, failed, environment
+            )
+        )
 
 
 def _at_once(target: Any) -> int:
-    """Workers that measure together, as they will train, where it is this machine's CPUs that are planned for."""
+    """Workers that measure together, as they will train, where it is this machine's CPUs that are
+    planned for.
+    """
     import socket
 
     from ronde.world import usable_cores
@@ -203,12 +285,12 @@ def _at_once(target: Any) -> int:
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
-    from ronde.plan.explain import render
+    from ronde.predict.answer import render
 
     console.print(render(explanation))
     timeline = _timeline(explanation, costs, target)
     if timeline is not None:
-        from ronde.plan.picture import terminal
+        from ronde.predict.schedule_picture import terminal
 
         best = _best_pipeline(explanation)
         console.print()
@@ -217,7 +299,14 @@ def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
 
 
 def _best_pipeline(explanation: Any) -> Any:
-    return next((p for p in [explanation.found.best, *explanation.found.families.values()] if p.plan.pipeline > 1), None)
+    return next(
+        (
+            p
+            for p in [explanation.found.best, *explanation.found.families.values()]
+            if p.plan.pipeline > 1
+        ),
+        None,
+    )
 
 
 def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
@@ -225,18 +314,25 @@ def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
     best = _best_pipeline(explanation)
     if best is None:
         return None
-    from ronde.plan.predict import Predictor
+    from ronde.predict.predict import Predictor
 
     return Predictor(costs, target).timeline(best.plan)
 
 
-def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture: Path | None, save: Path | None) -> bool:
+def _write(
+    explanation: Any,
+    costs: Any,
+    target: Any,
+    file: Path | None,
+    picture: Path | None,
+    save: Path | None,
+) -> bool:
     """Write the files that were asked for; false where there is no schedule to draw."""
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
     if save is not None and explanation.found.best.verdict != "does not fit":
-        from ronde.study.forecast import carried_out
+        from ronde.measure.planner import carried_out
 
         carried_out(explanation.found.best).save(save)
     if picture is None:
@@ -244,7 +340,7 @@ def _write(explanation: Any, costs: Any, target: Any, file: Path | None, picture
     timeline = _timeline(explanation, costs, target)
     if timeline is None:
         return False
-    from ronde.plan.picture import svg
+    from ronde.predict.schedule_picture import svg
 
     write_whole(picture, svg(timeline, _best_pipeline(explanation).plan.spec))
     return True

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.progress import Doing
-from ronde.cli.progress import console as terminal
-from ronde.cli.script import ArgumentsOption, JsonOption, ModuleOption, check_folders, command_of, write_json
+from ronde.cli.script import (
+    ArgumentsOption,
+    JsonOption,
+    ModuleOption,
+    check_folders,
+    command_of,
+    write_json,
+)
+from ronde.cli.spinner import Doing
+from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
-    from ronde.study.prove import PlanVerdict, Verdict
-    from ronde.study.prove_trace import Difference
+    from ronde.prove.compare import Difference
+    from ronde.prove.prove import PlanVerdict, Verdict
 
 __all__ = ["register"]
 
@@ -42,13 +49,19 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "prove",
-        help="Is it the same training on N workers as on one? Equal, or the first thing that differs, and why.\n" + _EXAMPLES,
+        help="Is it the same training on N workers as on one? Equal, or the first thing that differs, and why.\n"
+        + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
     def prove(
         arguments: ArgumentsOption = None,
-        workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="How many workers to compare with one process.")] = 2,
+        workers: Annotated[
+            int,
+            typer.Option(
+                "--workers", "-n", metavar="N", help="How many workers to compare with one process."
+            ),
+        ] = 2,
         plans: Annotated[
             list[str] | None,
             typer.Option(
@@ -58,12 +71,19 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
-        steps: Annotated[int, typer.Option("--steps", metavar="K", help="Optimizer steps to compare.")] = 6,
+        steps: Annotated[
+            int, typer.Option("--steps", metavar="K", help="Optimizer steps to compare.")
+        ] = 6,
         module: ModuleOption = None,
-        timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long one run of the script may take.")] = 600.0,
+        timeout: Annotated[
+            float,
+            typer.Option(
+                "--timeout", metavar="SECONDS", help="How long one run of the script may take."
+            ),
+        ] = 600.0,
         file: JsonOption = None,
     ) -> None:
-        from ronde.study.prove import prove as ask
+        from ronde.prove.prove import prove as ask
 
         command = command_of(module, arguments or [])
         if timeout <= 0:
@@ -75,10 +95,15 @@ def register(app: typer.Typer) -> None:
             signal.signal(number, _stopped)
         try:
             with Doing(console) as say:
-                verdict = ask(command, workers, wanted, steps, timeout_seconds=timeout, progress=say)
+                verdict = ask(
+                    command, workers, wanted, steps, timeout_seconds=timeout, progress=say
+                )
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args else signal.SIGINT
-            print(f"stopped by {signal.Signals(number).name}; every process has ended", file=sys.stderr)
+            print(
+                f"stopped by {signal.Signals(number).name}; every process has ended",
+                file=sys.stderr,
+            )
             raise typer.Exit(128 + number) from None
         try:
             if file is not None:
@@ -140,8 +165,15 @@ def _count(n: int, word: str) -> str:
 
 def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
     if plan.status == "equal":
-        largest = f"largest relative difference {plan.largest:.1e} ({plan.where})" if plan.largest else "not a bit apart"
-        return [("equal", "green"), f"    {largest}; {plan.compared} tensors, {_count(plan.evaluations, 'evaluation')}"]
+        largest = (
+            f"largest relative difference {plan.largest:.1e} ({plan.where})"
+            if plan.largest
+            else "not a bit apart"
+        )
+        return [
+            ("equal", "green"),
+            f"    {largest}; {plan.compared} tensors, {_count(plan.evaluations, 'evaluation')}",
+        ]
     if plan.status == "differs" and plan.difference is not None:
         return [("differs", "red"), f"  {describe(plan.difference)[0]}"]
     word = "failed" if plan.status == "failed" else "cannot"
@@ -164,7 +196,11 @@ def describe(difference: Difference) -> list[str]:
     found = [text]
     if d.one is not None or d.many is not None:
         one, many = (f"{v:.10g}" if isinstance(v, float) else str(v) for v in (d.one, d.many))
-        found.append(f"      one process: {one}; workers: {many}" if d.one is not None else f"      workers: {many}")
+        found.append(
+            f"      one process: {one}; workers: {many}"
+            if d.one is not None
+            else f"      workers: {many}"
+        )
     if d.others:
         found.append(f"      also: {', '.join(d.others)}")
     return found

@@ -10,8 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.script import ArgumentsOption, FeedOption, ModuleOption, WorkersOption, command_of, discard, feed_of, short
-from ronde.watch import Bar, Ended, Record, RunDir, check_name, claim, clock, curve, script_stem, summarise
+from ronde.cli.script import (
+    ArgumentsOption,
+    FeedOption,
+    ModuleOption,
+    WorkersOption,
+    command_of,
+    discard,
+    feed_of,
+    short,
+)
+from ronde.watch import (
+    Bar,
+    Ended,
+    Record,
+    RunDir,
+    check_name,
+    claim,
+    clock,
+    curve,
+    script_stem,
+    summarise,
+)
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -39,7 +59,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "run",
-        help="Start a script on N workers of this machine, watch them, and tell what came of it.\n" + _EXAMPLES,
+        help="Start a script on N workers of this machine, watch them, and tell what came of it.\n"
+        + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -48,10 +69,19 @@ def register(app: typer.Typer) -> None:
         workers: WorkersOption = "auto",
         module: ModuleOption = None,
         name: Annotated[
-            str | None, typer.Option("--name", help="Name of the run. Default: the script's, numbered.", show_default=False)
+            str | None,
+            typer.Option(
+                "--name",
+                help="Name of the run. Default: the script's, numbered.",
+                show_default=False,
+            ),
         ] = None,
         resume: Annotated[
-            bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of --name, or of this script's last run.")
+            bool,
+            typer.Option(
+                "--resume",
+                help="Go on from the newest whole checkpoint of --name, or of this script's last run.",
+            ),
         ] = False,
         plan: Annotated[
             str | None,
@@ -64,13 +94,30 @@ def register(app: typer.Typer) -> None:
         ] = None,
         feed: FeedOption = None,
         runs: Annotated[
-            Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories; none keeps nothing.", envvar="RONDE_RUNS")
+            Path,
+            typer.Option(
+                "--runs",
+                metavar="DIR",
+                help="Folder of all run directories; none keeps nothing.",
+                envvar="RONDE_RUNS",
+            ),
         ] = Path("runs"),
         baseline: Annotated[
-            bool, typer.Option("--baseline", help="Measure one worker afterwards, for some seconds, to compare with.")
+            bool,
+            typer.Option(
+                "--baseline",
+                help="Measure one worker afterwards, for some seconds, to compare with.",
+            ),
         ] = False,
-        tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write what is logged for TensorBoard too.")] = False,
-        quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary; the script's own output only.")] = False,
+        tensorboard: Annotated[
+            bool, typer.Option("--tensorboard", help="Write what is logged for TensorBoard too.")
+        ] = False,
+        quiet: Annotated[
+            bool,
+            typer.Option(
+                "--quiet", "-q", help="No progress and no summary; the script's own output only."
+            ),
+        ] = False,
     ) -> None:
         from ronde.launch import Job, check_workers, launch, resolve_workers
 
@@ -80,11 +127,18 @@ def register(app: typer.Typer) -> None:
         count = resolve_workers(workers)
         check_workers(count)
         fetched, told_feed = feed_of(feed, module or command[0])
-        temporary = tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
+        temporary = (
+            tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
+        )
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
         planned = None if plan is None else _plan(plan, count)
-        directory = claim(Path(temporary.name) if temporary else runs, name, script_stem(module or command[0]), resume)
+        directory = claim(
+            Path(temporary.name) if temporary else runs,
+            name,
+            script_stem(module or command[0]),
+            resume,
+        )
         console = _console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
@@ -103,13 +157,17 @@ def register(app: typer.Typer) -> None:
             from rich.text import Text
 
             # A Text, not markup: arguments may hold brackets.
-            told = f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {short(directory.path)}"
+            told = (
+                f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {short(directory.path)}"
+            )
             console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
             if told_feed:
                 console.print(Text(told_feed), soft_wrap=True)
         if bar:
             bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
-        outcome = launch(Job(command, count, directory.path, environment), show, bar.update if bar else _ignore)
+        outcome = launch(
+            Job(command, count, directory.path, environment), show, bar.update if bar else _ignore
+        )
         if bar:
             bar.close()
             show(b"")
@@ -140,7 +198,9 @@ def _plan(text: str, workers: int) -> str:
             raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
         found = Plan.load(file)
         if found.workers not in (1, workers):
-            raise ArgumentError(f"--plan {text}: it is for {found.workers} workers: start it with ronde run --workers {found.workers}.")
+            raise ArgumentError(
+                f"--plan {text}: it is for {found.workers} workers: start it with ronde run --workers {found.workers}."
+            )
         found.check_workers(workers)
         return str(file.absolute())
     Plan.parse(text).check_workers(workers)
@@ -169,7 +229,9 @@ def _shower(bar: Bar | None, console: Any) -> Any:
         bar.settle()  # the script speaks: it has started
         held.extend(data)
         if not bar.drawing:
-            to_terminal(bytes(held))  # as it comes: it may be a question, or a bar of the script's own
+            to_terminal(
+                bytes(held)
+            )  # as it comes: it may be a question, or a bar of the script's own
             held.clear()
             return
         end = max(held.rfind(b"\n"), held.rfind(b"\r"))
@@ -211,40 +273,64 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
     from rich.text import Text
 
     console = Console(stderr=True)
-    has_checkpoint = kept and directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
+    has_checkpoint = (
+        kept and directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
+    )
     again = f"ronde run --resume --name {directory.name} …" if has_checkpoint else ""
     if outcome.interrupted:
         console.print(
-            f"{outcome.error}; every worker has ended" + (f". Go on with: {again}" if again else ""), highlight=False, soft_wrap=True
+            f"{outcome.error}; every worker has ended"
+            + (f". Go on with: {again}" if again else ""),
+            highlight=False,
+            soft_wrap=True,
         )
         return
     if outcome.traceback:
-        told = f"{outcome.before}; rank {outcome.rank} failed then:" if outcome.before else f"rank {outcome.rank} failed first:"
+        told = (
+            f"{outcome.before}; rank {outcome.rank} failed then:"
+            if outcome.before
+            else f"rank {outcome.rank} failed first:"
+        )
         console.print(Text(told, style="bold red"), soft_wrap=True)
         print(outcome.traceback.rstrip(), file=sys.stderr, flush=True)
     else:
-        console.print(Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"), soft_wrap=True)
+        console.print(
+            Text(f"rank {outcome.rank} failed first: {outcome.error}", style="bold red"),
+            soft_wrap=True,
+        )
     if directory.plan.is_file():
         from ronde.plan import Plan
-        from ronde.plan.meaning import meaning
+        from ronde.plan.torch_errors import meaning
 
         meant = meaning(outcome.error or "", Plan.load(directory.plan))
         if meant is not None:
             console.print(Text(f"that is: {meant}"), soft_wrap=True)
     log = directory.logs / f"rank-{outcome.rank}.log"
     if not kept:  # the folder goes now
-        last = [] if outcome.traceback or not log.is_file() else log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        last = (
+            []
+            if outcome.traceback or not log.is_file()
+            else log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        )
         print(*last, sep="\n", end="\n" if last else "", file=sys.stderr, flush=True)
-        console.print("the rest of its output was not kept: --runs none", highlight=False, soft_wrap=True)
+        console.print(
+            "the rest of its output was not kept: --runs none", highlight=False, soft_wrap=True
+        )
         return
-    console.print(f"its output: {short(log)}" + (f"   go on with: {again}" if again else ""), highlight=False, soft_wrap=True)
+    console.print(
+        f"its output: {short(log)}" + (f"   go on with: {again}" if again else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _baseline(command: list[str], feed: str) -> float | None:
-    """Samples a second that one worker with all cores reaches on the same script, measured for some seconds.
+    """Samples a second that one worker with all cores reaches on the same script, measured for some
+    seconds.
 
-    Twice, with threads that spin while they wait and as ``ronde run`` has them: which is faster depends on what else the machine does, and
-    the comparison shall be with the best that one worker can do.
+    Twice, with threads that spin while they wait and as ``ronde run`` has them: which is faster
+    depends on what else the machine does, and the comparison shall be with the best that one worker
+    can do.
     """
     from ronde.launch import Job, launch
 
@@ -270,7 +356,9 @@ def _baseline(command: list[str], feed: str) -> float | None:
     return max(found, default=None)
 
 
-def print_summary(directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1) -> None:
+def print_summary(
+    directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1
+) -> None:
     """What ran where, the batch contract, the curve, the speed, and what to do next."""
     from rich.box import ROUNDED
     from rich.console import Group
@@ -298,11 +386,16 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
 
-    row("ran", f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}")
+    row(
+        "ran",
+        f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}",
+    )
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
-    row("batch", plan.sentence(same=not any("not the same training" in w for w in summary.warnings)))
+    row(
+        "batch", plan.sentence(same=not any("not the same training" in w for w in summary.warnings))
+    )
     row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
@@ -312,17 +405,28 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
         row("speed", speed)
         if one:
             ratio = summary.samples_per_second / one
-            row("one worker", f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} workers are {ratio:.2f}× as fast")
+            row(
+                "one worker",
+                f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} workers are {ratio:.2f}× as fast",
+            )
     if summary.loss is not None:
         first = summary.curve[0][1]
         row("loss", f"{first:.4f} → {summary.loss:.4f}")
     if summary.evaluation:
-        row("evaluation", "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in summary.evaluation.items()))
+        row(
+            "evaluation",
+            "  ".join(
+                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in summary.evaluation.items()
+            ),
+        )
     row(
         "kept in",
         f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
     )
-    runs_option = "" if short(directory.path.parent) == "runs" else f" --runs {short(directory.path.parent)}"
+    runs_option = (
+        "" if short(directory.path.parent) == "runs" else f" --runs {short(directory.path.parent)}"
+    )
     row("next", f"ronde show {directory.name}{runs_option}", "cyan")
     width = max(20, min(console.width - 20, 72))
     drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
@@ -331,4 +435,6 @@ def print_summary(directory: RunDir, console: Any, seconds: float, one: float | 
         parts += [Text(""), Text(drawn)]
     if summary.warnings:
         parts += [Text(""), *(Text(f"warning: {w}", style="yellow") for w in summary.warnings)]
-    console.print(Panel(Group(*parts), title=f"{directory.name}: {summary.status}", box=ROUNDED, expand=False))
+    console.print(
+        Panel(Group(*parts), title=f"{directory.name}: {summary.status}", box=ROUNDED, expand=False)
+    )

@@ -25,17 +25,29 @@ def _ago(written: float) -> str:
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command("runs", help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json")
+    @app.command(
+        "runs",
+        help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json",
+    )
     def runs(
-        folder: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS")] = Path(
-            "runs"
-        ),
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+        folder: Annotated[
+            Path,
+            typer.Option(
+                "--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS"
+            ),
+        ] = Path("runs"),
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print JSON instead of a table.")
+        ] = False,
     ) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        found = [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()] if folder.is_dir() else []
+        found = (
+            [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()]
+            if folder.is_dir()
+            else []
+        )
         summaries = sorted((summarise(r) for r in found), key=lambda s: s.written, reverse=True)
         if as_json:
             print(json.dumps([s.to_dict() for s in summaries], indent=1))
@@ -43,7 +55,9 @@ def register(app: typer.Typer) -> None:
         console = Console()
         if not summaries:
             console.print(
-                f"no runs in {folder}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere.", highlight=False, soft_wrap=True
+                f"no runs in {folder}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere.",
+                highlight=False,
+                soft_wrap=True,
             )
             return
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -59,7 +73,13 @@ def register(app: typer.Typer) -> None:
             ("written", "left"),
         ):
             table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-        colour = {"completed": "green", "failed": "red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan"}
+        colour = {
+            "completed": "green",
+            "failed": "red",
+            "interrupted": "yellow",
+            "stopped": "yellow",
+            "running": "cyan",
+        }
         for s in summaries:
             table.add_row(
                 s.run,

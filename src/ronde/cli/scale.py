@@ -1,4 +1,6 @@
-"""``ronde scale``: how many devices are worth it? Speed-up and cost, synthetic and real, measured and extrapolated."""
+"""``ronde scale``: how many devices are worth it? Speed-up and cost, synthetic and real, measured
+and extrapolated.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.progress import Doing
-from ronde.cli.progress import console as terminal
 from ronde.cli.script import (
     ArgumentsOption,
     FeedOption,
@@ -22,10 +22,12 @@ from ronde.cli.script import (
     feed_of,
     write_json,
 )
+from ronde.cli.spinner import Doing
+from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
-    from ronde.study.scale import Scaling, Start
+    from ronde.scale.scale import Scaling, Start
 
 __all__ = ["register"]
 
@@ -64,7 +66,9 @@ def parse_sizes(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or found[0] < 1:
-        raise ArgumentError(f"--workers {text!r}: expected whole numbers above 0 with commas between them, as --workers 1,2,4.")
+        raise ArgumentError(
+            f"--workers {text!r}: expected whole numbers above 0 with commas between them, as --workers 1,2,4."
+        )
     return found
 
 
@@ -88,7 +92,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "scale",
-        help="How many devices are worth it? Speed-up, efficiency and cost for each number of workers, and where to stop.\n" + _EXAMPLES,
+        help="How many devices are worth it? Speed-up, efficiency and cost for each number of workers, and where to stop.\n"
+        + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -96,18 +101,38 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         workers: Annotated[
             str | None,
-            typer.Option("--workers", "-n", metavar="N,N,…", help="Sizes to measure. Default: 1, 2, 4, … all devices.", show_default=False),
+            typer.Option(
+                "--workers",
+                "-n",
+                metavar="N,N,…",
+                help="Sizes to measure. Default: 1, 2, 4, … all devices.",
+                show_default=False,
+            ),
         ] = None,
         to: Annotated[
             int | None,
             typer.Option(
-                "--to", metavar="N", help="Extrapolate up to N workers. Default: 64, or the largest size measured.", show_default=False
+                "--to",
+                metavar="N",
+                help="Extrapolate up to N workers. Default: 64, or the largest size measured.",
+                show_default=False,
             ),
         ] = None,
-        seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long each rate is measured at a time.")] = 2.0,
-        rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often each size is started, in turns.")] = 2,
+        seconds: Annotated[
+            float,
+            typer.Option(
+                "--seconds", metavar="S", help="How long each rate is measured at a time."
+            ),
+        ] = 2.0,
+        rounds: Annotated[
+            int,
+            typer.Option("--rounds", metavar="R", help="How often each size is started, in turns."),
+        ] = 2,
         cost: Annotated[
-            float | None, typer.Option("--cost", metavar="PRICE", help="Of one device for one hour.", show_default=False)
+            float | None,
+            typer.Option(
+                "--cost", metavar="PRICE", help="Of one device for one hour.", show_default=False
+            ),
         ] = None,
         batch: Annotated[
             str | None,
@@ -151,7 +176,7 @@ def register(app: typer.Typer) -> None:
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
             starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
-        from ronde.study.scale import summarise
+        from ronde.scale.scale import summarise
 
         name = f"-m {command[1]}" if command[0] == "-m" else command[0]
         answer = summarise(
@@ -170,7 +195,7 @@ def register(app: typer.Typer) -> None:
             if file is not None:  # first: what is shown may go to a pipe that is closed
                 write_json(file, values)
             if report is not None:
-                from ronde.study.scale_report import scale_report
+                from ronde.scale.scale_report import scale_report
 
                 scale_report(values, report)
         finally:  # it took minutes: what cannot be written, on a full disk say, is shown at least
@@ -180,13 +205,22 @@ def register(app: typer.Typer) -> None:
 
 
 def _measured(
-    command: list[str], sizes: list[int], rounds: int, seconds: float, batch: str | None, threads: int | None, feed: str, say: Any
+    command: list[str],
+    sizes: list[int],
+    rounds: int,
+    seconds: float,
+    batch: str | None,
+    threads: int | None,
+    feed: str,
+    say: Any,
 ) -> dict[int, list[Start]]:
     """Every size, started in processes of its own."""
-    from ronde.study.scale import load, measure_sizes, start_options
+    from ronde.scale.scale import load, measure_sizes, start_options
 
     # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
-    compute = {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)} if threads else {}
+    compute = (
+        {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)} if threads else {}
+    )
 
     def start(n: int, first: bool) -> Start:
         def failed(error: str) -> str:
@@ -194,7 +228,18 @@ def _measured(
 
         with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
             options = start_options(2, seconds, batch, first)
-            return load(examine("scale", command, n, Path(folder), options, say, failed, {"RONDE_FEED": feed, **compute}))
+            return load(
+                examine(
+                    "scale",
+                    command,
+                    n,
+                    Path(folder),
+                    options,
+                    say,
+                    failed,
+                    {"RONDE_FEED": feed, **compute},
+                )
+            )
 
     return measure_sizes(sizes, rounds, start, say)
 
@@ -211,11 +256,22 @@ def show(console: Any, answer: Scaling) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
 
     keeps = answer.batch == "keep"
-    size = f"each step has {answer.batch_size}" if keeps else f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
-    line(("ronde scale", "bold"), f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples")
+    size = (
+        f"each step has {answer.batch_size}"
+        if keeps
+        else f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
+    )
+    line(
+        ("ronde scale", "bold"),
+        f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples",
+    )
     left_out, interval = _table(console, answer)
     if answer.extrapolated:
-        line(("~", "dim"), " extrapolated, not measured" + (": the real rate is given as its interval of 95 %" if interval else ""))
+        line(
+            ("~", "dim"),
+            " extrapolated, not measured"
+            + (": the real rate is given as its interval of 95 %" if interval else ""),
+        )
     if left_out:
         line((f"left out, for want of room: {', '.join(left_out)}; --json has them", "dim"))
     for name in ("synthetic", "real"):
@@ -233,7 +289,9 @@ def show(console: Any, answer: Scaling) -> None:
 
 
 def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The table's headings and its rows, by column; ``interval`` stands in the place of ``real`` where there is room for it."""
+    """The table's headings and its rows, by column; ``interval`` stands in the place of ``real``
+    where there is room for it.
+    """
 
     def cost(money: float | None, device_seconds: float) -> str:
         return _rate(device_seconds if money is None else money)
@@ -265,7 +323,9 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
                 "cost": cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
             }
         )
-    base, real = (getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real"))
+    base, real = (
+        getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real")
+    )
     for f in answer.extrapolated:
         times = f.synthetic.value / base
         rows.append(
@@ -289,7 +349,9 @@ _DROPPED = ("cost", "interval", "epoch", "synthetic speed-up", "gap", "synthetic
 
 
 def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
-    """Print as many columns as there is room for; gives what was left out, and whether real rates are shown as intervals."""
+    """Print as many columns as there is room for; gives what was left out, and whether real rates
+    are shown as intervals.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -307,9 +369,14 @@ def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
         for i, row in enumerate(rows):
             if i == measured:
                 table.add_section()
-            cells = [row.get("interval", row[h]) if h == "real" and interval else row[h] for h in shown]
+            cells = [
+                row.get("interval", row[h]) if h == "real" and interval else row[h] for h in shown
+            ]
             table.add_row(*cells, style="dim italic" if i >= measured else None)
-        if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        if (
+            console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            <= console.width
+        ):
             console.print(table)
             return left_out, interval
     for row in rows:  # not even three columns: lines, which a terminal wraps and does not cut
@@ -321,7 +388,9 @@ def describe(fit: Any) -> str:
     """A fit in a line."""
     share = fit.parameter("contention")
     if fit.law == "amdahl":
-        text = f"Amdahl's law, {share.value:.1%} does not divide ({share.low:.1%} to {share.high:.1%})"
+        text = (
+            f"Amdahl's law, {share.value:.1%} does not divide ({share.low:.1%} to {share.high:.1%})"
+        )
     else:
         pairs = fit.parameter("coherency")
         text = (
@@ -339,4 +408,10 @@ def describe(fit: Any) -> str:
 def _time(seconds: float) -> str:
     from ronde.watch import clock
 
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 100 else clock(seconds)
+    return (
+        f"{seconds:.2g} s"
+        if seconds < 10
+        else f"{seconds:.0f} s"
+        if seconds < 100
+        else clock(seconds)
+    )

@@ -1,4 +1,6 @@
-"""What every verb that takes a script shares: its options, and starting the script to examine it."""
+"""What every verb that takes a script shares: its options, and starting the script to examine
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.watch.written import check_target, write_whole
+from ronde.watch.whole_file import check_target, write_whole
 from ronde.world import ArgumentError, RondeError
 
 __all__ = [
@@ -34,11 +36,25 @@ __all__ = [
 ]
 
 ArgumentsOption = Annotated[
-    list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False
+    ),
 ]
-ModuleOption = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False)]
+ModuleOption = Annotated[
+    str | None,
+    typer.Option(
+        "-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False
+    ),
+]
 WorkersOption = Annotated[
-    str, typer.Option("--workers", "-n", metavar="N|auto", help="How many. auto: one per GPU, or per usable core (at most 8).")
+    str,
+    typer.Option(
+        "--workers",
+        "-n",
+        metavar="N|auto",
+        help="How many. auto: one per GPU, or per usable core (at most 8).",
+    ),
 ]
 FeedOption = Annotated[
     str | None,
@@ -49,9 +65,15 @@ FeedOption = Annotated[
         show_default=False,
     ),
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False)]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False),
+]
 ReportOption = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False
+    ),
 ]
 
 
@@ -70,27 +92,36 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         finally:
             sys.path.pop(0)
         if found is None:
-            raise ArgumentError(f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages.")
+            raise ArgumentError(
+                f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages."
+            )
         return ["-m", module, *arguments]
     if not arguments:
-        raise ArgumentError("no script given: name one, SCRIPT [ARGS…], or a module, -m MODULE [ARGS…].")
+        raise ArgumentError(
+            "no script given: name one, SCRIPT [ARGS…], or a module, -m MODULE [ARGS…]."
+        )
     script = Path(arguments[0])
     if arguments[0].startswith("-") and not script.exists():
         raise ArgumentError(
             f"option {arguments[0]} is not known. Ronde's options come before the script, the script's own after it; --help lists them."
         )
     if script.is_dir():
-        raise ArgumentError(f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?")
+        raise ArgumentError(
+            f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?"
+        )
     if not script.is_file():
         folder = script.parent if str(script.parent) else Path()
-        near = difflib.get_close_matches(script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1)
+        near = difflib.get_close_matches(
+            script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1
+        )
         hint = f" Did you mean {folder / near[0]}?" if near else ""
         raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
     return arguments
 
 
 def feed_of(asked: str | None, script: str) -> tuple[str, str]:
-    """``--feed``, checked before anything is started: what the workers are told, and what the user is.
+    """``--feed``, checked before anything is started: what the workers are told, and what the user
+    is.
 
     Raises:
         ArgumentError: the file is not there, or cannot be used.
@@ -99,8 +130,8 @@ def feed_of(asked: str | None, script: str) -> tuple[str, str]:
         asked = os.environ.get("RONDE_FEED") or None
     if asked == "none":
         return "none", ""
-    from ronde.feed.apply import sentence
-    from ronde.feed.settings import FeedSettings, settings_file
+    from ronde.adapt.apply_settings import sentence
+    from ronde.loader.settings import FeedSettings, settings_file
 
     file = settings_file(script) if asked is None else Path(asked)
     if asked is None and not file.is_file():
@@ -113,7 +144,8 @@ def check_folders(**files: Path | None) -> None:
     """Whether what shall be written can be: ``json=…`` is the file of ``--json``.
 
     Raises:
-        ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder itself; a pipe has no writing end.
+        ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder
+            itself; a pipe has no writing end.
     """
     for option, path in files.items():
         if path is None:
@@ -142,7 +174,9 @@ def discard(_: bytes) -> None:
 
 
 def exited_early(verb: str, command: list[str], status: int | str) -> str:
-    """The sentence for a script that called ``sys.exit`` itself, most often since it was given no arguments."""
+    """The sentence for a script that called ``sys.exit`` itself, most often since it was given no
+    arguments.
+    """
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
     return (
         f"{script} ended by itself with exit status {status} before ronde.distribute. Its own arguments go after its name: "
@@ -169,18 +203,21 @@ def examine(
     failed: Callable[[str], str],
     environment: dict[str, str] | None = None,
 ) -> Path:
-    """Start a script's workers up to ``ronde.distribute``, where a study examines it instead of training.
+    """Start a script's workers up to ``ronde.distribute``, where a study examines it instead of
+    training.
 
     Args:
         study: its name.
         folder: where its answer and the workers' run directory go; empty.
         options: what the study is told, as JSON.
         say: told what it is doing.
-        failed: ``failed(error)``: the sentence for a script that ended before the study had an answer.
+        failed: ``failed(error)``: the sentence for a script that ended before the study had an
+            answer.
         environment: more of the workers' environment.
 
     Returns:
-        The file with the study's answer; it is not there where the script ended without calling ``distribute``.
+        The file with the study's answer; it is not there where the script ended without calling
+        ``distribute``.
 
     Raises:
         RondeError: the script failed before.
@@ -205,12 +242,20 @@ def examine(
 
     outcome = launch(Job(command, workers, folder / "run", told), discard, heard)
     if outcome.interrupted:
-        typer.echo("stopped by SIGINT; every process has ended" if outcome.status == 130 else f"{outcome.error}; every process has ended")
+        typer.echo(
+            "stopped by SIGINT; every process has ended"
+            if outcome.status == 130
+            else f"{outcome.error}; every process has ended"
+        )
         raise typer.Exit(outcome.status)
     if outcome.status and not out.exists():
         error = outcome.error or ""
         if outcome.exited:  # with a usage text, say: nobody has seen what it printed
-            typer.echo("".join(last_lines(folder / "run" / "logs" / f"rank-{outcome.rank}.log")), err=True, nl=False)
+            typer.echo(
+                "".join(last_lines(folder / "run" / "logs" / f"rank-{outcome.rank}.log")),
+                err=True,
+                nl=False,
+            )
             raise RondeError(exited_early(study, command, outcome.status))
         if outcome.traceback and "NoisyMachine" not in error:  # that is no fault of the script's
             typer.echo(outcome.traceback.rstrip(), err=True)

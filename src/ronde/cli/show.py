@@ -20,11 +20,17 @@ def _find(folder: Path, name: str | None) -> RunDir:
     if name is None:
         found = latest(folder)
         if found is None:
-            raise ArgumentError(f"no runs in {folder}: 'ronde run SCRIPT' makes one, --runs DIR looks elsewhere.")
+            raise ArgumentError(
+                f"no runs in {folder}: 'ronde run SCRIPT' makes one, --runs DIR looks elsewhere."
+            )
         return found
     run = RunDir(Path(name) if "/" in name else folder / name)
     if not run.record.exists():
-        names = [p.name for p in folder.iterdir() if (p / "record.jsonl").exists()] if folder.is_dir() else []
+        names = (
+            [p.name for p in folder.iterdir() if (p / "record.jsonl").exists()]
+            if folder.is_dir()
+            else []
+        )
         near = difflib.get_close_matches(name, names, 1)
         hint = f" Did you mean {near[0]}?" if near else " 'ronde runs' lists them."
         raise ArgumentError(f"no run {name!r} in {folder}.{hint}")
@@ -55,13 +61,26 @@ def register(app: typer.Typer) -> None:
         help="Show one run: what ran, its numbers, its curve. Without a name, the last one.\n\nExamples:\n\n  ronde show\n\n  ronde show gpt-1 --json\n\n  ronde show gpt-1 --curve evaluate/accuracy",
     )
     def show(
-        name: Annotated[str | None, typer.Argument(metavar="NAME", help="The run, or a path to its directory.", show_default=False)] = None,
-        folder: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS")] = Path(
-            "runs"
-        ),
+        name: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="NAME", help="The run, or a path to its directory.", show_default=False
+            ),
+        ] = None,
+        folder: Annotated[
+            Path,
+            typer.Option(
+                "--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS"
+            ),
+        ] = Path("runs"),
         series: Annotated[
             str | None,
-            typer.Option("--curve", metavar="WHAT", help="Draw a logged or evaluated value instead of the loss.", show_default=False),
+            typer.Option(
+                "--curve",
+                metavar="WHAT",
+                help="Draw a logged or evaluated value instead of the loss.",
+                show_default=False,
+            ),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
     ) -> None:
@@ -70,19 +89,35 @@ def register(app: typer.Typer) -> None:
         run = _find(folder, name)
         summary = summarise(run)
         if as_json:
-            print(json.dumps({**summary.to_dict(), "curve": summary.curve, "series": _series(run)}, indent=1))
+            print(
+                json.dumps(
+                    {**summary.to_dict(), "curve": summary.curve, "series": _series(run)}, indent=1
+                )
+            )
             return
         console = Console()
         if series is not None:
             known = _series(run)
             if series not in known:
-                raise ArgumentError(f"{run.name} has no {series!r}; it has {', '.join(known) or 'nothing logged or evaluated'}.")
-            drawn = curve(known[series], width=max(20, min(console.width - 14, 100)), height=12, label=series)
+                raise ArgumentError(
+                    f"{run.name} has no {series!r}; it has {', '.join(known) or 'nothing logged or evaluated'}."
+                )
+            drawn = curve(
+                known[series], width=max(20, min(console.width - 14, 100)), height=12, label=series
+            )
             console.print(
-                drawn or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one value, no curve)", highlight=False
+                drawn
+                or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one value, no curve)",
+                highlight=False,
             )
             return
         print_summary(run, console, summary.seconds or 0.0)
         if summary.error:
             where = "" if summary.status != "failed" else f"; its output is in {run.logs}"
-            console.print(f"{summary.status}: {summary.error}{where}", style="red", highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                f"{summary.status}: {summary.error}{where}",
+                style="red",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )

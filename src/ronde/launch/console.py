@@ -1,7 +1,7 @@
 """Routes what workers print: each rank's output into its own log, rank 0's to the terminal as well.
 
-A worker writes standard output and error into one FIFO, so that their order is kept and what it wrote before it was
-killed is not lost. One thread reads them all.
+A worker writes standard output and error into one FIFO, so that their order is kept and what it
+wrote before it was killed is not lost. One thread reads them all.
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ _MARK = MARK.encode()
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed: of processes that are gone, and this user's own."""
+    """Remove the folders of launchers that were killed: of processes that are gone, and this user's
+    own.
+    """
     for folder in Path(tempfile.gettempdir()).glob("ronde-*-*"):
         pid = folder.name.split("-")[1]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            if (
+                pid.isdigit()
+                and not psutil.pid_exists(int(pid))
+                and folder.stat().st_uid == os.getuid()
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -42,10 +48,17 @@ class Router:
     Args:
         logs: folder for ``rank-K.log``, appended to; None keeps nothing.
         show: called with bytes that rank 0 printed.
-        message: called with each progress message of rank 0. A message ``{"log": text}`` of any rank goes to its log only.
+        message: called with each progress message of rank 0. A message ``{"log": text}`` of any
+            rank goes to its log only.
     """
 
-    def __init__(self, workers: int, logs: Path | None, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        logs: Path | None,
+        show: Callable[[bytes], None],
+        message: Callable[[dict[str, Any]], None],
+    ) -> None:
         _sweep()
         self._folder = tempfile.TemporaryDirectory(prefix=f"ronde-{os.getpid()}-")
         self._show = show

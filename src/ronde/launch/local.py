@@ -69,7 +69,8 @@ class Outcome:
         status: exit status for the shell: 0 only if every worker ended well.
         rank: the rank that failed first.
         error: its error, one line.
-        before: where the error is only that another rank was gone: what is known of that one, which ended early with status 0; else empty.
+        before: where the error is only that another rank was gone: what is known of that one, which
+            ended early with status 0; else empty.
         traceback: its traceback, empty where it was killed or ended by itself.
         exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
         interrupted: whether a signal to the launcher ended it.
@@ -132,7 +133,11 @@ def _worker_environment(job: Job) -> dict[str, str]:
     _, kind = devices()
     wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
     if kind == "cpu":
-        threads = job.environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or wanted["OMP_NUM_THREADS"]
+        threads = (
+            job.environment.get("OMP_NUM_THREADS")
+            or os.environ.get("OMP_NUM_THREADS")
+            or wanted["OMP_NUM_THREADS"]
+        )
         wanted.update(openmp_waits(job.workers, int(threads) if threads.isdecimal() else 1))
     if job.workers > 1 and "lo" in dict(psutil.net_if_addrs()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
@@ -149,9 +154,16 @@ def _worker_environment(job: Job) -> dict[str, str]:
 
 
 def _register_rendezvous() -> str:
-    """A meeting point that listens on loopback only, on a free port. torch's own listens on every address."""
+    """A meeting point that listens on loopback only, on a free port. torch's own listens on every
+    address.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+    )
     from torch.distributed.elastic.rendezvous.registry import handler_registry  # type: ignore[attr-defined]
 
     class Loopback(RendezvousHandler):
@@ -241,7 +253,8 @@ def _ended_before(folder: Path, when: float) -> str:
 
 
 def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, str, int, bool, str]:
-    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came first and is not a consequence of another.
+    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came
+    first and is not a consequence of another.
 
     And where all are consequences: which ranks had ended before, for which the others waited.
     """
@@ -251,7 +264,10 @@ def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, st
         try:
             body = json.loads(Path(failure.error_file).read_text())["message"]
             text, trace = body["message"], body["extraInfo"]["py_callstack"]
-            when, exited = float(body["extraInfo"]["time_ns"]), bool(body["extraInfo"].get("exited"))
+            when, exited = (
+                float(body["extraInfo"]["time_ns"]),
+                bool(body["extraInfo"].get("exited")),
+            )
         except (OSError, ValueError, KeyError, TypeError):
             if failure.exitcode < 0:
                 name = signal.Signals(-failure.exitcode).name
@@ -260,15 +276,21 @@ def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, st
                     text += ": by hand, by the system for want of memory, or by a scheduler"
             else:
                 text = f"ended with exit status {failure.exitcode}"
-        consequence = any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
+        consequence = (
+            any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
+        )
         told.append((consequence, when, rank, text, trace, failure.exitcode, exited))
     consequence, when, rank, text, trace, code, exited = min(told)
     return rank, text, trace, code, exited, _ended_before(folder, when) if consequence else ""
 
 
 def _reap() -> None:
-    """Kill what is still there of this process's descendants: workers' own children that outlived them."""
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """Kill what is still there of this process's descendants: workers' own children that outlived
+    them.
+    """
+    left = [
+        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+    ]
     for process in left:
         try:
             process.kill()
@@ -286,21 +308,26 @@ def _adopt_orphans() -> None:
 
 
 def _free_caches() -> None:
-    """Samples that were cached in memory by workers who were killed: they would lie there until the next run that caches."""
+    """Samples that were cached in memory by workers who were killed: they would lie there until the
+    next run that caches.
+    """
     memory, name = Path(os.environ.get("RONDE_SHM") or "/dev/shm"), f"ronde-cache-{os.geteuid()}-*"
     limit = time.monotonic() + 2.0
     with contextlib.suppress(Exception):
         while any(memory.glob(name)):
-            from ronde.feed import clear_cache
+            from ronde.cache.cached import clear_cache
 
             clear_cache()
-            # A killed process is a zombie while the last of its threads still holds its files, and with them the cache.
+            # A killed process is a zombie while the last of its threads still holds its files, and
+            # with them the cache.
             if time.monotonic() > limit or not psutil.Process().children(recursive=True):
                 return
             time.sleep(0.05)
 
 
-def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]) -> Outcome:
+def launch(
+    job: Job, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]
+) -> Outcome:
     """Start workers, watch them, and return when all have ended.
 
     Args:
@@ -312,7 +339,9 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for logger in list(logging.root.manager.loggerDict):
-        if logger.startswith("torch.distributed"):  # each has a level of its own; what happened is told below, once
+        if logger.startswith(
+            "torch.distributed"
+        ):  # each has a level of its own; what happened is told below, once
             logging.getLogger(logger).setLevel(logging.CRITICAL)
     start = time.monotonic()
     if shutil.which(sys.executable) is None:
@@ -321,7 +350,10 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
     router = Router(job.workers, job.directory / "logs" if job.directory else None, show, message)
     before = {k: os.environ.get(k) for k in _worker_environment(job)}
     os.environ.update(_worker_environment(job))
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    handlers = {
+        s: signal.getsignal(s)
+        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
         config = LaunchConfig(
             min_nodes=1,
@@ -336,16 +368,29 @@ def launch(job: Job, show: Callable[[bytes], None], message: Callable[[dict[str,
             shutdown_timeout=_SHUTDOWN_SECONDS,
             local_addr="127.0.0.1",
         )
-        elastic_launch(config, sys.executable)("-u", str(Path(__file__).with_name("worker.py")), *job.command)
+        elastic_launch(config, sys.executable)(
+            "-u", str(Path(__file__).with_name("worker.py")), *job.command
+        )
         return Outcome(0, seconds=time.monotonic() - start)
     except ChildFailedError as error:
         rank, text, trace, code, exited, gone = _first_failure(error.failures, router.error_folder)
         text = f"{gone}: {text}" if gone else text
-        return Outcome(code if code > 0 else 1, rank, text, trace, exited, before=gone, seconds=time.monotonic() - start)
+        return Outcome(
+            code if code > 0 else 1,
+            rank,
+            text,
+            trace,
+            exited,
+            before=gone,
+            seconds=time.monotonic() - start,
+        )
     except (SignalException, KeyboardInterrupt) as error:
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         return Outcome(
-            128 + int(number), error=f"stopped by {signal.Signals(number).name}", interrupted=True, seconds=time.monotonic() - start
+            128 + int(number),
+            error=f"stopped by {signal.Signals(number).name}",
+            interrupted=True,
+            seconds=time.monotonic() - start,
         )
     finally:
         for s in handlers:

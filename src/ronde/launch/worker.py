@@ -1,7 +1,9 @@
-"""What each worker process runs first: it sets the process up, then runs the user's script as ``__main__``.
+"""What each worker process runs first: it sets the process up, then runs the user's script as
+``__main__``.
 
-Started as ``python worker.py SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``, by path: it imports nothing of Ronde, so that a
-Ctrl-C is understood from the first moment on, and the script pays for no import that it does not make.
+Started as ``python worker.py SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``, by path: it imports
+nothing of Ronde, so that a Ctrl-C is understood from the first moment on, and the script pays for
+no import that it does not make.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import os
 import signal
 
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the script runs, there is nothing to take down
+signal.signal(
+    signal.SIGINT, lambda *_: os._exit(130)
+)  # until the script runs, there is nothing to take down
 
 import atexit
 import contextlib
@@ -27,11 +31,17 @@ from typing import Any
 __all__ = ["main"]
 
 _MARK = "\x1e"  # ronde.watch.MARK
-_STUDIES = {"plan": "ronde.study.forecast", "doctor": "ronde.study.doctor", "scale": "ronde.study.scale"}  # by RONDE_STUDY
+_STUDIES = {
+    "plan": "ronde.measure.planner",
+    "doctor": "ronde.doctor.doctor",
+    "scale": "ronde.scale.scale",
+}  # by RONDE_STUDY
 
 
 def _die_with_launcher() -> None:
-    """A worker whose launcher was killed must not train on as an orphan (measured: torchrun's do)."""
+    """A worker whose launcher was killed must not train on as an orphan (measured: torchrun's
+    do).
+    """
     if sys.platform != "linux":
         return
     import ctypes
@@ -47,22 +57,39 @@ def _formatted(error: BaseException) -> str:
     frames = traceback.TracebackException.from_exception(error)
     for part in (frames, *_chain(frames)):
         part.stack = traceback.StackSummary.from_list(
-            [f for f in part.stack if f.filename != __file__ and not f.filename.startswith("<frozen")]
+            [
+                f
+                for f in part.stack
+                if f.filename != __file__ and not f.filename.startswith("<frozen")
+            ]
         )
     return "".join(frames.format())
 
 
 def _report(error: BaseException) -> None:
-    """Tell the agent, in its own format, what failed and when; to the nanosecond, so that the first rank is known."""
+    """Tell the agent, in its own format, what failed and when; to the nanosecond, so that the first
+    rank is known.
+    """
     now = time.time_ns()
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     said = ""
-    if isinstance(error, SystemExit):  # no failure to look for in frames: argparse, say, has printed what is wrong
-        said = error.code if isinstance(error.code, str) else f"it ended by itself with exit status {error.code}{_where(error)}"
+    if isinstance(
+        error, SystemExit
+    ):  # no failure to look for in frames: argparse, say, has printed what is wrong
+        said = (
+            error.code
+            if isinstance(error.code, str)
+            else f"it ended by itself with exit status {error.code}{_where(error)}"
+        )
     exited = isinstance(error, SystemExit) and not isinstance(error.code, str)
-    extra = {"py_callstack": "" if said else _formatted(error), "timestamp": str(now // 10**9), "time_ns": now, "exited": exited}
+    extra = {
+        "py_callstack": "" if said else _formatted(error),
+        "timestamp": str(now // 10**9),
+        "time_ns": now,
+        "exited": exited,
+    }
     body = {"message": {"message": said or f"{type(error).__name__}: {error}", "extraInfo": extra}}
     temporary = f"{file}.writing"
     Path(temporary).write_text(json.dumps(body))
@@ -71,7 +98,9 @@ def _report(error: BaseException) -> None:
 
 def _where(error: BaseException) -> str:
     """The last line of the script itself that an error came through."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == sys.argv[0]]
+    lines = [
+        f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == sys.argv[0]
+    ]
     return f" ({Path(sys.argv[0]).name}, line {lines[-1]})" if lines else ""
 
 
@@ -84,7 +113,9 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
 
 
 def _to_log(text: str) -> None:
-    """Into this rank's log only: the launcher shows the traceback of the rank that failed first, not each rank's."""
+    """Into this rank's log only: the launcher shows the traceback of the rank that failed first,
+    not each rank's.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("RONDE_LAUNCHER_PID"):
@@ -104,9 +135,11 @@ def _run_script(path: str) -> None:
 
 
 def _share_folder() -> None:
-    """The sockets of this worker's loading processes lie in the launcher's folder, which goes however they end.
+    """The sockets of this worker's loading processes lie in the launcher's folder, which goes
+    however they end.
 
-    Each would make a folder of its own, and leave it behind when it is ended by a signal, as daemons are.
+    Each would make a folder of its own, and leave it behind when it is ended by a signal, as
+    daemons are.
     """
     if (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
@@ -147,8 +180,8 @@ def main() -> None:
         _report(error)
         sys.last_value = error
         _to_log(_formatted(error))
-        # Exit handlers write what the run has not recorded yet, and end loading processes; they may not wait for ever for
-        # ranks that are gone.
+        # Exit handlers write what the run has not recorded yet, and end loading processes; they may
+        # not wait for ever for ranks that are gone.
         last = threading.Timer(5.0, os._exit, [1])
         last.daemon = True
         last.start()
@@ -160,13 +193,15 @@ def main() -> None:
 
 
 def _end(code: int) -> None:
-    """End as multiprocessing's children do: threads joined, exit handlers run, but the interpreter not taken down.
+    """End as multiprocessing's children do: threads joined, exit handlers run, but the interpreter
+    not taken down.
 
-    A gloo thread that lets go of the last exchange while Python finalises aborts the process (seen in one run of ten
-    with torch 2.13, also without Ronde).
+    A gloo thread that lets go of the last exchange while Python finalises aborts the process (seen
+    in one run of ten with torch 2.13, also without Ronde).
     """
     if code == 0 and (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        # No failure by itself; should others still wait for this rank, they fail, and the launcher tells why.
+        # No failure by itself; should others still wait for this rank, they fail, and the launcher
+        # tells why.
         with contextlib.suppress(OSError):
             Path(errors).with_suffix(".ended").write_text(str(time.time_ns()))
     threading._shutdown()  # type: ignore[attr-defined]

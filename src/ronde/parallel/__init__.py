@@ -1,21 +1,22 @@
 """Carry a plan out: a strategy turns a plan and a model into forward, backward and exchange.
 
-Offers :func:`carry_out` and the registry :data:`STRATEGIES`, one entry a family of plans; :class:`Single` is one device,
-:class:`Replicate` data parallelism. Adding a strategy is one file and one line here.
+Offers :func:`carry_out` and the registry :data:`STRATEGIES`, one entry a family of plans;
+:class:`Single` is one device, :class:`Replicate` data parallelism. Adding a strategy is one file
+and one line here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ronde.parallel import coupled, offload, recompute
-from ronde.parallel.base import Compute, Part, Strategy, Work
+from ronde.parallel import offload, optimizer_coupling, recompute
 from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms, synchronise
-from ronde.parallel.replicate import Replicate
+from ronde.parallel.ddp import Replicate
 from ronde.parallel.single import Single
+from ronde.parallel.strategy import Compute, Part, Strategy, Work
 from ronde.plan import Plan
 from ronde.world import World
-from ronde.world.groups import group_of
+from ronde.world.meshes import group_of
 
 __all__ = [
     "STRATEGIES",
@@ -40,19 +41,19 @@ def _replicate(plan: Plan, work: Work, me: World) -> Strategy:
 
 
 def _shard(plan: Plan, work: Work, me: World) -> Strategy:
-    from ronde.parallel.shard import shard
+    from ronde.parallel.fsdp import shard
 
     return shard(plan, work, me)
 
 
 def _pipeline(plan: Plan, work: Work, me: World) -> Strategy:
-    from ronde.parallel.pipeline import Pipeline
+    from ronde.parallel.pipeline_parallel import Pipeline
 
     return Pipeline(plan, work, me)
 
 
 def _tensor(plan: Plan, work: Work, me: World) -> Strategy:
-    from ronde.parallel.tensor import tensor
+    from ronde.parallel.tensor_parallel import tensor
 
     return tensor(plan, work, me)
 
@@ -72,5 +73,5 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
     offload.apply(plan, work, me)
     if me.size == 1:
         return Single(work.model)
-    coupled.check(plan, work.optimizer, me)
+    optimizer_coupling.check(plan, work.optimizer, me)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

@@ -1,7 +1,8 @@
 """Batch normalisation over the whole global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. This one computes the same statistics (Ioffe and Szegedy 2015, over the
-batch of all workers) with sums over workers, in two passes so that a large mean costs no digits.
+torch's SyncBatchNorm refuses CPU tensors. This one computes the same statistics (Ioffe and Szegedy
+2015, over the batch of all workers) with sums over workers, in two passes so that a large mean
+costs no digits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _present = [True]
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over workers that gradients go back through: each worker's is the sum of all workers'."""
+    """A sum over workers that gradients go back through: each worker's is the sum of all
+    workers'.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -43,7 +46,9 @@ _all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllRed
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Within, this worker's samples do not count: its share is empty and it only takes part in the exchange."""
+    """Within, this worker's samples do not count: its share is empty and it only takes part in the
+    exchange.
+    """
     _present[0] = False
     try:
         yield
@@ -52,7 +57,9 @@ def absent() -> Iterator[None]:
 
 
 def set_present(present: bool) -> None:
-    """Whether the samples of the forward passes to come count: for a script that runs them by itself."""
+    """Whether the samples of the forward passes to come count: for a script that runs them by
+    itself.
+    """
     _present[0] = present
 
 
@@ -78,24 +85,34 @@ class _Converted(_BatchNorm):
 
 
 def converted(model: nn.Module) -> bool:
-    """Whether the script has made every batch normalisation torch's SyncBatchNorm, which this device does not carry out."""
+    """Whether the script has made every batch normalisation torch's SyncBatchNorm, which this
+    device does not carry out.
+    """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     return bool(norms) and all(isinstance(m, nn.SyncBatchNorm) and _is_batchnorm(m) for m in norms)
 
 
 def spectral_norms(model: nn.Module) -> list[str]:
-    """Names of the modules of which a weight is normalised by its spectrum: each forward pass in training iterates once."""
+    """Names of the modules of which a weight is normalised by its spectrum: each forward pass in
+    training iterates once.
+    """
     found = []
     for name, m in model.named_modules():
         kinds = [type(hook).__name__ for hook in m._forward_pre_hooks.values()]
-        kinds += [type(one).__name__ for held in getattr(m, "parametrizations", {}).values() for one in held]
+        kinds += [
+            type(one).__name__
+            for held in getattr(m, "parametrizations", {}).values()
+            for one in held
+        ]
         if {"SpectralNorm", "_SpectralNorm"} & set(kinds):
             found.append(name)
     return found
 
 
 def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if not self.training:  # evaluation exchanges nothing: a worker whose share is empty does not take part
+    if (
+        not self.training
+    ):  # evaluation exchanges nothing: a worker whose share is empty does not take part
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     self._check_input_dim(x)
     axes = [0, *range(2, x.dim())]
@@ -113,7 +130,9 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_((var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), rate)
+            self.running_var.lerp_(
+                (var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), rate
+            )
     out = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.affine:
         out = out * self.weight.view(shape) + self.bias.view(shape)
@@ -124,8 +143,8 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make every batch normalisation of ``model`` use the statistics of all workers' samples.
 
-    The modules stay the script's own: only how they compute changes. Every worker must then run the same number
-    of forward passes.
+    The modules stay the script's own: only how they compute changes. Every worker must then run the
+    same number of forward passes.
     """
     for module in model.modules():
         if _is_batchnorm(module):

@@ -1,6 +1,8 @@
-"""Offload: what a GPU does not need all the time waits in the host's memory (ZeRO-Offload, Ren et al. 2021).
+"""Offload: what a GPU does not need all the time waits in the host's memory (ZeRO-Offload, Ren et
+al. 2021).
 
-Written against torch's interfaces and not run on a GPU yet: no figure of the documentation rests on it.
+Written against torch's interfaces and not run on a GPU yet: no figure of the documentation rests on
+it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ronde.parallel.base import Work
+from ronde.parallel.strategy import Work
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 
@@ -18,12 +20,16 @@ __all__ = ["apply"]
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
-    """A tensor on ``device``, or pinned on the host if None. Steps and other 0-d counters stay where the optimizer put them."""
+    """A tensor on ``device``, or pinned on the host if None. Steps and other 0-d counters stay
+    where the optimizer put them.
+    """
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if device is not None:
         return value.to(device, non_blocking=True)
-    if hasattr(value, "to_local"):  # a DTensor cannot be pinned from outside: it waits in plain memory
+    if hasattr(
+        value, "to_local"
+    ):  # a DTensor cannot be pinned from outside: it waits in plain memory
         return value.to("cpu")
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return host.copy_(value, non_blocking=True)
@@ -48,7 +54,8 @@ def _offload_state(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def apply(plan: Plan, work: Work, me: World) -> None:
-    """Set ``plan.offload`` up, as far as the optimizer goes; parameters are offloaded by the strategy that shards them.
+    """Set ``plan.offload`` up, as far as the optimizer goes; parameters are offloaded by the
+    strategy that shards them.
 
     Raises:
         ArgumentError: there is nothing to offload to, or nothing that could be.
@@ -61,6 +68,10 @@ def apply(plan: Plan, work: Work, me: World) -> None:
         )
     if plan.offload == "parameters":
         if plan.shard not in ("gradients", "parameters"):
-            raise ArgumentError(f"offload='parameters' needs shard='gradients' or 'parameters', found shard={plan.shard!r}.")
-        return  # FSDP2's CPUOffloadPolicy moves parameters and gradients, and the optimizer then works, with its state, on the host
+            raise ArgumentError(
+                f"offload='parameters' needs shard='gradients' or 'parameters', found shard={plan.shard!r}."
+            )
+        # FSDP2's CPUOffloadPolicy moves parameters and gradients, and the optimizer then works,
+        # with its state, on the host
+        return
     _offload_state(work.optimizer, me.device)

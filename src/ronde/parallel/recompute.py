@@ -1,10 +1,12 @@
-"""Activation recomputation: a block keeps its inputs only, and its backward pass runs its forward pass again.
+"""Activation recomputation: a block keeps its inputs only, and its backward pass runs its forward
+pass again.
 
-Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost") for whole blocks, Korthikanti et al. 2022 ("Reducing Activation
-Recomputation in Large Transformer Models") for a choice of what is worth keeping: the results of matrix products, convolutions and
-attention stay, the rest is computed again. torch's non-reentrant checkpoint does it; here a block's ``forward`` is wrapped
-in place, so that no name in ``state_dict()`` changes, and the second pass is made the same as the first: its randomness (by torch)
-and the buffers that it reads and changes (here).
+Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost") for whole blocks, Korthikanti et
+al. 2022 ("Reducing Activation Recomputation in Large Transformer Models") for a choice of what is
+worth keeping: the results of matrix products, convolutions and attention stay, the rest is computed
+again. torch's non-reentrant checkpoint does it; here a block's ``forward`` is wrapped in place, so
+that no name in ``state_dict()`` changes, and the second pass is made the same as the first: its
+randomness (by torch) and the buffers that it reads and changes (here).
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ronde.world import ArgumentError, RondeError
 
@@ -62,7 +68,8 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules that stand in a ModuleList, ModuleDict or Sequential and have parameters, by name, in order.
+    """The outermost modules that stand in a ModuleList, ModuleDict or Sequential and have
+    parameters, by name, in order.
 
     A short Sequential of single layers (a multi-layer perceptron inside a model) is one block.
 
@@ -83,7 +90,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
                 continue
             seen.add(id(child))
             layers = _children(child)
-            short = isinstance(child, nn.Sequential) and 1 < len(layers) <= 4 and all(_is_leaf(c) for _, c in layers)
+            short = (
+                isinstance(child, nn.Sequential)
+                and 1 < len(layers) <= 4
+                and all(_is_leaf(c) for _, c in layers)
+            )
             if short or (listed and not isinstance(child, _LISTS)):
                 found[full] = child
             else:
@@ -94,7 +105,9 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def large_children(model: nn.Module) -> dict[str, nn.Module]:
-    """For a model without repeated blocks: modules that hold at least a sixteenth of it, taken apart where one holds over half."""
+    """For a model without repeated blocks: modules that hold at least a sixteenth of it, taken
+    apart where one holds over half.
+    """
     total = sum(p.numel() for p in model.parameters())
     found: dict[str, nn.Module] = {}
 
@@ -112,9 +125,11 @@ def large_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Buffers:
-    """What a block's forward pass reads and changes beside its inputs: its second pass must find it as the first did.
+    """What a block's forward pass reads and changes beside its inputs: its second pass must find it
+    as the first did.
 
-    Running statistics of batch normalisation, for one: without this a second pass would count every batch twice.
+    Running statistics of batch normalisation, for one: without this a second pass would count every
+    batch twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -124,12 +139,21 @@ class _Buffers:
     @contextmanager
     def first(self, block: nn.Module, kept: _Kept) -> Iterator[None]:
         """Keep, as they were, the buffers that this pass changes."""
-        places = [((path, key), m, b) for path, m in block.named_modules() for key, b in m._buffers.items() if b is not None]
+        places = [
+            ((path, key), m, b)
+            for path, m in block.named_modules()
+            for key, b in m._buffers.items()
+            if b is not None
+        ]
         if not places:
             yield
             return
         marks = {place: (id(b), b._version) for place, _, b in places}
-        before = {place: (m, b.clone()) for place, m, b in places if self.changing is None or place in self.changing}
+        before = {
+            place: (m, b.clone())
+            for place, m, b in places
+            if self.changing is None or place in self.changing
+        }
         yield
         changed = set()
         for place, m, _ in places:
@@ -166,7 +190,12 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 def _kept_ops() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if not overload.endswith("out")]
+    return [
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if not overload.endswith("out")
+    ]
 
 
 def _copied(value: Any) -> Any:
@@ -200,11 +229,14 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
     known = set(ops)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        once: Callable[..., Any] = self.__dict__.get("_forward_once") or partial(type(self).forward, self)
+        once: Callable[..., Any] = self.__dict__.get("_forward_once") or partial(
+            type(self).forward, self
+        )
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
 
-        # Lists and dictionaries as they are given now: what the first pass changes in them is the caller's, and no second time.
+        # Lists and dictionaries as they are given now: what the first pass changes in them is the
+        # caller's, and no second time.
         as_given = _copied((args, kwargs))
         first = True
 
@@ -214,16 +246,23 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
             first = False
             return once(*now[0], **now[1])
 
-        # One argument that holds them all: torch looks there for the devices whose randomness it keeps.
-        return checkpoint(run, (args, kwargs), use_reentrant=False, context_fn=partial(contexts, self))
+        # One argument that holds them all: torch looks there for the devices whose randomness it
+        # keeps.
+        return checkpoint(
+            run, (args, kwargs), use_reentrant=False, context_fn=partial(contexts, self)
+        )
 
     # A method, not a function: a copy of the model then calls the copy.
     block.forward = types.MethodType(forward, block)  # type: ignore[method-assign]
 
 
 def _gains(block: nn.Module) -> bool:
-    """Whether running the forward pass again spares anything: a single layer keeps little but its input."""
-    return not isinstance(block, torch.jit.ScriptModule) and (isinstance(block, _WHOLE) or not _is_leaf(block))
+    """Whether running the forward pass again spares anything: a single layer keeps little but its
+    input.
+    """
+    return not isinstance(block, torch.jit.ScriptModule) and (
+        isinstance(block, _WHOLE) or not _is_leaf(block)
+    )
 
 
 def _changes_in_place(block: nn.Module) -> bool:
@@ -231,14 +270,18 @@ def _changes_in_place(block: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module) -> dict[str, nn.Module]:
-    """What is computed again where nobody says: the repeated blocks, or the largest children where there are none."""
+    """What is computed again where nobody says: the repeated blocks, or the largest children where
+    there are none.
+    """
     found = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
     return found or {n: b for n, b in large_children(model).items() if _gains(b)}
 
 
 @contextmanager
 def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
-    """As :func:`apply`, until the block is left. Yields names of the blocks, none where there is nothing to compute again."""
+    """As :func:`apply`, until the block is left. Yields names of the blocks, none where there is
+    nothing to compute again.
+    """
     chosen = _chosen(model)
     for name, block in chosen.items():
         _wrap(name, block, level == "selective" and not _changes_in_place(block))
@@ -257,9 +300,12 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
 
     Args:
         model: changed in place; parameters, buffers and their names stay.
-        level: ``"full"``: a block keeps its inputs only. ``"selective"``: also the results of its matrix products, convolutions and attention;
-            a block with in-place layers (``nn.ReLU(inplace=True)``), which overwrite those, is computed again in full. ``"none"``: nothing.
-        blocks: name -> module, None for :func:`repeated_blocks`, or the largest children where there are none.
+        level: ``"full"``: a block keeps its inputs only. ``"selective"``: also the results of its
+            matrix products, convolutions and attention; a block with in-place layers
+            (``nn.ReLU(inplace=True)``), which overwrite those, is computed again in full.
+            ``"none"``: nothing.
+        blocks: name -> module, None for :func:`repeated_blocks`, or the largest children where
+            there are none.
 
     Returns:
         list: names of the blocks. A warning says so where there are none.
@@ -275,7 +321,9 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
     if level == "none":
         return []
     if level not in ("full", "selective"):
-        raise ArgumentError(f"recompute={level!r} is not known: choose one of 'none', 'selective', 'full'.")
+        raise ArgumentError(
+            f"recompute={level!r} is not known: choose one of 'none', 'selective', 'full'."
+        )
     chosen = dict(blocks) if blocks is not None else _chosen(model)
     if not chosen:
         warnings.warn(

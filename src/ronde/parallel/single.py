@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ronde.parallel.base import Compute, Flags, Part, Scale, Strategy, forget_frozen, part_gradients, scale_gradients, trainable
+from ronde.parallel.strategy import (
+    Compute,
+    Flags,
+    Part,
+    Scale,
+    Strategy,
+    forget_frozen,
+    part_gradients,
+    scale_gradients,
+    trainable,
+)
 
 __all__ = ["Single"]
 
@@ -31,7 +41,9 @@ class Single(Strategy):
         value, weight = compute()
         self._samples = part.global_samples
         if weight is not None:
-            loss = value / part.global_samples  # keeps its size near one until the true weight is known
+            loss = (
+                value / part.global_samples
+            )  # keeps its size near one until the true weight is known
             self._weight = weight if self._weight is None else self._weight + weight
         elif part.samples == part.global_samples:
             loss = value  # the whole batch at once: exactly the plain loop, bit for bit

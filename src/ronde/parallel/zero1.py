@@ -1,7 +1,9 @@
-"""ZeRO-1: every worker holds the whole model, and the optimizer's state of its own part of the parameters only.
+"""ZeRO-1: every worker holds the whole model, and the optimizer's state of its own part of the
+parameters only.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Gradients are averaged as in
-:class:`Replicate`; each worker updates its part, and sends the new values to all.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Gradients are averaged as in :class:`Replicate`; each worker updates its part, and sends the new
+values to all.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ronde.parallel.base import Work
 from ronde.parallel.batchnorm import batchnorms
-from ronde.parallel.replicate import Replicate
+from ronde.parallel.ddp import Replicate
+from ronde.parallel.strategy import Work
 from ronde.plan import Plan
 from ronde.world import World
 
@@ -24,8 +26,11 @@ __all__ = ["OptimizerParts", "Zero1", "buckets"]
 _BUCKET_BYTES = 25 << 20
 
 
-def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = _BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one type, of at most ``limit_bytes`` together or a single tensor; nothing empty.
+def buckets(
+    tensors: Sequence[torch.Tensor], limit_bytes: int = _BUCKET_BYTES
+) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of one type, of at most ``limit_bytes`` together or a single tensor; nothing
+    empty.
 
     Example:
         >>> [len(b) for b in buckets([torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(1).double()], 16)]
@@ -50,11 +55,13 @@ def buckets(tensors: Sequence[torch.Tensor], limit_bytes: int = _BUCKET_BYTES) -
 class OptimizerParts:
     """Divides an optimizer's parameters over the workers of a group, by bytes, the largest first.
 
-    The optimizer's groups name all parameters at all times, and only during its step those that this worker updates: gradient scalers,
-    schedulers and scripts see the optimizer that was built, and a parameter that is added later gets a worker too.
+    The optimizer's groups name all parameters at all times, and only during its step those that
+    this worker updates: gradient scalers, schedulers and scripts see the optimizer that was built,
+    and a parameter that is added later gets a worker too.
 
     Args:
-        optimizer: the script's own; steps of it are narrowed from here on, and the state it has for parameters of others is let go.
+        optimizer: the script's own; steps of it are narrowed from here on, and the state it has for
+            parameters of others is let go.
         group: workers that hold the same parameters; None for all.
     """
 
@@ -71,7 +78,12 @@ class OptimizerParts:
 
     def _assign(self) -> None:
         """Give every parameter that has none a worker; the same ones on every worker."""
-        new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owner]
+        new = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p not in self._owner
+        ]
         for p in sorted(new, key=lambda p: -p.nbytes):  # stable: those of one size in their order
             owner = self._bytes.index(min(self._bytes))
             self._bytes[owner] += p.nbytes
@@ -101,14 +113,18 @@ class OptimizerParts:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Every worker sends the parameters that it updated to the others. What has no gradient was not updated."""
+        """Every worker sends the parameters that it updated to the others. What has no gradient was
+        not updated.
+        """
         for owner in range(self.size):
             changed = [p for p, o in self._owner.items() if o == owner and p.grad is not None]
             for run in buckets(changed):
                 flat = torch.cat([p.reshape(-1) for p in run])
                 dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner)
                 if owner != self.rank:
-                    for p, part in zip(run, torch.split(flat, [p.numel() for p in run]), strict=True):
+                    for p, part in zip(
+                        run, torch.split(flat, [p.numel() for p in run]), strict=True
+                    ):
                         p.copy_(part.view_as(p))
                         del part
                 del flat  # before the next one is made
@@ -121,9 +137,13 @@ class Zero1(Replicate):
         group: the workers that divide the optimizer's state among them; None for all.
     """
 
-    def __init__(self, plan: Plan, work: Work, me: World, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, plan: Plan, work: Work, me: World, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.parts = OptimizerParts(work.optimizer, group)
-        super().__init__(work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model)))
+        super().__init__(
+            work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model))
+        )
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""

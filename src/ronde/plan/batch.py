@@ -14,7 +14,8 @@ __all__ = ["Share", "epoch_steps", "shares", "split"]
 
 
 def split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """Cut positions [start, stop) into ``parts`` runs whose sizes differ by at most one; the first are the larger.
+    """Cut positions [start, stop) into ``parts`` runs whose sizes differ by at most one; the first
+    are the larger.
 
     Example:
         >>> split(0, 7, 3)
@@ -63,14 +64,16 @@ def shares(
 ) -> Iterator[Share]:
     """This worker's share of every global batch of an epoch, from sample ``offset`` on.
 
-    Every rank gets the same number of shares, each with the same number of micro-batches, so that no rank waits
+    Every rank gets the same number of shares, each with the same number of micro-batches, so that
+    no rank waits
     for one that has finished. A share may be empty: the batch is then smaller than the world.
 
     Args:
         offset: samples of this epoch already used.
         batch_size: global samples per optimizer step.
         micro_batch: most samples that a worker holds at once; None for its whole share.
-        parts: exactly so many micro-batches instead, the last of them empty where there are fewer samples (a pipeline).
+        parts: exactly so many micro-batches instead, the last of them empty where there are fewer
+            samples (a pipeline).
 
     Example:
         >>> [s.micro for s in shares(0, 0, 10, 4, rank=1, size=3)]

@@ -1,4 +1,6 @@
-"""Values that people write into files, checked one by one: an error names the file, the field, what was given and what is expected."""
+"""Values that people write into files, checked one by one: an error names the file, the field, what
+was given and what is expected.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ __all__ = ["Reader", "flag", "known", "mapping", "number", "size", "size_of", "t
 Reader = Callable[[str, Any], Any]
 """Where a value stands, in words, and the value -> what it means; or an ArgumentError."""
 
-_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def size_of(written: str) -> float | None:
@@ -42,8 +55,12 @@ def _number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def number(expected: str, least: float = 0.0, most: float = math.inf, above: bool = False) -> Reader:
-    """Reads a number from ``least`` (which ``above`` leaves out) to ``most``; ``expected`` says so in words."""
+def number(
+    expected: str, least: float = 0.0, most: float = math.inf, above: bool = False
+) -> Reader:
+    """Reads a number from ``least`` (which ``above`` leaves out) to ``most``; ``expected`` says so
+    in words.
+    """
 
     def read(where: str, value: Any) -> float:
         found = _number(value)
@@ -70,7 +87,9 @@ def size(where: str, value: Any) -> float:
     found = size_of(value) if isinstance(value, str) else None
     found = _number(value) if found is None else found
     if found is None or found < 0:
-        raise ArgumentError(f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, 80GB or 512MiB.")
+        raise ArgumentError(
+            f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, 80GB or 512MiB."
+        )
     return found
 
 
@@ -95,7 +114,9 @@ def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -
         if name not in allowed:
             near = difflib.get_close_matches(str(name).lower().replace("-", "_"), allowed, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            raise ArgumentError(f"{where}: {what} {str(name)!r} is not known.{hint} Expected {', '.join(allowed)}.")
+            raise ArgumentError(
+                f"{where}: {what} {str(name)!r} is not known.{hint} Expected {', '.join(allowed)}."
+            )
 
 
 def mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:

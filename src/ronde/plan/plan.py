@@ -1,4 +1,6 @@
-"""A Plan says what is done with a model and a batch, never how; it reads from and writes to YAML."""
+"""A Plan says what is done with a model and a batch, never how; it reads from and writes to
+YAML.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Place:
     """Where one worker stands.
 
     Attributes:
-        pipeline: its place along the pipeline, from 0 (with several stages a worker, the place of its first one).
+        pipeline: its place along the pipeline, from 0 (with several stages a worker, the place of
+            its first one).
         replica: which share of each global batch it has.
         tensor: its place among the workers that hold one layer together.
     """
@@ -47,7 +50,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How workers are arranged: tensor parallel innermost (neighbours, inside a node), then replicas, the pipeline outermost.
+    """How workers are arranged: tensor parallel innermost (neighbours, inside a node), then
+    replicas, the pipeline outermost.
 
     Example:
         >>> Layout(pipeline=2, replicas=2, tensor=2).place(5)
@@ -97,11 +101,13 @@ class Plan:
 
     Attributes:
         workers: world size.
-        batch_size: global samples per optimizer step, as trained (after ``batch="grow"`` has multiplied it).
+        batch_size: global samples per optimizer step, as trained (after ``batch="grow"`` has
+            multiplied it).
         batch: the contract, ``"keep"`` or ``"grow"``.
         micro_batch: most samples a worker holds at once, None for its whole share.
         accumulation: micro-batches per step and worker; under a pipeline, those that are in it.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (``"fp32"`` leaves the script's own types alone).
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (``"fp32"`` leaves the script's own types
+            alone).
         clip_norm: largest norm of all gradients together, or None.
         seed: key of the order of samples and of augmentation.
         drop_last: whether a last, shorter batch is left out.
@@ -109,17 +115,21 @@ class Plan:
         lr_rule: how the learning rate follows a grown batch.
         lr_factor: what it was multiplied by.
         warmup_steps: optimizer steps over which it gets there.
-        shard: what is split over the replicas instead of held by each: ``"none"`` (replicate), ``"optimizer"`` (ZeRO-1),
-            ``"gradients"`` (ZeRO-2) or ``"parameters"`` (ZeRO-3, FSDP), each with what comes before it.
-        shard_within: how many neighbouring replicas share one sharded copy (hybrid sharding, within nodes); None for all.
+        shard: what is split over the replicas instead of held by each: ``"none"`` (replicate),
+            ``"optimizer"`` (ZeRO-1), ``"gradients"`` (ZeRO-2) or ``"parameters"`` (ZeRO-3, FSDP),
+            each with what comes before it.
+        shard_within: how many neighbouring replicas share one sharded copy (hybrid sharding, within
+            nodes); None for all.
         pipeline: workers that one copy of the model is cut over, layer after layer.
         virtual: stages per worker of the pipeline.
         schedule: the order of the micro-batches through the pipeline.
         split_at: names of the modules that begin a stage; empty: chosen.
         optimize: whether the cut evens out time (``"speed"``) or memory (``"memory"``).
         tensor: workers that hold each layer together.
-        recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` or ``"full"``.
-        offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or ``"parameters"`` (both).
+        recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` or
+            ``"full"``.
+        offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or
+            ``"parameters"`` (both).
 
     Example:
         >>> plan = Plan(workers=4, batch_size=64, pipeline=2, shard="parameters")
@@ -194,7 +204,9 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """``"replicate"``, ``"shard"``, ``"pipeline"``, ``"tensor"``, or two of them as ``"pipeline × shard"``."""
+        """``"replicate"``, ``"shard"``, ``"pipeline"``, ``"tensor"``, or two of them as ``"pipeline
+        × shard"``.
+        """
         parts = [name for name in ("pipeline", "tensor") if getattr(self, name) > 1]
         if self.shard != "none":
             parts.append("shard")
@@ -204,7 +216,8 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan of a short text: ``"replicate"``, ``"shard"``, ``"pipeline=2,shard=gradients,recompute=full"``.
+        """The plan of a short text: ``"replicate"``, ``"shard"``,
+        ``"pipeline=2,shard=gradients,recompute=full"``.
 
         Raises:
             ArgumentError: a word is not known.
@@ -239,28 +252,36 @@ class Plan:
                 try:
                     values[name] = int(value)
                 except ValueError:
-                    raise ArgumentError(f"plan={text!r}: {name} must be a whole number, found {value!r}.") from None
+                    raise ArgumentError(
+                        f"plan={text!r}: {name} must be a whole number, found {value!r}."
+                    ) from None
             else:
                 values[name] = value
         plan = cls(**values)
         plan.check()
         alone = [name for name in ("schedule", "virtual", "split_at") if name in values]
         if plan.pipeline == 1 and alone:
-            raise ArgumentError(f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add pipeline=N.")
+            raise ArgumentError(
+                f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add pipeline=N."
+            )
         return plan
 
     def check(self) -> None:
         """Raise ArgumentError where a value is not one of those allowed."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ArgumentError(f"plan: {name}={getattr(self, name)!r} is not known: choose one of {', '.join(map(repr, allowed))}.")
+                raise ArgumentError(
+                    f"plan: {name}={getattr(self, name)!r} is not known: choose one of {', '.join(map(repr, allowed))}."
+                )
         for name in ("pipeline", "virtual", "tensor", "workers", "accumulation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
         for name in ("shard_within", "micro_batch"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
 
     def check_workers(self, workers: int) -> None:
@@ -274,17 +295,25 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        return {
+            k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """The plan of plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
-        values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}  # written before 0.2
+        values = {
+            k: v for k, v in values.items() if not (k == "strategy" and v == "data")
+        }  # written before 0.2
         unknown = sorted(str(name) for name in set(values) - known)
         if unknown:
-            raise ArgumentError(f"a plan has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-        made: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            raise ArgumentError(
+                f"a plan has no {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+            )
+        made: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+        }
         return cls(**made)
 
     def save(self, path: str | Path) -> None:
@@ -293,9 +322,11 @@ class Plan:
 
     @staticmethod
     def file_of(text: str) -> Path | None:
-        """The file that is meant where a plan is asked for; None where ``text`` is words for :meth:`parse`.
+        """The file that is meant where a plan is asked for; None where ``text`` is words for
+        :meth:`parse`.
 
-        A name that ends as those of plans' files do is a file also where there is none: the caller says so.
+        A name that ends as those of plans' files do is a file also where there is none: the caller
+        says so.
 
         Example:
             >>> Plan.file_of("pipeline=2"), str(Plan.file_of("my.yaml"))
@@ -311,7 +342,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan of a file, whatever its name: YAML or JSON as :meth:`save` writes it, or the winner of what ``ronde plan --json`` wrote.
+        """The plan of a file, whatever its name: YAML or JSON as :meth:`save` writes it, or the
+        winner of what ``ronde plan --json`` wrote.
 
         Raises:
             ArgumentError: it cannot be read, or holds no plan.
@@ -327,7 +359,9 @@ class Plan:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ArgumentError(f"{path} holds no plan: it is not YAML: {error}") from None
         if not isinstance(values, dict) or not values:
-            raise ArgumentError(f"{path} holds no plan: expected YAML with names and values, as 'ronde plan --save' writes")
+            raise ArgumentError(
+                f"{path} holds no plan: expected YAML with names and values, as 'ronde plan --save' writes"
+            )
         if "plan" not in values and "plans" in values:
             values = _winner(values, path)
         try:
@@ -338,7 +372,9 @@ class Plan:
         return plan
 
     def sentence(self, same: bool = True) -> str:
-        """The batch contract in one line. ``same``: False where a run was warned that it is another training than on one device."""
+        """The batch contract in one line. ``same``: False where a run was warned that it is another
+        training than on one device.
+        """
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
         if self.replicas > 1:
@@ -378,5 +414,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _SPLITS = (*_CHOICES, "shard_within", "pipeline", "virtual", "tensor", "split_at", "micro_batch")
 
-SPLIT_FIELDS = ("shard", "shard_within", "pipeline", "virtual", "schedule", "split_at", "optimize", "tensor", "recompute", "offload")
+SPLIT_FIELDS = (
+    "shard",
+    "shard_within",
+    "pipeline",
+    "virtual",
+    "schedule",
+    "split_at",
+    "optimize",
+    "tensor",
+    "recompute",
+    "offload",
+)
 """What of a plan says how the work is split; the rest is the batch contract."""

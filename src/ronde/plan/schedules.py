@@ -1,11 +1,12 @@
 """Who does what and when in a pipeline: each worker's list of actions, under each schedule.
 
-GPipe and 1F1B are written out here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the last worker, PyTorch 2.13); looped,
-interleaved and the two zero-bubble schedules come from torch.distributed.pipelining's own classes, on an object that has the sizes
-and nothing else. No process group is needed, and torch is imported only when one of those is asked for.
+GPipe and 1F1B are written out here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the
+last worker, PyTorch 2.13); looped, interleaved and the two zero-bubble schedules come from
+torch.distributed.pipelining's own classes, on an object that has the sizes and nothing else. No
+process group is needed, and torch is imported only when one of those is asked for.
 
-Sources: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved, Narayanan et al. 2021; looped, Lamy-Poirier 2022
-("breadth-first"); zero-bubble and ZB-V, Qi et al. 2023.
+Sources: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved, Narayanan et al. 2021;
+looped, Lamy-Poirier 2022 ("breadth-first"); zero-bubble and ZB-V, Qi et al. 2023.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ __all__ = [
 ]
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""Forward; whole backward; backward for the input, for the weights; send and receive activations (F) and their gradients (B)."""
+"""Forward; whole backward; backward for the input, for the weights; send and receive activations
+(F) and their gradients (B).
+"""
 
 _MULTI = ("interleaved", "looped", "zero-bubble", "zbv")
 
@@ -41,7 +44,8 @@ class Action(NamedTuple):
     """One thing that a worker does.
 
     Attributes:
-        stage: of which stage of the pipeline. A receive names the stage that receives, a send the one that sends.
+        stage: of which stage of the pipeline. A receive names the stage that receives, a send the
+            one that sends.
         kind: what.
         micro: with which micro-batch.
     """
@@ -52,7 +56,8 @@ class Action(NamedTuple):
 
 
 def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
-    """Which worker of the pipeline holds a stage: round and round, or down and up again (``"zbv"``).
+    """Which worker of the pipeline holds a stage: round and round, or down and up again
+    (``"zbv"``).
 
     Example:
         >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2, "zbv") for s in range(4)]
@@ -73,7 +78,8 @@ def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> li
 
 
 def micro_batches_of(plan: Plan, samples: int) -> int:
-    """How many micro-batches a worker's share of a step is cut into: what ``micro_batch`` asks for, or what keeps a pipeline busy.
+    """How many micro-batches a worker's share of a step is cut into: what ``micro_batch`` asks for,
+    or what keeps a pipeline busy.
 
     Args:
         plan: which.
@@ -88,9 +94,13 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
     if plan.micro_batch is not None:
         count = -(-samples // plan.micro_batch)
     else:
-        count = min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+        count = (
+            min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1
+        )  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
     if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
-        count = -(-count // plan.pipeline) * plan.pipeline  # these go round in groups of as many as there are workers
+        count = (
+            -(-count // plan.pipeline) * plan.pipeline
+        )  # these go round in groups of as many as there are workers
     if plan.pipeline > 1 and plan.schedule == "zbv":
         count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
     return count
@@ -99,15 +109,21 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
 def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:
     """Why a schedule cannot run so, or None where it can.
 
-    1F1B runs with fewer micro-batches than workers too (torch's own class refuses them, the list written here does not).
+    1F1B runs with fewer micro-batches than workers too (torch's own class refuses them, the list
+    written here does not).
 
     Example:
         >>> allowed("interleaved", 4, 2, 10), allowed("interleaved", 4, 2, 9)
-        (None, 'interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found 9: take 8 or 10')
+        (None, 'interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found
+        9: take 8 or 10')
     """
     if schedule not in get_args(Schedule):
         return f"schedule {schedule!r} is not known: choose one of {', '.join(get_args(Schedule))}"
-    for name, value in (("workers", workers), ("virtual", virtual), ("micro-batches", micro_batches)):
+    for name, value in (
+        ("workers", workers),
+        ("virtual", virtual),
+        ("micro-batches", micro_batches),
+    ):
         if value < 1:
             return f"{schedule} needs {name} of 1 or more, found {value}"
     if schedule in ("gpipe", "1f1b") and virtual != 1:
@@ -122,13 +138,13 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
             near = sorted({micro_batches // rounds * rounds, -(-micro_batches // rounds) * rounds})
             fine = [str(m) for m in near if m % max(1, m // workers) == 0]
             take = f": take {' or '.join(fine)}" if fine else ""
-            return (
-                f"{schedule} needs micro-batches that divide into {rounds} equal rounds for {workers} workers, found {micro_batches}{take}"
-            )
+            return f"{schedule} needs micro-batches that divide into {rounds} equal rounds for {workers} workers, found {micro_batches}{take}"
     return None
 
 
-def actions(schedule: Schedule, workers: int, virtual: int, micro_batches: int, communications: bool = False) -> list[list[Action]]:
+def actions(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int, communications: bool = False
+) -> list[list[Action]]:
     """What each worker of the pipeline does, in order.
 
     Args:
@@ -136,8 +152,8 @@ def actions(schedule: Schedule, workers: int, virtual: int, micro_batches: int, 
         workers: that the model is cut over.
         virtual: stages per worker.
         micro_batches: of one optimizer step and one replica.
-        communications: with sends and receives between workers, placed as torch's runtime places them, so that they pair without
-            deadlock; none between two stages of one worker.
+        communications: with sends and receives between workers, placed as torch's runtime places
+            them, so that they pair without deadlock; none between two stages of one worker.
 
     Raises:
         ArgumentError: the schedule does not allow these numbers.
@@ -150,19 +166,35 @@ def actions(schedule: Schedule, workers: int, virtual: int, micro_batches: int, 
     if reason:
         raise ArgumentError(f"pipeline: {reason}.")
     lists = (
-        _with_sends(schedule, workers, virtual, micro_batches) if communications else _compute(schedule, workers, virtual, micro_batches)
+        _with_sends(schedule, workers, virtual, micro_batches)
+        if communications
+        else _compute(schedule, workers, virtual, micro_batches)
     )
     return [list(one) for one in lists]
 
 
-def forward_only(workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b") -> list[list[Action]]:
-    """Forward passes alone, for evaluation: every worker its stages in the order of the model, each with all micro-batches."""
-    return [[Action(s, "F", m) for s in stages_of(w, workers, virtual, schedule) for m in range(micro_batches)] for w in range(workers)]
+def forward_only(
+    workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b"
+) -> list[list[Action]]:
+    """Forward passes alone, for evaluation: every worker its stages in the order of the model, each
+    with all micro-batches.
+    """
+    return [
+        [
+            Action(s, "F", m)
+            for s in stages_of(w, workers, virtual, schedule)
+            for m in range(micro_batches)
+        ]
+        for w in range(workers)
+    ]
 
 
 @functools.lru_cache(maxsize=512)
-def in_flight(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[int, ...]:
-    """Most micro-batches whose activations a stage holds at once: forward passes begun less backward passes (B or W) done.
+def in_flight(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int
+) -> tuple[int, ...]:
+    """Most micro-batches whose activations a stage holds at once: forward passes begun less
+    backward passes (B or W) done.
 
     Example:
         >>> in_flight("1f1b", 4, 1, 8), in_flight("gpipe", 4, 1, 8)
@@ -193,8 +225,12 @@ def in_flight(schedule: Schedule, workers: int, virtual: int, micro_batches: int
     return tuple(most)
 
 
-def _held(schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int) -> list[int]:
-    """Most micro-batches that each of a worker's stages holds, counted as torch orders them, without making the list."""
+def _held(
+    schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int
+) -> list[int]:
+    """Most micro-batches that each of a worker's stages holds, counted as torch orders them,
+    without making the list.
+    """
     rounds = max(1, micro_batches // workers)
     size = micro_batches // rounds
     split = schedule == "zero-bubble"
@@ -215,7 +251,8 @@ def _held(schedule: Schedule, worker: int, workers: int, virtual: int, micro_bat
 
 
 def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> float:
-    """Share of the step in which a worker waits, for equal stages, free sends and B = 2 F (zero-bubble: F = I = W): the textbook's.
+    """Share of the step in which a worker waits, for equal stages, free sends and B = 2 F
+    (zero-bubble: F = I = W): the textbook's.
 
     Used to leave plans out before they are simulated.
 
@@ -235,21 +272,29 @@ def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -
 
 
 def zbv_gaps(workers: int, micro_batches: int) -> float:
-    """How many times longer torch's ZB-V waits than it would with micro-batches enough: it leaves gaps for those that are missing."""
+    """How many times longer torch's ZB-V waits than it would with micro-batches enough: it leaves
+    gaps for those that are missing.
+    """
     return max(1.0, 4.0 - 2.0 * (micro_batches - 1) / (workers - 1)) if workers > 1 else 1.0
 
 
 @functools.lru_cache(maxsize=16)
-def _compute(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def _compute(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
     """Each worker's forward and backward passes."""
     if schedule == "gpipe":
         return tuple(
-            tuple(Action(w, "F", m) for m in range(micro_batches)) + tuple(Action(w, "B", m) for m in range(micro_batches))
+            tuple(Action(w, "F", m) for m in range(micro_batches))
+            + tuple(Action(w, "B", m) for m in range(micro_batches))
             for w in range(workers)
         )
     if schedule == "1f1b":
         return tuple(_one_forward_one_backward(w, workers, micro_batches) for w in range(workers))
-    return tuple(tuple(_ours(a) for a in row if a is not None) for row in _torch_order(schedule, workers, virtual, micro_batches))
+    return tuple(
+        tuple(_ours(a) for a in row if a is not None)
+        for row in _torch_order(schedule, workers, virtual, micro_batches)
+    )
 
 
 def _one_forward_one_backward(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
@@ -262,8 +307,12 @@ def _one_forward_one_backward(worker: int, workers: int, micro_batches: int) -> 
     return tuple(row)
 
 
-def _torch_order(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> list[list[Any]]:
-    """Each worker's list as torch's own class makes it: its method, on an object that has the sizes and nothing else."""
+def _torch_order(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int
+) -> list[list[Any]]:
+    """Each worker's list as torch's own class makes it: its method, on an object that has the sizes
+    and nothing else.
+    """
     from torch.distributed.pipelining import schedules as torch_schedules
 
     classes = {
@@ -288,14 +337,18 @@ def _torch_order(schedule: Schedule, workers: int, virtual: int, micro_batches: 
 
 
 @functools.lru_cache(maxsize=8)
-def _with_sends(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def _with_sends(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
     orders: dict[int, list[Any]] = {
         w: [_Action(a.stage, _ComputationType.from_str(a.kind), a.micro) for a in row]
         for w, row in enumerate(_compute(schedule, workers, virtual, micro_batches))
     }
-    lowered = _add_send_recv(orders, lambda stage: worker_of(stage, workers, schedule), workers * virtual)
+    lowered = _add_send_recv(
+        orders, lambda stage: worker_of(stage, workers, schedule), workers * virtual
+    )
     return tuple(tuple(_ours(a) for a in lowered[w]) for w in range(workers))
 
 

@@ -1,4 +1,6 @@
-"""What a script may hand to ``distribute``: each check names what was found, what was expected and what to do."""
+"""What a script may hand to ``distribute``: each check names what was found, what was expected and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ronde.feed import Taken
+from ronde.loader.from_dataloader import Taken
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 
-__all__ = ["check_init", "check_model", "check_optimizer", "check_scheduler", "facts", "lazy_names", "positive"]
+__all__ = [
+    "check_init",
+    "check_model",
+    "check_optimizer",
+    "check_scheduler",
+    "facts",
+    "lazy_names",
+    "positive",
+]
 
 
 def positive(name: str, value: Any, optional: bool = False) -> None:
@@ -43,7 +53,9 @@ def check_init(init: Any, model: nn.Module) -> None:
             )
         return
     if not callable(init) and not isinstance(init, str | os.PathLike):
-        raise ArgumentError(f"init must be a function of a module, 'reset' or a path; found {type(init).__name__}.")
+        raise ArgumentError(
+            f"init must be a function of a module, 'reset' or a path; found {type(init).__name__}."
+        )
     if not meta:
         raise ArgumentError(
             f"init is for a model that was built under torch.device('meta'), and this one ({type(model).__name__}) has its values already: "
@@ -61,7 +73,9 @@ def check_model(model: Any, me: World) -> None:
         )
     named = list(model.named_parameters())
     if not named:
-        raise ArgumentError(f"model ({type(model).__name__}) has no parameters: there is nothing to train.")
+        raise ArgumentError(
+            f"model ({type(model).__name__}) has no parameters: there is nothing to train."
+        )
     if not any(p.requires_grad for _, p in named):
         raise ArgumentError(
             f"every parameter of model ({type(model).__name__}) is frozen (requires_grad=False): there is nothing to train."
@@ -87,9 +101,13 @@ def check_model(model: Any, me: World) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
-    """An optimizer over the model's parameters. Returns names of trainable parameters that it leaves out."""
+    """An optimizer over the model's parameters. Returns names of trainable parameters that it
+    leaves out.
+    """
     if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+        raise ArgumentError(
+            f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}."
+        )
     if type(optimizer).__name__ == "LBFGS":
         raise ArgumentError(
             "optimizer is LBFGS, which evaluates the model several times a step by itself: that is not supported. Use a first-order one."
@@ -99,7 +117,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in by_id]
     if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) if not torch.nn.parameter.is_lazy(p) else "lazy" for p in foreign[:3])
+        shapes = ", ".join(
+            str(tuple(p.shape)) if not torch.nn.parameter.is_lazy(p) else "lazy"
+            for p in foreign[:3]
+        )
         more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
         raise ArgumentError(
             f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the model's (shapes {shapes}{more}). It would "
@@ -119,9 +140,13 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
             "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call scheduler.step(value) yourself after run.evaluate()."
         )
     if not isinstance(scheduler, LRScheduler) and not callable(getattr(scheduler, "step", None)):
-        raise ArgumentError(f"scheduler must be a torch.optim.lr_scheduler, found {type(scheduler).__name__}.")
+        raise ArgumentError(
+            f"scheduler must be a torch.optim.lr_scheduler, found {type(scheduler).__name__}."
+        )
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ArgumentError("scheduler was built over another optimizer: build it from the one given here.")
+        raise ArgumentError(
+            "scheduler was built over another optimizer: build it from the one given here."
+        )
 
 
 def _setting(value: Any) -> Any:
@@ -130,7 +155,9 @@ def _setting(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def facts(plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+def facts(
+    plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any
+) -> dict[str, Any]:
     """What every rank must say alike before anything is exchanged."""
     shown = plan.to_dict()
     said: dict[str, Any] = {"batch_size": shown.pop("batch_size")}
@@ -141,17 +168,21 @@ def facts(plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, sche
         said["the data set's fingerprint"] = taken.fingerprint
     said["what is done about bad samples"] = [taken.settings.on_error, taken.settings.max_skipped]
     if taken.order.draw is not None:
-        said["the order that the sampler draws"] = hashlib.sha256(taken.order.ids(0, 0, taken.order.epoch_samples).tobytes()).hexdigest()[
-            :12
-        ]
+        said["the order that the sampler draws"] = hashlib.sha256(
+            taken.order.ids(0, 0, taken.order.epoch_samples).tobytes()
+        ).hexdigest()[:12]
     said.update(shown)
     for name, p in model.named_parameters():
-        said[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" + ("" if p.requires_grad else ", frozen")
+        said[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" + (
+            "" if p.requires_grad else ", frozen"
+        )
     for name, b in model.named_buffers():
         said[f"buffer {name!r}"] = f"{str(b.dtype).removeprefix('torch.')} {list(b.shape)}"
     said["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            said[f"the optimizer's {key} (group {i})"] = len(value) if key == "params" else _setting(value)
+            said[f"the optimizer's {key} (group {i})"] = (
+                len(value) if key == "params" else _setting(value)
+            )
     said["the scheduler"] = type(scheduler).__name__
     return said

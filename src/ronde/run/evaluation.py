@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ronde.feed import Feed, LoaderSettings, Taken, stage
-from ronde.feed.loader import too_many
+from ronde.data.named_stages import stage
+from ronde.loader.from_dataloader import Taken
+from ronde.loader.loader import Feed, too_many
+from ronde.loader.settings import LoaderSettings
 from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, FeedError, World
-from ronde.world.agree import gather_json
-from ronde.world.groups import group_of
+from ronde.world.consensus import gather_json
+from ronde.world.meshes import group_of
 from ronde.world.tensors import map_leaves, map_tensors
 
 __all__ = ["Evaluation", "gather_skipped", "on_device", "to_device"]
@@ -29,14 +31,24 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor in a batch, whatever it is made of."""
 
     def move(v: Any) -> Any:
-        return v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v.to(device) if _moves(v) else v
+        return (
+            v.to(device, non_blocking=True)
+            if isinstance(v, torch.Tensor)
+            else v.to(device)
+            if _moves(v)
+            else v
+        )
 
     return map_leaves(move, value, leaf=_moves)
 
 
 def _moves(value: Any) -> bool:
-    """Whether a value has a ``to`` of its own: a packed sequence, transformers' BatchEncoding, a class of the script."""
-    return isinstance(value, PackedSequence) or (not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None)))
+    """Whether a value has a ``to`` of its own: a packed sequence, transformers' BatchEncoding, a
+    class of the script.
+    """
+    return isinstance(value, PackedSequence) or (
+        not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None))
+    )
 
 
 def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
@@ -47,7 +59,8 @@ def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device)
 
 
 def gather_skipped(feed: Feed, layout: Layout, me: World) -> list[tuple[int, str]]:
-    """Bad samples of every worker since its feed began to read; of workers that read the same samples, one. A collective where any may be.
+    """Bad samples of every worker since its feed began to read; of workers that read the same
+    samples, one. A collective where any may be.
 
     Raises:
         FeedError: they are more than may be.
@@ -82,19 +95,26 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
         )
     if isinstance(value, int | float):
         return float(value) * samples, float(samples)
-    raise ArgumentError(f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or (sum, weight).")
+    raise ArgumentError(
+        f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or (sum, weight)."
+    )
 
 
 def _forget(metric: Any) -> None:
     """Take a torchmetrics object's only update back, but keep the kinds of what it has collected.
 
-    Its exchange gathers lists of tensors, and does not match if a rank that saw no sample has none of the type of the others'.
+    Its exchange gathers lists of tensors, and does not match if a rank that saw no sample has none
+    of the type of the others'.
     """
     for part in metric.modules():
         for name, default in getattr(part, "_defaults", {}).items():
             state = getattr(part, name)
             if isinstance(state, list):
-                setattr(part, name, [value.reshape(-1)[:0] if value.dim() == 0 else value[:0] for value in state])
+                setattr(
+                    part,
+                    name,
+                    [value.reshape(-1)[:0] if value.dim() == 0 else value[:0] for value in state],
+                )
             else:
                 setattr(part, name, default.detach().clone().to(state.device))
 
@@ -109,26 +129,46 @@ class Evaluation:
         say: told what was chosen where there was a choice; see :class:`Feed`.
 
     Attributes:
-        skipped: after a run, ``(id, text)`` of samples of any worker that could not be used: they are left out.
+        skipped: after a run, ``(id, text)`` of samples of any worker that could not be used: they
+            are left out.
     """
 
     def __init__(
-        self, data: Any, taken: Taken, settings: LoaderSettings, plan: Plan, me: World, say: Callable[[str, bool], None] | None = None
+        self,
+        data: Any,
+        taken: Taken,
+        settings: LoaderSettings,
+        plan: Plan,
+        me: World,
+        say: Callable[[str, bool], None] | None = None,
     ) -> None:
         self.data = data
         self.taken = taken
         self.me = me
-        # A DataLoader's own batch size means the same as in training: samples of all workers together.
+        # A DataLoader's own batch size means the same as in training: samples of all workers
+        # together.
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
-        self.feed = Feed(taken.dataset, taken.order, settings, plan.seed, evaluate=True, on_cpu=me.device.type == "cpu", say=say)
+        self.feed = Feed(
+            taken.dataset,
+            taken.order,
+            settings,
+            plan.seed,
+            evaluate=True,
+            on_cpu=me.device.type == "cpu",
+            say=say,
+        )
         self.skipped: list[tuple[int, str]] = []
         self.layout = plan.layout
-        # One worker of each replica: the last of its pipeline, the first of those that hold a layer together.
+        # One worker of each replica: the last of its pipeline, the first of those that hold a layer
+        # together.
         self.counting: Any = None
         if self.layout.replicas < me.size:
             last = self.layout.pipeline - 1
-            self.counting = group_of("counting", [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)])
+            self.counting = group_of(
+                "counting",
+                [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)],
+            )
 
     def run(
         self,
@@ -146,23 +186,35 @@ class Evaluation:
         plain = {name: m for name, m in metrics.items() if name not in objects}
         for name, metric in plain.items():
             if not callable(metric):
-                raise ArgumentError(f"metric {name!r} is {type(metric).__name__}: expected a callable or a torchmetrics object.")
+                raise ArgumentError(
+                    f"metric {name!r} is {type(metric).__name__}: expected a callable or a torchmetrics object."
+                )
         for metric in objects.values():
             metric.to(me.device)
             metric.reset()
-        # Row 0: the loss, then each plain metric: sums and weights in float64; the last cell counts samples.
+        # Row 0: the loss, then each plain metric: sums and weights in float64; the last cell counts
+        # samples.
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
         def mine() -> Any:
             replica = self.layout.place(me.rank).replica
-            return shares(0, 0, order.epoch_samples, self.batch_size, replica, self.layout.replicas, self.micro_batch)
+            return shares(
+                0,
+                0,
+                order.epoch_samples,
+                self.batch_size,
+                replica,
+                self.layout.replicas,
+                self.micro_batch,
+            )
 
         def judge(batch: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor | None]:
             with autocast():
                 arguments = loss.arguments(model, batch)
                 return arguments, *loss.check(loss.loss(*arguments))
 
-        # torchmetrics exchanges what it has collected by itself: among those that have collected something, each sample once.
+        # torchmetrics exchanges what it has collected by itself: among those that have collected
+        # something, each sample once.
         for metric in objects.values():
             for part in metric.modules():
                 if hasattr(part, "process_group") and self.counting is not None:
@@ -174,7 +226,12 @@ class Evaluation:
         with torch.no_grad():
             for share, micros in self.feed.read(mine):
                 left_out = self.feed.left_out or (0,) * len(micros)
-                for batch, (low, high), missing in zip(on_device(self.feed, share, micros, me.device), share.micro, left_out, strict=True):
+                for batch, (low, high), missing in zip(
+                    on_device(self.feed, share, micros, me.device),
+                    share.micro,
+                    left_out,
+                    strict=True,
+                ):
                     samples = high - low - missing
                     if not samples:
                         stand_in = batch
@@ -215,7 +272,9 @@ class Evaluation:
             result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
         for name, metric in objects.items():
             if strategy.counts:
-                result[name] = map_tensors(torch.Tensor.tolist, metric.compute())  # it exchanges its own states over all ranks
+                result[name] = map_tensors(
+                    torch.Tensor.tolist, metric.compute()
+                )  # it exchanges its own states over all ranks
             metric.reset()
         if objects and self.counting is not None:
             result = next(r for r in gather_json(me, result if strategy.counts else {}) if r)

@@ -1,7 +1,8 @@
 """Where a study looks on: one module-level observer, None in every ordinary run.
 
-``distribute`` and :class:`~ronde.run.run.Run` call it at a few places, each behind one ``is not None``. An observer is for
-studies of a script (``ronde prove``), which run in processes of their own: it may change what it is given.
+``distribute`` and :class:`~ronde.run.run.Run` call it at a few places, each behind one ``is not
+None``. An observer is for studies of a script (``ronde prove``), which run in processes of their
+own: it may change what it is given.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ronde.feed import Taken
+    from ronde.loader.from_dataloader import Taken
     from ronde.parallel import Work
     from ronde.plan import Plan, Share
-    from ronde.run.compare import Forecast
+    from ronde.run.check_prediction import Forecast
     from ronde.run.losses import LossCall
     from ronde.run.run import Run
     from ronde.world import World
@@ -32,7 +33,8 @@ class Opening:
     """What ``distribute`` was given, before anything is exchanged; an observer may replace it.
 
     Attributes:
-        precision, batch, clip_norm, micro_batch, sync_batchnorm, seed: the arguments of these names.
+        precision, batch, clip_norm, micro_batch, sync_batchnorm, seed: the arguments of these
+        names.
     """
 
     model: nn.Module
@@ -81,7 +83,9 @@ class Observer:
         return found
 
     def apart(self, run: Run) -> bool:
-        """Whether a loop of the script's own, written for one batch a step, is handed a step's micro-batches one after the other."""
+        """Whether a loop of the script's own, written for one batch a step, is handed a step's
+        micro-batches one after the other.
+        """
         return False
 
     def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
@@ -114,7 +118,9 @@ class Observer:
 observer: Observer | None = None
 
 planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, Forecast]] | None = None
-"""Chooses for ``plan="auto"``: a plan, and what is predicted for it. A room above this one puts it here."""
+"""Chooses for ``plan="auto"``: a plan, and what is predicted for it. A room above this one puts it
+here.
+"""
 
 examiner: Callable[..., dict[str, Any]] | None = None
 """Carries ``run.doctor()`` out. A room above this one puts it here."""

@@ -28,10 +28,13 @@ class LossCall:
 
     Args:
         loss: ``loss(*forward's values)`` -> scalar mean over samples, or ``(sum, weight)``.
-        forward: ``forward(model, batch)`` -> what ``loss`` takes; None for ``(inputs, target)`` batches.
+        forward: ``forward(model, batch)`` -> what ``loss`` takes; None for ``(inputs, target)``
+            batches.
     """
 
-    def __init__(self, loss: Callable[..., Any], forward: Callable[[nn.Module, Any], Any] | None) -> None:
+    def __init__(
+        self, loss: Callable[..., Any], forward: Callable[[nn.Module, Any], Any] | None
+    ) -> None:
         self.loss = loss
         self.forward = forward
 
@@ -65,12 +68,19 @@ class LossCall:
             return value, None
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.reshape(()), None
-        if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], torch.Tensor) and value[0].numel() == 1:
+        if (
+            isinstance(value, tuple | list)
+            and len(value) == 2
+            and isinstance(value[0], torch.Tensor)
+            and value[0].numel() == 1
+        ):
             total, weight = value
             if not isinstance(weight, torch.Tensor):
                 weight = torch.tensor(float(weight), device=total.device)
             if weight.numel() == 1:
-                return total.reshape(()), weight.detach().reshape(()).to(torch.promote_types(total.dtype, torch.float32))
+                return total.reshape(()), weight.detach().reshape(()).to(
+                    torch.promote_types(total.dtype, torch.float32)
+                )
         raise LossError(
             f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over the samples given (reduction='mean'), or "
             "(sum, weight) for a weighted mean. Add .mean(), or return (losses.sum(), weight)."

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ronde import checkpoint
-from ronde.run import rates
+from ronde.run import lr_rules
 from ronde.world import CheckpointError
-from ronde.world.agree import gather_json
+from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
     from ronde.run.run import Run
@@ -52,7 +52,9 @@ def _data(run: Run) -> dict[str, Any]:
     return found
 
 
-def _values(run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], randomness: Mapping[str, Any]) -> dict[str, Any]:
+def _values(
+    run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], randomness: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "epoch": run.state.epoch,
         "step": run.state.step,
@@ -63,8 +65,12 @@ def _values(run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], ran
         "plan": run.plan.to_dict(),
         "same_tensors": dict(same),
         "optimizer": dict(optimizer),
-        "scheduler": checkpoint.encode(run.scheduler.state_dict(), "scheduler") if run.scheduler is not None else None,
-        "scaler": checkpoint.encode(run._scaler.state_dict(), "gradient scaler") if run._scaler is not None else None,
+        "scheduler": checkpoint.encode(run.scheduler.state_dict(), "scheduler")
+        if run.scheduler is not None
+        else None,
+        "scaler": checkpoint.encode(run._scaler.state_dict(), "gradient scaler")
+        if run._scaler is not None
+        else None,
         "randomness": dict(randomness),
     }
 
@@ -74,12 +80,18 @@ def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
     weights, same = checkpoint.model_state(run.model)
     moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
     drawn, randomness = checkpoint.random_state()
-    files: dict[str, Tensors] = {"model.safetensors": weights, "optimizer.safetensors": moments, "random.safetensors": drawn}
+    files: dict[str, Tensors] = {
+        "model.safetensors": weights,
+        "optimizer.safetensors": moments,
+        "random.safetensors": drawn,
+    }
     return files, _values(run, same, optimizer, randomness)
 
 
 def save(run: Run, folder: Path, keep: int) -> Path | None:
-    """Write a checkpoint: rank 0 alone where it holds everything, else all workers together. Returns its path on rank 0."""
+    """Write a checkpoint: rank 0 alone where it holds everything, else all workers together.
+    Returns its path on rank 0.
+    """
     if held_whole(run):
         if not run.is_main:
             return None
@@ -92,7 +104,9 @@ def save(run: Run, folder: Path, keep: int) -> Path | None:
     mine: dict[str, Any] = {}
     try:
         weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
-        moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, work.groups, work.tied)
+        moments, mine = checkpoint.optimizer_pieces(
+            run.model, run.optimizer, work.groups, work.tied
+        )
         drawn, randomness = checkpoint.random_state()
         parts = {"model": weights, "optimizer": moments}
         state = _values(run, work.tied, {}, randomness)
@@ -102,8 +116,12 @@ def save(run: Run, folder: Path, keep: int) -> Path | None:
     for each in everyone:
         if each["error"]:
             raise CheckpointError(each["error"])
-    state["optimizer"] = checkpoint.join_optimizer(work.groups, [each["optimizer"] for each in everyone])
-    path = checkpoint.write_pieces(run._me, folder, run.state.step, parts, {"random.safetensors": drawn}, state, keep)
+    state["optimizer"] = checkpoint.join_optimizer(
+        work.groups, [each["optimizer"] for each in everyone]
+    )
+    path = checkpoint.write_pieces(
+        run._me, folder, run.state.step, parts, {"random.safetensors": drawn}, state, keep
+    )
     return path if run.is_main else None
 
 
@@ -114,11 +132,15 @@ def export(run: Run, path: Path) -> None:
         checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
     elif run.is_main:
         weights, same = checkpoint.model_state(run.model)
-        checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
+        checkpoint.export(
+            {**weights, **{name: weights[origin] for name, origin in same.items()}}, path
+        )
 
 
 def _refuse(why: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint cannot be continued: {why}. Restore it, or start a new run.")
+    return CheckpointError(
+        f"the checkpoint cannot be continued: {why}. Restore it, or start a new run."
+    )
 
 
 def _said(value: Any) -> str:
@@ -128,7 +150,8 @@ def _said(value: Any) -> str:
 def _check(run: Run, found: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan, or another number of workers, is the same one."""
     for name, value in _data(run).items():
-        # One of an earlier version has no sampler; nor has that, or one of a data set without it, a fingerprint.
+        # One of an earlier version has no sampler; nor has that, or one of a data set without it, a
+        # fingerprint.
         then = found["data"].get(name, value)
         if name == "fingerprint" and then != value:
             raise CheckpointError(
@@ -143,11 +166,17 @@ def _check(run: Run, found: Mapping[str, Any]) -> None:
     was = found["plan"]
     drop_last = was.get("drop_last", run.plan.drop_last)
     if drop_last != run.plan.drop_last and run._taken.order.epoch_samples % run.plan.batch_size:
-        raise _refuse(f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would not have the same samples")
+        raise _refuse(
+            f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would not have the same samples"
+        )
     if run.plan.batch == "keep" and was["batch_size"] != run.plan.batch_size:
-        raise _refuse(f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is another training")
+        raise _refuse(
+            f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is another training"
+        )
     if (found["scheduler"] is None) != (run.scheduler is None):
-        raise _refuse(f"it was written with{'out' if found['scheduler'] is None else ''} a scheduler")
+        raise _refuse(
+            f"it was written with{'out' if found['scheduler'] is None else ''} a scheduler"
+        )
 
 
 def _settle(run: Run, found: Mapping[str, Any]) -> None:
@@ -158,14 +187,16 @@ def _settle(run: Run, found: Mapping[str, Any]) -> None:
         run._scaler.load_state_dict(checkpoint.decode(found["scaler"]))
     factor = found["plan"]["lr_factor"]
     if factor != run.plan.lr_factor:  # batch="grow", on another number of workers
-        rates.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
+        lr_rules.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
     run.state.epoch, run.state.step = found["epoch"], found["step"]
     run.state.samples, run.state.epoch_samples = found["samples"], found["epoch_samples"]
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
     run._strategy.loaded()
 
 
-def restore(run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]) -> None:
+def restore(
+    run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
+) -> None:
     """Go on from a checkpoint, on a worker that holds everything.
 
     Args:
@@ -203,8 +234,13 @@ def restore_pieces(
     """
     _check(run, found)
     work, owns = run._work, run._strategy.owns
-    known = {part: {name: tuple(shape) for name, shape in named.items()} for part, named in shapes.items()}
-    weights, put_weights = checkpoint.model_wants(run.model, known["model"].get, found["same_tensors"], owns)
+    known = {
+        part: {name: tuple(shape) for name, shape in named.items()}
+        for part, named in shapes.items()
+    }
+    weights, put_weights = checkpoint.model_wants(
+        run.model, known["model"].get, found["same_tensors"], owns
+    )
     moments, put_moments = checkpoint.optimizer_wants(
         run.model, run.optimizer, work.groups, work.tied, known["optimizer"], found["optimizer"]
     )

@@ -1,4 +1,6 @@
-"""The Run: what a script holds after ``distribute``. One step of it is one optimizer step, on any number of workers."""
+"""The Run: what a script holds after ``distribute``. One step of it is one optimizer step, on any
+number of workers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,48 +23,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from ronde.feed import Feed, LoaderSettings, Taken, key_of, other_classes, pipeline_in, take_over
-from ronde.feed.loader import first_few
+from ronde.data.order import key_of
+from ronde.loader.from_dataloader import Taken, take_over
+from ronde.loader.loader import Feed, first_few
+from ronde.loader.reader import other_classes, pipeline_in
+from ronde.loader.settings import LoaderSettings
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
-from ronde.run import hooks, persist, rates
-from ronde.run.compare import Comparison
+from ronde.run import hooks, lr_rules, persist
+from ronde.run.check_prediction import Comparison
 from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
-from ronde.run.passes import Passes
+from ronde.run.per_pass_buffers import Passes
+from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, PlanError, RondeError, World
-from ronde.world.agree import gather_json
+from ronde.world.consensus import gather_json
 
-__all__ = ["DTYPES", "MicroBatches", "Run", "State"]
+__all__ = ["Run"]
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SAVE_AT_LEAST_SECONDS = 60.0
 _NAN_EVERY = 50  # steps; to look at a loss on an accelerator is to wait for it
-
-
-@dataclass
-class State:
-    """How far a run has come.
-
-    Attributes:
-        epoch: the epoch being trained, from 0.
-        step: optimizer steps done.
-        samples: samples trained on, over all workers, repeats in later epochs included.
-        epoch_samples: samples of this epoch done: where in its order the next batch starts.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    samples: int = 0
-    epoch_samples: int = 0
-
-
-class MicroBatches(list[Any]):
-    """What ``run.batches()`` yields where a step has several micro-batches: a list of them.
-
-    ``run.step`` takes it whole; a script that owns its loop goes through it and calls ``run.backward`` for each.
-    """
 
 
 class Run:
@@ -110,7 +90,8 @@ class Run:
         self._work = work
         self._loss = loss
         self._passes = Passes(model, plan, me)
-        # Whose gradients a plan that divides the model takes care of; None under the others, which look at what is there.
+        # Whose gradients a plan that divides the model takes care of; None under the others, which
+        # look at what is there.
         self._divided: dict[int, torch.Tensor] | None = None
         if plan.pipeline > 1 or (plan.shard in ("gradients", "parameters") and plan.replicas > 1):
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -121,12 +102,23 @@ class Run:
         self._keep = keep
         self._on_nan = on_nan
         self._feed = Feed(
-            taken.dataset, taken.order, taken.settings, plan.seed, on_cpu=me.device.type == "cpu", say=self._feed_says_weakly()
+            taken.dataset,
+            taken.order,
+            taken.settings,
+            plan.seed,
+            on_cpu=me.device.type == "cpu",
+            say=self._feed_says_weakly(),
         )
-        self._scaler = torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
-        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = self._scaler.scale if self._scaler else None  # type: ignore[assignment]
+        self._scaler = (
+            torch.amp.GradScaler(me.device.type, enabled=True) if plan.precision == "fp16" else None
+        )
+        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = (
+            self._scaler.scale if self._scaler else None
+        )  # type: ignore[assignment]
         self._autocast: Callable[[], AbstractContextManager[Any]] = (
-            partial(torch.autocast, me.device.type, DTYPES[plan.precision]) if plan.precision in DTYPES else nullcontext
+            partial(torch.autocast, me.device.type, DTYPES[plan.precision])
+            if plan.precision in DTYPES
+            else nullcontext
         )
         self._reads_are_free = me.device.type == "cpu"
         self._in_lists = in_lists
@@ -134,8 +126,11 @@ class Run:
         self._backwards = 0
         self._in_epochs = False
         self._loops = 0  # how many run.epochs() have begun
-        self._looping = False  # a loop is going on, or one of the script's own may be: loading threads and processes stay
-        self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # what run.batches() gave last
+        # a loop is going on, or one of the script's own may be: loading threads and processes stay
+        self._looping = False
+        self._reading: weakref.ref[Generator[Any, None, None]] | None = (
+            None  # what run.batches() gave last
+        )
         self._evaluations: dict[int, Evaluation] = {}
         self._last_saved_step = -1
         self._last_saved_time = time.monotonic()
@@ -145,7 +140,7 @@ class Run:
         self._ended = False
         atexit.register(self._at_exit)
 
-    # -- who and where ---------------------------------------------------------------------------------------------
+    # -- who and where -----------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -170,19 +165,22 @@ class Run:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch."""
-        return epoch_steps(self._taken.order.epoch_samples, self.plan.batch_size, self.plan.drop_last)
+        return epoch_steps(
+            self._taken.order.epoch_samples, self.plan.batch_size, self.plan.drop_last
+        )
 
-    # -- the loop --------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Go through epochs up to ``n`` in all; a resumed run goes on in the epoch where it stopped.
+        """Go through epochs up to ``n`` in all; a resumed run goes on in the epoch where it
+        stopped.
 
         Args:
             n: epochs of the whole training, those before a resume included.
 
         Yields:
-            int: the epoch, from 0. A run that stopped after an epoch's last batch goes on with that epoch, without batches: it
-            may not have been evaluated.
+            int: the epoch, from 0. A run that stopped after an epoch's last batch goes on with that
+            epoch, without batches: it may not have been evaluated.
 
         Example:
             >>> for epoch in run.epochs(10):  # doctest: +SKIP
@@ -190,7 +188,9 @@ class Run:
             ...         loss = run.step(batch)
         """
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ArgumentError(f"run.epochs({n!r}): expected how many epochs to train in all, a whole number.")
+            raise ArgumentError(
+                f"run.epochs({n!r}): expected how many epochs to train in all, a whole number."
+            )
         if hooks.observer is not None:
             n = hooks.observer.epochs(self, n)
         self._watcher.epochs = n
@@ -201,7 +201,9 @@ class Run:
         mine = self._loops
         self._looping = True
         try:
-            while self.state.epoch < n and not (hooks.observer is not None and hooks.observer.over()):
+            while self.state.epoch < n and not (
+                hooks.observer is not None and hooks.observer.over()
+            ):
                 epoch = self.state.epoch
                 self._in_epochs = True
                 try:
@@ -210,17 +212,24 @@ class Run:
                     self._in_epochs = False
                 if self.state.epoch == epoch:
                     self._end_epoch()
-                if self._save_every is None and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS:
+                if (
+                    self._save_every is None
+                    and time.monotonic() - self._last_saved_time >= _SAVE_AT_LEAST_SECONDS
+                ):
                     self._save_quietly()
         finally:
-            if mine == self._loops:  # one that was left, and is collected now, must not end what another loop waits for
+            if (
+                mine == self._loops
+            ):  # one that was left, and is collected now, must not end what another loop waits for
                 self._end_loading()
         if self.state.step != self._last_saved_step:
             self._save_quietly()
         self._finish("completed")
 
     def _end_loading(self) -> None:
-        """End the threads and processes that load: nobody asks them for more. They start again if somebody does."""
+        """End the threads and processes that load: nobody asks them for more. They start again if
+        somebody does.
+        """
         reading = self._reading() if self._reading is not None else None
         if reading is not None:
             if inspect.getgeneratorstate(reading) == inspect.GEN_RUNNING:
@@ -234,7 +243,12 @@ class Run:
     def _end_epoch(self) -> None:
         state = self.state
         self._watcher.event(
-            Epoch(epoch=state.epoch, step=state.step, samples=state.samples, samples_per_second=self._watcher.rate.end_epoch())
+            Epoch(
+                epoch=state.epoch,
+                step=state.step,
+                samples=state.samples,
+                samples_per_second=self._watcher.rate.end_epoch(),
+            )
         )
         state.epoch += 1
         state.epoch_samples = 0
@@ -244,14 +258,16 @@ class Run:
         return left <= 0 or (self.plan.drop_last and left < self.plan.batch_size)
 
     def batches(self) -> Iterator[Any]:
-        """This worker's share of each global batch of the current epoch, on its device; after a resume, of the rest of it.
+        """This worker's share of each global batch of the current epoch, on its device; after a
+        resume, of the rest of it.
 
-        Every worker gets the same number of batches. Where the last one is smaller than the world, a worker whose share is
-        empty gets a stand-in of one sample, which counts for nothing.
+        Every worker gets the same number of batches. Where the last one is smaller than the world,
+        a worker whose share is empty gets a stand-in of one sample, which counts for nothing.
 
         Yields:
-            What the data set's collate function makes of the worker's samples: usually ``(inputs, target)``, first
-            dimension = samples. With several micro-batches, a :class:`MicroBatches`; always, if the script gave ``micro_batch``.
+            What the data set's collate function makes of the worker's samples: usually ``(inputs,
+            target)``, first dimension = samples. With several micro-batches, a
+            :class:`MicroBatches`; always, if the script gave ``micro_batch``.
         """
         found = self._batches()
         self._reading = weakref.ref(found)
@@ -268,12 +284,27 @@ class Run:
         if hooks.observer is not None:
             hooks.observer.starting(self)
 
-        place, parts = plan.layout.place(self.rank), plan.accumulation if plan.pipeline > 1 else None
-        mine = (order.epoch_samples, plan.batch_size, place.replica, plan.replicas, plan.micro_batch, plan.drop_last, parts)
-        follows = self._in_epochs and epoch + 1 < (self._watcher.epochs or 0) and hooks.observer is None
+        place, parts = (
+            plan.layout.place(self.rank),
+            plan.accumulation if plan.pipeline > 1 else None,
+        )
+        mine = (
+            order.epoch_samples,
+            plan.batch_size,
+            place.replica,
+            plan.replicas,
+            plan.micro_batch,
+            plan.drop_last,
+            parts,
+        )
+        follows = (
+            self._in_epochs and epoch + 1 < (self._watcher.epochs or 0) and hooks.observer is None
+        )
         after = partial(shares, epoch + 1, 0, *mine) if follows else None
         self._watcher.rate.resume()
-        several = plan.accumulation > 1 or self._in_lists  # what a loop of the script's own finds must not depend on the workers
+        several = (
+            plan.accumulation > 1 or self._in_lists
+        )  # what a loop of the script's own finds must not depend on the workers
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1
@@ -289,7 +320,8 @@ class Run:
                 self._share = share
                 self._backwards = 0
                 if reseed:
-                    # Dropout on many workers: a function of (seed, step, rank), so that a resumed run draws what it would have.
+                    # Dropout on many workers: a function of (seed, step, rank), so that a resumed
+                    # run draws what it would have.
                     self._seed(key_of(plan.seed, 5, state.step, self.rank // plan.tensor))
                 low, high = share.micro[0]
                 self._strategy.before_batch(high > low)
@@ -301,13 +333,18 @@ class Run:
                         continue
                 yield MicroBatches(ready) if several else ready[0]
         self._tell_skipped(
-            gather_skipped(self._feed, plan.layout, self._me), order.epoch_samples, f"epoch {epoch + 1}", "replaced by others"
+            gather_skipped(self._feed, plan.layout, self._me),
+            order.epoch_samples,
+            f"epoch {epoch + 1}",
+            "replaced by others",
         )
         if plan.drop_last and self._share is None:
             state.epoch_samples = order.epoch_samples  # what is left of the epoch is left out
 
     def _feed_says_weakly(self) -> Callable[[str, bool], None]:
-        """For a feed, which must not hold the run that holds it: processes are ended in order only where there is no such cycle."""
+        """For a feed, which must not hold the run that holds it: processes are ended in order only
+        where there is no such cycle.
+        """
         call = weakref.WeakMethod(self._feed_says)
 
         def say(text: str, warning: bool) -> None:
@@ -329,7 +366,9 @@ class Run:
 
     @contextmanager
     def _reseeding(self) -> Iterator[None]:
-        """Within, each step's random numbers are its own; what the script draws afterwards does not depend on how many workers trained."""
+        """Within, each step's random numbers are its own; what the script draws afterwards does not
+        depend on how many workers trained.
+        """
         if self.world_size == 1:
             yield
             return
@@ -362,17 +401,21 @@ class Run:
         if self._divided is not None:
             self._refuse_new_parameters(self._divided)
         if self._share is None:
-            raise RondeError(f"{call} was called without a batch: take one from run.batches(), and use each once.")
+            raise RondeError(
+                f"{call} was called without a batch: take one from run.batches(), and use each once."
+            )
         return self._share
 
     def step(self, batch: Any) -> torch.Tensor:
-        """Train on one batch from :meth:`batches`: forward, backward, exchange, clip, update and schedule.
+        """Train on one batch from :meth:`batches`: forward, backward, exchange, clip, update and
+        schedule.
 
         Args:
             batch: what :meth:`batches` yielded, or what the script made of it.
 
         Returns:
-            Tensor: 0-d, the loss of the whole global batch, the same on every rank. It waits for nothing until it is read.
+            Tensor: 0-d, the loss of the whole global batch, the same on every rank. It waits for
+                nothing until it is read.
 
         Raises:
             LossError: the loss is not a scalar, or is NaN or infinite.
@@ -385,7 +428,10 @@ class Run:
             )
         self._strategy.refresh()
         last = len(micros) - 1
-        parts = [Part(high - low, share.global_samples, i == last) for i, (low, high) in enumerate(share.micro)]
+        parts = [
+            Part(high - low, share.global_samples, i == last)
+            for i, (low, high) in enumerate(share.micro)
+        ]
         if self._comparison is not None:
             self._comparison.begin()
         self._passes.begin()
@@ -403,7 +449,8 @@ class Run:
             return self._loss(self.model, micro)
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
-        """Backward pass of a script that owns its loop; once per micro-batch, in order, then :meth:`update`.
+        """Backward pass of a script that owns its loop; once per micro-batch, in order, then
+        :meth:`update`.
 
         Args:
             loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
@@ -415,7 +462,9 @@ class Run:
                 "backward passes are interleaved. Use run.step(batch), or another plan."
             )
         if self._backwards >= len(share.micro):
-            raise RondeError(f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches.")
+            raise RondeError(
+                f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches."
+            )
         if self._backwards == 0 and self._strategy.refresh():
             raise RondeError(
                 "requires_grad of a parameter was changed after its batch was taken: freeze and thaw before, at the end of the loop's body."
@@ -438,9 +487,15 @@ class Run:
             self._strategy.expect(high > low)
 
     def update(self) -> torch.Tensor:
-        """Exchange, clip, update and schedule, after :meth:`backward`. Returns the global loss, as :meth:`step` does."""
+        """Exchange, clip, update and schedule, after :meth:`backward`. Returns the global loss, as
+        :meth:`step` does.
+        """
         share = self._taken_share("run.update()")
-        if hooks.observer is not None and hooks.observer.apart(self) and 0 < self._backwards < len(share.micro):
+        if (
+            hooks.observer is not None
+            and hooks.observer.apart(self)
+            and 0 < self._backwards < len(share.micro)
+        ):
             return torch.zeros(())  # the next batch belongs to this step
         if self._backwards != len(share.micro):
             raise RondeError(
@@ -453,7 +508,11 @@ class Run:
         if self._comparison is not None:
             self._comparison.passed()
         plan, state, optimizer, scaler = self.plan, self.state, self.optimizer, self._scaler
-        if self._on_nan == "error" and (self._reads_are_free or state.step % _NAN_EVERY == 0) and not math.isfinite(loss):
+        if (
+            self._on_nan == "error"
+            and (self._reads_are_free or state.step % _NAN_EVERY == 0)
+            and not math.isfinite(loss)
+        ):
             self._refuse_loss(float(loss), share)
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -468,8 +527,8 @@ class Run:
         lr = optimizer.param_groups[0]["lr"]
         warm = 1.0
         if state.step < plan.warmup_steps:
-            warm = rates.warmup_factor(state.step, plan.warmup_steps, plan.lr_factor)
-            with rates.warmed(optimizer, warm):
+            warm = lr_rules.warmup_factor(state.step, plan.warmup_steps, plan.lr_factor)
+            with lr_rules.warmed(optimizer, warm):
                 self._optimizer_step()
         else:
             self._optimizer_step()
@@ -498,11 +557,17 @@ class Run:
         if self.is_main:
             try:
                 keep = comparison.forecast.keep
-                factor = keep(comparison.forecast.raw_seconds, seconds) if keep is not None else None
+                factor = (
+                    keep(comparison.forecast.raw_seconds, seconds) if keep is not None else None
+                )
             except (OSError, RondeError) as error:
                 self._warn(f"the comparison could not be kept: {error}")
             else:
-                text += f"; the next prediction of {comparison.forecast.family} here is × {factor:.3g}" if factor is not None else ""
+                text += (
+                    f"; the next prediction of {comparison.forecast.family} here is × {factor:.3g}"
+                    if factor is not None
+                    else ""
+                )
         self._watcher.say(text)
 
     def _optimizer_step(self) -> None:
@@ -514,7 +579,8 @@ class Run:
         self._strategy.updated()
 
     def _refuse_loss(self, value: float, share: Share) -> None:
-        # The loss is the same on every rank, so all of them are here: they can say whose samples it came from.
+        # The loss is the same on every rank, so all of them are here: they can say whose samples it
+        # came from.
         local = self._whose_loss()
         order = self._taken.order
         ids = order.ids(share.epoch, share.start, share.stop)
@@ -536,17 +602,19 @@ class Run:
         bad = [str(rank) for rank, good in enumerate(finite) if not good]
         return f", from the samples of rank {', '.join(bad)}" if bad else ""
 
-    # -- evaluation ------------------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Loss and metrics over a data set, each sample counted once, the same result on every rank and for any number of them.
+        """Loss and metrics over a data set, each sample counted once, the same result on every rank
+        and for any number of them.
 
         Call it on every worker: each evaluates its share.
 
         Args:
             data: a Dataset or DataLoader, read in its own order.
-            metrics: name -> a torchmetrics object, or a callable of what the loss takes, usually ``(output, target)``, that
-                returns a mean over the samples given, ``(sum, weight)``, or one value per sample.
+            metrics: name -> a torchmetrics object, or a callable of what the loss takes, usually
+                ``(output, target)``, that returns a mean over the samples given, ``(sum, weight)``,
+                or one value per sample.
 
         Returns:
             dict: ``"loss"`` and each metric, as numbers (or what a torchmetrics object computes).
@@ -569,10 +637,19 @@ class Run:
                 evaluate=True,
             )
             if (other := other_classes(self._taken.dataset, data)) is not None:
-                self._warn(f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), feed.table(…, like=train).")
+                self._warn(
+                    f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), feed.table(…, like=train)."
+                )
             if hooks.observer is not None:
                 taken = hooks.observer.evaluating(self, taken)
-            evaluation = Evaluation(data, taken, self._settings_for(data, taken), self.plan, self._me, self._feed_says_weakly())
+            evaluation = Evaluation(
+                data,
+                taken,
+                self._settings_for(data, taken),
+                self.plan,
+                self._me,
+                self._feed_says_weakly(),
+            )
             self._evaluations[id(data)] = evaluation
             if len(self._evaluations) > 4:  # a script may make a new DataLoader for each
                 self._evaluations.pop(next(iter(self._evaluations))).feed.close()
@@ -582,7 +659,9 @@ class Run:
         if hooks.observer is not None:
             hooks.observer.evaluation(self)
         try:
-            result, samples = evaluation.run(self.model, self._loss, dict(metrics or {}), self._autocast, self._strategy)
+            result, samples = evaluation.run(
+                self.model, self._loss, dict(metrics or {}), self._autocast, self._strategy
+            )
         finally:
             for module, training in modes:
                 module.training = training  # each its own: a frozen part stays as the script set it
@@ -590,28 +669,47 @@ class Run:
                 evaluation.feed.close()
         if hooks.observer is not None:
             hooks.observer.evaluated(self, result, samples)
-        self._tell_skipped(evaluation.skipped, evaluation.taken.order.epoch_samples, "evaluation", "left out")
-        self._watcher.event(Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result))
+        self._tell_skipped(
+            evaluation.skipped, evaluation.taken.order.epoch_samples, "evaluation", "left out"
+        )
+        self._watcher.event(
+            Evaluated(step=self.state.step, epoch=self.state.epoch, samples=samples, metrics=result)
+        )
         if self.is_main and self._writer is not None:
             self._write_scalars("evaluate", result)
-        shown = "  ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items())
-        self._watcher.say(f"epoch {self.state.epoch + 1}  step {self.state.step}  evaluate  {shown}")
+        shown = "  ".join(
+            f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()
+        )
+        self._watcher.say(
+            f"epoch {self.state.epoch + 1}  step {self.state.step}  evaluate  {shown}"
+        )
         self._watcher.rate.resume()
         return result
 
     def _settings_for(self, data: Any, taken: Taken) -> LoaderSettings:
-        """How a data set is read that is evaluated: as its DataLoader says; without one, with as many loaders as the training's."""
+        """How a data set is read that is evaluated: as its DataLoader says; without one, with as
+        many loaders as the training's.
+        """
         if taken.dataset is not data:
             return taken.settings
         mine = self._taken.settings
         own = taken.settings
-        if (isinstance(data, IterableDataset) or pipeline_in(data) is None) and pipeline_in(self._taken.dataset) is None:
+        if (isinstance(data, IterableDataset) or pipeline_in(data) is None) and pipeline_in(
+            self._taken.dataset
+        ) is None:
             return mine  # the training's collate function is for such data too
         return dataclasses.replace(
-            mine, collate=own.collate, finish=own.finish, on_error=own.on_error, max_skipped=own.max_skipped, init=None
+            mine,
+            collate=own.collate,
+            finish=own.finish,
+            on_error=own.on_error,
+            max_skipped=own.max_skipped,
+            init=None,
         )
 
-    def fit(self, epochs: int, validate: Any = None, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def fit(
+        self, epochs: int, validate: Any = None, metrics: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The loop, for those who want none: train, and evaluate after every epoch.
 
         Args:
@@ -634,14 +732,17 @@ class Run:
         return result
 
     def doctor(self, seconds: float = 60.0, **options: Any) -> dict[str, Any]:
-        """Why are the devices idle? Measure this very training with and without parts of its input, then go on as if nothing had been.
+        """Why are the devices idle? Measure this very training with and without parts of its input,
+        then go on as if nothing had been.
 
-        Call it on every worker, between two steps. Weights, optimizer, scheduler, randomness and the place in the data are afterwards
-        bit for bit what they were; a copy of weights and moments is held meanwhile. ``ronde doctor`` does the same from outside.
+        Call it on every worker, between two steps. Weights, optimizer, scheduler, randomness and
+        the place in the data are afterwards bit for bit what they were; a copy of weights and
+        moments is held meanwhile. ``ronde doctor`` does the same from outside.
 
         Args:
             seconds: how long measuring may take, about.
-            options: ``rounds``, how often each rate is measured at least; ``to``, how many devices to predict for.
+            options: ``rounds``, how often each rate is measured at least; ``to``, how many devices
+                to predict for.
 
         Returns:
             dict: what ``ronde doctor --json`` writes, the same on every worker.
@@ -655,10 +756,11 @@ class Run:
             raise RondeError("run.doctor() needs a run that ronde.distribute made.")
         return hooks.examiner(self, seconds, **options)
 
-    # -- what it leaves behind -------------------------------------------------------------------------------------
+    # -- what it leaves behind ---------------------------------------------------------
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the script's own, under their names; rank 0 writes, on others nothing happens.
+        """Record values of the script's own, under their names; rank 0 writes, on others nothing
+        happens.
 
         Args:
             values: name -> number, text, 0-d tensor or list of such.
@@ -675,11 +777,14 @@ class Run:
     def _write_scalars(self, group: str, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, int | float):
-                self._writer.add_scalar(f"{group}/{name}" if group else name, value, self.state.step)
+                self._writer.add_scalar(
+                    f"{group}/{name}" if group else name, value, self.state.step
+                )
         self._writer.flush()
 
     def save(self) -> Path | None:
-        """Write a checkpoint now: weights, optimizer, scheduler, place in the data. Call it on every worker.
+        """Write a checkpoint now: weights, optimizer, scheduler, place in the data. Call it on
+        every worker.
 
         Returns:
             Path: of the checkpoint on rank 0, None on others.
@@ -701,13 +806,20 @@ class Run:
         if path is not None:
             size = sum(f.stat().st_size for f in path.iterdir())
             self._watcher.event(
-                Checkpointed(step=self.state.step, path=f"checkpoints/{path.name}", bytes=size, seconds=time.perf_counter() - start)
+                Checkpointed(
+                    step=self.state.step,
+                    path=f"checkpoints/{path.name}",
+                    bytes=size,
+                    seconds=time.perf_counter() - start,
+                )
             )
         self._watcher.rate.resume()
         return path
 
     def _save_quietly(self) -> None:
-        """A checkpoint that nobody asked for must not end the training: a full disk is reported instead."""
+        """A checkpoint that nobody asked for must not end the training: a full disk is reported
+        instead.
+        """
         try:
             self.save()
         except CheckpointError as error:
@@ -718,9 +830,11 @@ class Run:
         self._watcher.say(f"warning: {text}")
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's weights as plain safetensors, under the names the script gave. Call it on every worker; rank 0 writes.
+        """Write the model's weights as plain safetensors, under the names the script gave. Call it
+        on every worker; rank 0 writes.
 
-        Tensors that share memory are written under each of their names. Under a plan that splits the model, the others send rank 0
+        Tensors that share memory are written under each of their names. Under a plan that splits
+        the model, the others send rank 0
         what they hold, tensor after tensor: it never holds more than one of them.
 
         Raises:
@@ -728,7 +842,7 @@ class Run:
         """
         persist.export(self, Path(path))
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------
 
     def _finish(self, status: str, error: str | None = None) -> None:
         if self._ended:
@@ -752,11 +866,19 @@ class Run:
         if self._writer is not None:
             self._writer.close()
         self._watcher.close()
-        if self.dir is not None and os.environ.get("RONDE_PROGRESS", "") == "" and self.is_main and status == "completed":
-            self._watcher.display.say(f"run directory {self.dir.path}; 'ronde show {self.dir.name}' draws its curve")
+        if (
+            self.dir is not None
+            and os.environ.get("RONDE_PROGRESS", "") == ""
+            and self.is_main
+            and status == "completed"
+        ):
+            self._watcher.display.say(
+                f"run directory {self.dir.path}; 'ronde show {self.dir.name}' draws its curve"
+            )
 
     def _at_exit(self) -> None:
-        # A script that ends by itself, without run.epochs(), has completed; one that failed is noted by the launcher.
+        # A script that ends by itself, without run.epochs(), has completed; one that failed is
+        # noted by the launcher.
         import sys
 
         if not self._ended:
@@ -771,7 +893,9 @@ class Run:
                 self._watcher.close()
 
     def measure(self, seconds: float) -> None:
-        """From now on: train for about ``seconds``, write samples per second where ``RONDE_MEASURE_FILE`` says, and end the process."""
+        """From now on: train for about ``seconds``, write samples per second where
+        ``RONDE_MEASURE_FILE`` says, and end the process.
+        """
         self._deadline = seconds
 
     def _measure(self) -> None:
@@ -785,5 +909,9 @@ class Run:
     def _write_measure(self) -> None:
         if self.is_main:
             rate = self._watcher.rate
-            measured = {"workers": self.world_size, "samples_per_second": rate.samples_per_second, "steps": self.state.step}
+            measured = {
+                "workers": self.world_size,
+                "samples_per_second": rate.samples_per_second,
+                "steps": self.state.step,
+            }
             Path(os.environ["RONDE_MEASURE_FILE"]).write_text(json.dumps(measured))

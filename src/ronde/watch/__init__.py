@@ -1,11 +1,21 @@
 """The run seen from outside: its record, what it shows while it trains, its directory, its curve.
 
-Offers :class:`Record` and the event types, :class:`Watcher`, :class:`RunDir`, :func:`summarise` and :func:`curve`.
-Whatever watches can never break the training.
+Offers :class:`Record` and the event types, :class:`Watcher`, :class:`RunDir`, :func:`summarise` and
+:func:`curve`. Whatever watches can never break the training.
 """
 
 from ronde.watch.curve import curve, thin
-from ronde.watch.progress import MARK, Bar, Display, Lines, Rate, Silent, Stream, choose_display, clock
+from ronde.watch.progress import (
+    MARK,
+    Bar,
+    Display,
+    Lines,
+    Rate,
+    Silent,
+    Stream,
+    choose_display,
+    clock,
+)
 from ronde.watch.record import (
     EVENTS,
     SCHEMA_VERSION,
@@ -22,7 +32,7 @@ from ronde.watch.record import (
     Warned,
     read,
 )
-from ronde.watch.rundir import RunDir, check_name, claim, latest, script_stem
+from ronde.watch.run_dir import RunDir, check_name, claim, latest, script_stem
 from ronde.watch.summary import Summary, summarise
 from ronde.watch.watcher import Watcher, recorded
 

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from ronde.watch.written import write_whole
+from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, RondeError
 
 __all__ = [
@@ -44,9 +44,24 @@ __all__ = [
     "write_page",
 ]
 
-# matplotlib takes colors, not CSS variables: these stand in for the variables until the SVG is done.
-INK, FAINT, SYNTHETIC, REAL, LOST, GOOD = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
-_VARIABLES = {INK: "ink", FAINT: "faint", SYNTHETIC: "synthetic", REAL: "real", LOST: "lost", GOOD: "good"}
+# matplotlib takes colors, not CSS variables: these stand in for the variables until the SVG is
+# done.
+INK, FAINT, SYNTHETIC, REAL, LOST, GOOD = (
+    "#010101",
+    "#020202",
+    "#030303",
+    "#040404",
+    "#050505",
+    "#060606",
+)
+_VARIABLES = {
+    INK: "ink",
+    FAINT: "faint",
+    SYNTHETIC: "synthetic",
+    REAL: "real",
+    LOST: "lost",
+    GOOD: "good",
+}
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -84,7 +99,11 @@ def check_drawing() -> None:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        else None
+    )
 
 
 def number_or(value: Any, default: float) -> float:
@@ -125,7 +144,11 @@ def seconds(value: Any) -> str:
     if v < 100:
         return f"{v:.2g} s" if v < 10 else f"{v:.0f} s"
     hours, rest = divmod(round(v), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d} h" if hours else f"{rest // 60}:{rest % 60:02d} min"
+    return (
+        f"{hours}:{rest // 60:02d}:{rest % 60:02d} h"
+        if hours
+        else f"{rest // 60}:{rest % 60:02d} min"
+    )
 
 
 def soft(value: str, remark: str) -> Markup:
@@ -153,7 +176,11 @@ def draw(name: str, height: float, title: str, plot: Callable[[Any], str]) -> Ma
         description = plot(axes)
         figure.patch.set_alpha(0.0)
         axes.patch.set_alpha(0.0)
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+        figure.savefig(
+            out,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Type": None, "Format": None},
+        )
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     for color, variable in _VARIABLES.items():
@@ -179,7 +206,16 @@ def sizes_axis(axes: Any, sizes: Sequence[float], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def mark_size(axes: Any, size: float, text: str, *, left: bool, y: float = 1.0, shift: float = -4, va: str = "top") -> None:
+def mark_size(
+    axes: Any,
+    size: float,
+    text: str,
+    *,
+    left: bool,
+    y: float = 1.0,
+    shift: float = -4,
+    va: str = "top",
+) -> None:
     """Draw a vertical line at a size, with its name to the left or right of it."""
     axes.axvline(size, color=LOST, linewidth=1.2, linestyle=(0, (2, 2)))
     axes.annotate(
@@ -241,10 +277,19 @@ def write_page(
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     pages = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     html = pages.get_template("report.html.j2").render(
-        verb=verb, title=f"{verb} {script}", headline=headline, numbers=numbers, charts=[c for c in charts if c[2]], sections=sections
+        verb=verb,
+        title=f"{verb} {script}",
+        headline=headline,
+        numbers=numbers,
+        charts=[c for c in charts if c[2]],
+        sections=sections,
     )
     try:
         write_whole(Path(path), html)

@@ -1,7 +1,9 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere, nothing when quiet.
+"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere, nothing when
+quiet.
 
-Under ``ronde run`` the launcher owns the terminal: rank 0 sends it small messages inside its output, one line each
-that starts with the record separator (as RFC 7464 has it), and the launcher draws. Started by itself, a script draws.
+Under ``ronde run`` the launcher owns the terminal: rank 0 sends it small messages inside its
+output, one line each that starts with the record separator (as RFC 7464 has it), and the launcher
+draws. Started by itself, a script draws.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def clock(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second, seconds_left (each may be None)."""
+    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second,
+    seconds_left (each may be None).
+    """
 
     interval_seconds: float
 
@@ -99,7 +103,9 @@ class Stream:
 
     def _send(self, message: dict[str, Any]) -> None:
         sys.stdout.flush()
-        os.write(1, (MARK + json.dumps(message) + "\n").encode())  # one write: it is not torn by other output
+        os.write(
+            1, (MARK + json.dumps(message) + "\n").encode()
+        )  # one write: it is not torn by other output
 
     def update(self, state: dict[str, Any]) -> None:
         """Send the state."""
@@ -128,8 +134,14 @@ class Bar:
     def _start(self) -> Progress:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rest]}"))
-        progress = Progress(*columns, console=self.console, transient=True, expand=True, refresh_per_second=8)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[rest]}"),
+        )
+        progress = Progress(
+            *columns, console=self.console, transient=True, expand=True, refresh_per_second=8
+        )
         progress.start()
         self._task = progress.add_task("", rest="", total=None)
         self._progress = progress
@@ -196,7 +208,9 @@ def choose_display(is_main: bool) -> Display:
 
 
 class Rate:
-    """Samples a second while training: the time of evaluation, saving and the first steps is left out."""
+    """Samples a second while training: the time of evaluation, saving and the first steps is left
+    out.
+    """
 
     def __init__(self, skip_steps: int = 3) -> None:
         self._skip = skip_steps

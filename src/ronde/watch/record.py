@@ -1,7 +1,8 @@
-"""The run's record: ``record.jsonl``, one JSON object a line, each of a type below. The schema is documented field by field.
+"""The run's record: ``record.jsonl``, one JSON object a line, each of a type below. The schema is
+documented field by field.
 
-Readers skip types and fields that they do not know, so that later versions can add some. A resumed run appends; steps
-that it trains again replace those recorded before the stop (see :func:`read`).
+Readers skip types and fields that they do not know, so that later versions can add some. A resumed
+run appends; steps that it trains again replace those recorded before the stop (see :func:`read`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """A process group began to train. ``plan`` is plan.yaml, ``parameters`` a count, ``steps_per_epoch`` optimizer steps."""
+    """A process group began to train. ``plan`` is plan.yaml, ``parameters`` a count,
+    ``steps_per_epoch`` optimizer steps.
+    """
 
     type: ClassVar[str] = "start"
     schema: int
@@ -65,7 +68,9 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """Training went on from a checkpoint. Steps recorded above ``step`` before this line are void."""
+    """Training went on from a checkpoint. Steps recorded above ``step`` before this line are
+    void.
+    """
 
     type: ClassVar[str] = "resume"
     step: int
@@ -78,7 +83,9 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first group as used, ``samples`` since the run began."""
+    """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first group as used,
+    ``samples`` since the run began.
+    """
 
     type: ClassVar[str] = "step"
     step: int
@@ -90,7 +97,9 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class Epoch(Event):
-    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` of its training steps, evaluation and saving left out."""
+    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` of its training steps,
+    evaluation and saving left out.
+    """
 
     type: ClassVar[str] = "epoch"
     epoch: int
@@ -141,7 +150,9 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The script ended. ``status``: ``completed``; ``failed`` with ``error`` and, if known, ``rank``; or ``interrupted``."""
+    """The script ended. ``status``: ``completed``; ``failed`` with ``error`` and, if known,
+    ``rank``; or ``interrupted``.
+    """
 
     type: ClassVar[str] = "end"
     status: str
@@ -154,7 +165,10 @@ class Ended(Event):
     rank: int | None = None
 
 
-EVENTS: dict[str, type[Event]] = {cls.type: cls for cls in (Started, Resumed, Step, Epoch, Evaluated, Logged, Checkpointed, Warned, Ended)}
+EVENTS: dict[str, type[Event]] = {
+    cls.type: cls
+    for cls in (Started, Resumed, Step, Epoch, Evaluated, Logged, Checkpointed, Warned, Ended)
+}
 """Name of a type -> its class."""
 
 
@@ -174,7 +188,10 @@ class Record:
             if torn:
                 self._file.write("\n")  # the run before was killed in the middle of a line
         for event in events:
-            values = {"type": event.type, **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)}}
+            values = {
+                "type": event.type,
+                **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)},
+            }
             self._file.write(json.dumps(values, default=str) + "\n")
         self._file.flush()
 

@@ -6,8 +6,18 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ronde.watch.record import Checkpointed, Ended, Epoch, Evaluated, Event, Started, Step, Warned, read
-from ronde.watch.rundir import RunDir
+from ronde.watch.record import (
+    Checkpointed,
+    Ended,
+    Epoch,
+    Evaluated,
+    Event,
+    Started,
+    Step,
+    Warned,
+    read,
+)
+from ronde.watch.run_dir import RunDir
 
 __all__ = ["Summary", "summarise"]
 
@@ -63,7 +73,8 @@ def _last(events: list[Event], kind: type[Any]) -> Any:
 def summarise(run: RunDir) -> Summary:
     """Read a run directory's record.
 
-    A run without an end that was written to in the last 30 s is called ``running``, otherwise ``stopped``.
+    A run without an end that was written to in the last 30 s is called ``running``, otherwise
+    ``stopped``.
     """
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")
@@ -83,12 +94,18 @@ def summarise(run: RunDir) -> Summary:
         step=ended.step if ended and ended.step else steps[-1].step if steps else 0,
         epoch=ended.epoch if ended and ended.epoch else epochs[-1].epoch + 1 if epochs else 0,
         samples=ended.samples if ended and ended.samples else steps[-1].samples if steps else 0,
-        samples_per_second=ended.samples_per_second if ended else epochs[-1].samples_per_second if epochs else None,
+        samples_per_second=ended.samples_per_second
+        if ended
+        else epochs[-1].samples_per_second
+        if epochs
+        else None,
         seconds=ended.seconds if ended else (events[-1].time - events[0].time if events else None),
         loss=steps[-1].loss if steps else None,
         evaluation=evaluated.metrics if evaluated else None,
         curve=[(e.step, e.loss) for e in steps],
-        checkpoints=len({e.path for e in events if isinstance(e, Checkpointed) and (run.path / e.path).is_dir()}),  # older ones are removed
+        checkpoints=len(
+            {e.path for e in events if isinstance(e, Checkpointed) and (run.path / e.path).is_dir()}
+        ),  # older ones are removed
         warnings=list(dict.fromkeys(e.text for e in events if isinstance(e, Warned))),
         error=ended.error if ended else None,
         written=written,

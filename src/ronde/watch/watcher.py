@@ -1,4 +1,5 @@
-"""Watches one run from within: notes each step's loss unread, and reads, records and shows them now and then.
+"""Watches one run from within: notes each step's loss unread, and reads, records and shows them now
+and then.
 
 Nothing in here may break the training: what fails is counted and reported once.
 """
@@ -25,7 +26,9 @@ _MOST_HELD = 256
 
 
 def recorded(step: int) -> bool:
-    """Whether a step's loss goes into the record: all of the first thousand, then one in ten, then one in a hundred."""
+    """Whether a step's loss goes into the record: all of the first thousand, then one in ten, then
+    one in a hundred.
+    """
     return step <= 1_000 or (step <= 10_000 and step % 10 == 0) or step % 100 == 0
 
 
@@ -41,7 +44,10 @@ def _guarded(method: F) -> F:
             if self.failures == 1:
                 import sys
 
-                print(f"ronde: watching this run failed ({type(error).__name__}: {error}); training goes on", file=sys.stderr)
+                print(
+                    f"ronde: watching this run failed ({type(error).__name__}: {error}); training goes on",
+                    file=sys.stderr,
+                )
             return None
 
     return call  # type: ignore[return-value]
@@ -69,7 +75,9 @@ class Watcher:
         self._shown = time.perf_counter()
         self._flushed = time.perf_counter()
 
-    def step(self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int, batch: int) -> None:
+    def step(
+        self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int, batch: int
+    ) -> None:
         """Note a step. The loss is a 0-d tensor, not read here."""
         now = time.perf_counter()
         self.rate.step(batch, now)

@@ -1,14 +1,23 @@
 """The ground floor: who am I among the workers, on which device, with how many cores.
 
-Offers :func:`world` and :class:`World` (read from whichever launcher started the process), :func:`connect`
-(one process group), :func:`agree` (all ranks say the same), and the errors that Ronde raises on purpose.
-Importing it does not import torch.
+Offers :func:`world` and :class:`World` (read from whichever launcher started the process),
+:func:`connect` (one process group), :func:`agree` (all ranks say the same), and the errors that
+Ronde raises on purpose. Importing it does not import torch.
 """
 
 from ronde.world.cores import openmp_waits, threads_per_worker, usable_cores
-from ronde.world.errors import ArgumentError, CheckpointError, FeedError, LossError, PlanError, RondeError, SampleError, WorldError
+from ronde.world.errors import (
+    ArgumentError,
+    CheckpointError,
+    FeedError,
+    LossError,
+    PlanError,
+    RondeError,
+    SampleError,
+    WorldError,
+)
+from ronde.world.identity import World, world
 from ronde.world.launchers import LAUNCHERS, Identity, identify
-from ronde.world.who import World, world
 
 __all__ = [
     "LAUNCHERS",

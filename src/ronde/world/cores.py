@@ -1,4 +1,6 @@
-"""How many cores this process may really use (affinity and container quota, not what the machine has), and how it shares them."""
+"""How many cores this process may really use (affinity and container quota, not what the machine
+has), and how it shares them.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ def _cgroup_cores(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) 
 def usable_cores() -> int:
     """Cores that this process may use, at least 1: the affinity mask, cut by the cgroup quota.
 
-    ``os.cpu_count()`` says what the machine has; in a container or under ``taskset`` that is more than a
-    process may use, and threads beyond it were measured to slow a step 10 to 24 times.
+    ``os.cpu_count()`` says what the machine has; in a container or under ``taskset`` that is more
+    than a process may use, and threads beyond it were measured to slow a step 10 to 24 times.
 
     Example:
         >>> usable_cores() >= 1
@@ -88,20 +90,26 @@ def usable_cores() -> int:
 
 
 def threads_per_worker(local_size: int, cores: int | None = None) -> int:
-    """Compute threads for each of ``local_size`` workers on this node: cores divided by workers, at least 1."""
+    """Compute threads for each of ``local_size`` workers on this node: cores divided by workers, at
+    least 1.
+    """
     return max(1, (usable_cores() if cores is None else cores) // max(1, local_size))
 
 
 def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[str, str]:
-    """Variables for ``workers`` on this node that say how their compute threads wait for each other, before torch is imported.
+    """Variables for ``workers`` on this node that say how their compute threads wait for each
+    other, before torch is imported.
 
-    GNU OpenMP's threads spin for milliseconds before they sleep. That is best between computations that follow each other at once. After a
-    wait (for a batch, for gloo) it is not: the thread that goes on first spins on the core on which Linux has put those that it woke. Where
-    threads have a core each they spin shortly; where they share cores, not at all. ``benchmarks/waiting.py`` tells what it costs.
+    GNU OpenMP's threads spin for milliseconds before they sleep. That is best between computations
+    that follow each other at once. After a wait (for a batch, for gloo) it is not: the thread that
+    goes on first spins on the core on which Linux has put those that it woke. Where threads have a
+    core each they spin shortly; where they share cores, not at all. ``benchmarks/waiting.py`` tells
+    what it costs.
 
     Example:
         >>> openmp_waits(1, 2, cores=2), openmp_waits(2, 1, cores=2), openmp_waits(2, 2, cores=2), openmp_waits(1, 1, cores=2)
-        ({'GOMP_SPINCOUNT': '10000'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {})
+        ({'GOMP_SPINCOUNT': '10000'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {'OMP_WAIT_POLICY':
+        'PASSIVE'}, {})
     """
     if os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"):
         return {}
@@ -111,13 +119,16 @@ def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[s
 
 
 def schedule_as_batch() -> bool:
-    """Schedule all threads of this process, and those that they start, as ``SCHED_BATCH`` (Linux; no privilege is needed).
+    """Schedule all threads of this process, and those that they start, as ``SCHED_BATCH`` (Linux;
+    no privilege is needed).
 
-    gloo moves bytes in threads of its own, which Linux lets interrupt each other, and the computation, for every piece that arrives
-    (``benchmarks/scheduling.py`` tells what it costs). A batch thread that wakes up takes a free core at once, but takes none away.
+    gloo moves bytes in threads of its own, which Linux lets interrupt each other, and the
+    computation, for every piece that arrives (``benchmarks/scheduling.py`` tells what it costs). A
+    batch thread that wakes up takes a free core at once, but takes none away.
 
     Returns:
-        Whether it does so now. False where ``RONDE_SCHEDULING=other``, where the policy was chosen by somebody else, and off Linux.
+        Whether it does so now. False where ``RONDE_SCHEDULING=other``, where the policy was chosen
+        by somebody else, and off Linux.
     """
     if not hasattr(os, "SCHED_BATCH") or os.environ.get("RONDE_SCHEDULING") == "other":
         return False

@@ -1,8 +1,19 @@
-"""The errors that Ronde raises on purpose: each says what was found, what was expected and what to do."""
+"""The errors that Ronde raises on purpose: each says what was found, what was expected and what to
+do.
+"""
 
 from __future__ import annotations
 
-__all__ = ["ArgumentError", "CheckpointError", "FeedError", "LossError", "PlanError", "RondeError", "SampleError", "WorldError"]
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "FeedError",
+    "LossError",
+    "PlanError",
+    "RondeError",
+    "SampleError",
+    "WorldError",
+]
 
 
 class RondeError(Exception):
@@ -10,11 +21,15 @@ class RondeError(Exception):
 
 
 class ArgumentError(RondeError, ValueError):
-    """An argument cannot be used: its name, what was found and what was expected are in the text."""
+    """An argument cannot be used: its name, what was found and what was expected are in the
+    text.
+    """
 
 
 class WorldError(RondeError, RuntimeError):
-    """The processes do not form a world: variables contradict each other, ranks disagree, a port is taken."""
+    """The processes do not form a world: variables contradict each other, ranks disagree, a port is
+    taken.
+    """
 
 
 class PlanError(RondeError, RuntimeError):

@@ -1,7 +1,7 @@
 """Which rank am I? One table of what each launcher puts into the environment.
 
-The order is from the innermost launcher outwards: ``torchrun`` inside ``srun`` or ``mpirun`` has set
-RANK last and is believed; a RANK set by hand that disagrees with MPI or Slurm is refused.
+The order is from the innermost launcher outwards: ``torchrun`` inside ``srun`` or ``mpirun`` has
+set RANK last and is believed; a RANK set by hand that disagrees with MPI or Slurm is refused.
 Everything here is a pure function of a mapping, so that each launcher is tested with what it was
 measured to set.
 """
@@ -28,8 +28,10 @@ _SAGEMAKER_CONFIG = Path("/opt/ml/input/config/resourceconfig.json")
 class Identity:
     """What the environment says of this process.
 
-    ``local_rank`` and ``local_size`` are None where the launcher does not tell. ``address`` is None where
-    the launcher names no meeting point: all ranks are then on one machine, or the user must name it.
+    ``local_rank`` and ``local_size`` are None where the launcher does not tell. ``address`` is None
+    where
+    the launcher names no meeting point: all ranks are then on one machine, or the user must name
+    it.
     """
 
     launcher: str
@@ -47,7 +49,9 @@ def _number(env: Env, name: str) -> int:
     try:
         value = int(env[name])
     except ValueError:
-        raise WorldError(f"{name}={env[name]!r} is not a whole number. Unset it, or set it as your launcher does.") from None
+        raise WorldError(
+            f"{name}={env[name]!r} is not a whole number. Unset it, or set it as your launcher does."
+        ) from None
     if value < 0:
         raise WorldError(f"{name}={value} is negative. Unset it, or set it as your launcher does.")
     return value
@@ -79,10 +83,17 @@ def _torchrun(env: Env) -> Identity | None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if not any(env.get(n) for n in names):
         return None
-    _need(env, "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)", ("RANK", "WORLD_SIZE"), names)
+    _need(
+        env, "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)", ("RANK", "WORLD_SIZE"), names
+    )
     rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
     if size > 1:
-        _need(env, "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)", ("MASTER_ADDR", "MASTER_PORT"), names)
+        _need(
+            env,
+            "torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)",
+            ("MASTER_ADDR", "MASTER_PORT"),
+            names,
+        )
     return Identity(
         "torchrun" if env.get("TORCHELASTIC_RUN_ID") else "environment",
         rank,
@@ -102,7 +113,9 @@ def _open_mpi(env: Env) -> Identity | None:
         return None
     _need(env, "Open MPI's mpirun", names, names)
     rank, size, local, local_size = (_number(env, n) for n in names)
-    return Identity("mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env))
+    return Identity(
+        "mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env)
+    )
 
 
 def _pmi(env: Env) -> Identity | None:
@@ -111,11 +124,15 @@ def _pmi(env: Env) -> Identity | None:
     if not any(env.get(n) for n in names):
         return None
     if env.get("SLURM_STEP_ID") and not (env.get("MPI_LOCALRANKID") or env.get("MPI_LOCALNRANKS")):
-        return None  # srun --mpi=pmi2 sets PMI_* as well, and tells more; Hydra's own ranks, inside srun's step, have MPI_LOCAL*
+        # srun --mpi=pmi2 sets PMI_* as well, and tells more; Hydra's own ranks, inside srun's step,
+        # have MPI_LOCAL*
+        return None
     _need(env, "MPICH's or Intel's mpirun", names, names)
     local, local_size = _optional(env, "MPI_LOCALRANKID"), _optional(env, "MPI_LOCALNRANKS")
     rank, size = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
-    return Identity("mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env))
+    return Identity(
+        "mpirun", rank, size, local, local_size, 0, env.get("MASTER_ADDR") or None, _check_port(env)
+    )
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -134,7 +151,9 @@ def expand_nodelist(text: str) -> list[str]:
             for item in group.split(","):
                 low, dash, high = item.partition("-")
                 if dash and not (low.isdigit() and high.isdigit()):
-                    raise WorldError(f"SLURM_STEP_NODELIST={text!r} is not a list of nodes: {item!r} is not a range.")
+                    raise WorldError(
+                        f"SLURM_STEP_NODELIST={text!r} is not a list of nodes: {item!r} is not a range."
+                    )
                 if dash:
                     choices += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
                 else:
@@ -181,17 +200,24 @@ def _slurm(env: Env) -> Identity | None:
         _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
         node,
         address,
-        # Every rank must find the same port without talking: a function of job and step, below the ephemeral range.
+        # Every rank must find the same port without talking: a function of job and step, below the
+        # ephemeral range.
         _check_port(env) or 20000 + (job * 131 + step * 17) % 10000,
     )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+    return [
+        (int(part), "") if part.isdigit() else (-1, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    ]
 
 
 def _sagemaker(env: Env) -> Identity | None:
-    """A container with the SageMaker contract: one process a host, rank = its place among the sorted hosts."""
+    """A container with the SageMaker contract: one process a host, rank = its place among the
+    sorted hosts.
+    """
     config: dict[str, Any] = {}
     if not env.get("SM_HOSTS") and not env.get("SM_CURRENT_HOST"):
         if not env.get("TRAINING_JOB_NAME"):
@@ -206,11 +232,17 @@ def _sagemaker(env: Env) -> Identity | None:
     try:
         hosts = [str(h) for h in (config.get("hosts") or json.loads(env["SM_HOSTS"]))]
     except (ValueError, TypeError):
-        raise WorldError(f"SM_HOSTS={env['SM_HOSTS']!r} is not a JSON list of host names.") from None
+        raise WorldError(
+            f"SM_HOSTS={env['SM_HOSTS']!r} is not a JSON list of host names."
+        ) from None
     me = str(config.get("current_host") or env["SM_CURRENT_HOST"])
     if me not in hosts:
-        raise WorldError(f"SM_CURRENT_HOST={me} is not among SM_HOSTS={hosts}: the variables contradict each other.")
-    hosts.sort(key=_natural)  # algo-2 before algo-10, the same on every host; the service does not promise an order
+        raise WorldError(
+            f"SM_CURRENT_HOST={me} is not among SM_HOSTS={hosts}: the variables contradict each other."
+        )
+    hosts.sort(
+        key=_natural
+    )  # algo-2 before algo-10, the same on every host; the service does not promise an order
     rank = hosts.index(me)
     return Identity(
         "sagemaker",
@@ -221,7 +253,8 @@ def _sagemaker(env: Env) -> Identity | None:
         rank,
         env.get("MASTER_ADDR") or hosts[0],
         _check_port(env) or _optional(env, "SM_MASTER_PORT") or 7777,
-        str(config.get("network_interface_name") or env.get("SM_NETWORK_INTERFACE_NAME") or "") or None,
+        str(config.get("network_interface_name") or env.get("SM_NETWORK_INTERFACE_NAME") or "")
+        or None,
     )
 
 
@@ -257,8 +290,8 @@ def identify(env: Env) -> Identity:
         env: a mapping such as ``os.environ``.
 
     Returns:
-        Identity: that of the first launcher in :data:`LAUNCHERS` that set its variables; rank 0 of 1, launcher
-        ``"python"``, where there is none.
+        Identity: that of the first launcher in :data:`LAUNCHERS` that set its variables; rank 0 of
+        1, launcher ``"python"``, where there is none.
 
     Raises:
         WorldError: variables are partial, not numbers, out of range, or two launchers disagree.
@@ -269,14 +302,16 @@ def identify(env: Env) -> Identity:
         >>> identify({}).launcher
         'python'
     """
-    answers = {name: answer for name, read in LAUNCHERS.items() if (answer := read(env)) is not None}
+    answers = {
+        name: answer for name, read in LAUNCHERS.items() if (answer := read(env)) is not None
+    }
     if not answers:
         return Identity("python", 0, 1, 0, 1)
     for answer in answers.values():
         _check(answer)
     name, first = next(iter(answers.items()))
-    # torchrun, or an MPI inside Slurm or SageMaker, started this process inside the other's allocation: no
-    # contradiction. A RANK set by hand is one if it differs, and so are two MPIs.
+    # torchrun, or an MPI inside Slurm or SageMaker, started this process inside the other's
+    # allocation: no contradiction. A RANK set by hand is one if it differs, and so are two MPIs.
     if first.launcher == "environment":
         others = answers
     elif first.launcher == "mpirun":

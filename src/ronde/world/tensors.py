@@ -1,8 +1,9 @@
 """Tensors in nested values: batches, samples, arguments, and results.
 
-torch's pytree knows lists, tuples, dictionaries, and what libraries register with it. Batches are also
-dataclasses, ``UserDict`` (transformers' ``BatchEncoding``) and subclasses of containers, which it takes
-for leaves; :func:`parts` and :func:`rebuild` know those too. Only modules that need torch import this one.
+torch's pytree knows lists, tuples, dictionaries, and what libraries register with it. Batches are
+also dataclasses, ``UserDict`` (transformers' ``BatchEncoding``) and subclasses of containers, which
+it takes for leaves; :func:`parts` and :func:`rebuild` know those too. Only modules that need torch
+import this one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,11 @@ def parts(value: Any) -> Mapping[Any, Any] | None:
     if (node := pytree.SUPPORTED_NODES.get(type(value))) is not None:
         return dict(enumerate(node.flatten_fn(value)[0]))
     if dataclasses.is_dataclass(value):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        return {
+            f.name: getattr(value, f.name)
+            for f in dataclasses.fields(value)
+            if hasattr(value, f.name)
+        }
     return None
 
 
@@ -89,7 +94,9 @@ def rebuild(value: Any, held: dict[Any, Any]) -> Any:
     return made
 
 
-def map_leaves(call: Callable[[Any], Any], value: Any, leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_leaves(
+    call: Callable[[Any], Any], value: Any, leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """A value with ``call`` done to everything in it that is no container.
 
     Args:
@@ -103,9 +110,14 @@ def map_leaves(call: Callable[[Any], Any], value: Any, leaf: Callable[[Any], boo
         return call(value)
     kind = type(value)
     if kind is tuple or kind is list:  # these two without parts(): this runs for every batch
-        return kind([call(v) if isinstance(v, torch.Tensor) else map_leaves(call, v, leaf) for v in value])
+        return kind(
+            [call(v) if isinstance(v, torch.Tensor) else map_leaves(call, v, leaf) for v in value]
+        )
     if kind is dict:
-        return {k: call(v) if isinstance(v, torch.Tensor) else map_leaves(call, v, leaf) for k, v in value.items()}
+        return {
+            k: call(v) if isinstance(v, torch.Tensor) else map_leaves(call, v, leaf)
+            for k, v in value.items()
+        }
     held = parts(value)
     if held is None:
         return call(value)
@@ -139,7 +151,9 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
     if isinstance(value, torch.Tensor):
         yield path, value
     elif not isinstance(value, PackedSequence) and (held := parts(value)) is not None:
-        form = ".{}" if dataclasses.is_dataclass(value) and not isinstance(value, Mapping) else "[{}]"
+        form = (
+            ".{}" if dataclasses.is_dataclass(value) and not isinstance(value, Mapping) else "[{}]"
+        )
         for k, v in held.items():
             yield from named_tensors(v, path + form.format(k))
 
@@ -149,7 +163,8 @@ def tensors_in(value: Any, attributes: bool = False) -> list[torch.Tensor]:
 
     Args:
         value: of any kind.
-        attributes: also look at the attributes of other objects: a script may have its own batch class.
+        attributes: also look at the attributes of other objects: a script may have its own batch
+            class.
 
     Example:
         >>> [t.shape[0] for t in tensors_in({"a": [torch.zeros(2)], "b": (1, torch.zeros(3))})]
@@ -160,7 +175,9 @@ def tensors_in(value: Any, attributes: bool = False) -> list[torch.Tensor]:
     return found
 
 
-def _gather(value: Any, found: list[torch.Tensor], attributes: bool, within: tuple[Any, ...]) -> None:
+def _gather(
+    value: Any, found: list[torch.Tensor], attributes: bool, within: tuple[Any, ...]
+) -> None:
     """``within``: the objects on the way to ``value``, which it may lead back to."""
     if isinstance(value, torch.Tensor):
         found.append(value)
@@ -182,11 +199,15 @@ def _attributes(value: Any, every: bool) -> Iterable[Any]:
         return ()
     own = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in own for name in ((names,) if isinstance(names, str) else names)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return [
+        *getattr(value, "__dict__", {}).values(),
+        *(getattr(value, name, None) for name in slots),
+    ]
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The tensors and constants in a result, and its structure for :func:`build`; None for one leaf alone.
+    """The tensors and constants in a result, and its structure for :func:`build`; None for one leaf
+    alone.
 
     Raises:
         Opaque: an object holds tensors that pytree does not reach.
@@ -198,9 +219,13 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def _flatten(value: Any, found: list[Any]) -> Any:
-    """As pytree's ``tree_flatten``, which takes four times as long: this runs for every result in a pipeline."""
+    """As pytree's ``tree_flatten``, which takes four times as long: this runs for every result in a
+    pipeline.
+    """
     if not isinstance(value, _LEAF):
-        kind: Any = namedtuple if is_named_tuple(value) else type(value)  # the key that pytree has for them all
+        kind: Any = (
+            namedtuple if is_named_tuple(value) else type(value)
+        )  # the key that pytree has for them all
         node = pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
             held, context = node.flatten_fn(value)

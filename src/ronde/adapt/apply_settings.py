@@ -1,0 +1,142 @@
+"""Feed settings: where they come from, and a data source as they say that it shall be read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ronde.data.echo import echoed
+from ronde.data.pipeline import Pipeline
+from ronde.loader.from_dataloader import Taken, default_workers
+from ronde.loader.settings import FeedSettings
+from ronde.world import ArgumentError
+
+__all__ = ["apply_settings", "asked_settings", "read_settings", "sentence"]
+
+
+def read_settings(
+    feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> FeedSettings:
+    """The ``feed`` argument of ``ronde.distribute`` as settings.
+
+    Raises:
+        ArgumentError: it is none of these, or holds a setting that is not known.
+
+    Example:
+        >>> read_settings({"executor": "threads", "workers": 4}).workers
+        4
+    """
+    if feed is None:
+        return FeedSettings()
+    if isinstance(feed, FeedSettings):
+        feed.check()
+        return feed
+    if isinstance(feed, Mapping):
+        return FeedSettings.from_dict(dict(feed))
+    if isinstance(feed, str | os.PathLike):
+        return FeedSettings.load(Path(feed))
+    raise ArgumentError(
+        f"feed must be a ronde.feed.FeedSettings, names and values, or the path of a settings file; found {type(feed).__name__}."
+    )
+
+
+def asked_settings(
+    feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> FeedSettings:
+    """What the script's argument says, with what the file in ``RONDE_FEED`` says instead (``ronde
+    run --feed`` puts it there).
+    """
+    found = read_settings(feed)
+    file = os.environ.get("RONDE_FEED", "none")
+    return found if file in ("", "none") else found.merged(FeedSettings.load(Path(file)))
+
+
+def sentence(settings: FeedSettings) -> str:
+    """Settings in a few words: ``executor threads, workers 2``.
+
+    Example:
+        >>> sentence(FeedSettings(executor="threads", workers=2, pin_memory=True))
+        'executor threads, workers 2, pin_memory'
+    """
+    shown = []
+    for name, value in settings.to_dict().items():
+        shown.append(
+            name if value is True else f"no {name}" if value is False else f"{name} {value}"
+        )
+    return ", ".join(shown) or "nothing set"
+
+
+def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None = None) -> Taken:
+    """A data source, read as feed settings say. Which samples there are, and their order, stays;
+    ``echo`` repeats each batch.
+
+    Args:
+        local_size: training workers on this node, None to ask the launcher: loaders are shared out
+            among them.
+
+    Raises:
+        ArgumentError: a setting that this data source cannot have.
+    """
+    loader = taken.settings
+    changes: dict[str, Any] = {}
+    executor, workers = settings.executor, settings.workers
+    if executor is not None:
+        changes["executor"] = executor
+        if workers is None:
+            workers = 0 if executor == "none" else loader.num_workers or default_workers(local_size)
+    elif workers is not None and loader.executor == "none":
+        changes["executor"] = None
+    if workers is not None:
+        changes["num_workers"] = workers
+    for name in ("prefetch", "threads", "echo"):
+        if getattr(settings, name) is not None:
+            changes[name] = getattr(settings, name)
+    options = dict(loader.options)
+    if settings.prefetch is not None:
+        options.pop("prefetch_factor", None)
+    if settings.pin_memory is not None:
+        options["pin_memory"] = settings.pin_memory
+    changes["options"] = options
+    loader = dataclasses.replace(loader, **changes)
+    dataset: Any = taken.dataset
+    if any(getattr(settings, name) is not None for name in _REMEDIES):
+        from ronde.adapt import remedies
+
+        dataset = remedies.apply(dataset, settings)
+        if isinstance(
+            dataset, Pipeline
+        ):  # images worked on the device are collated, and finished, in another way
+            kept = (
+                loader.collate
+                if loader.collate is not getattr(taken.dataset, "collate", None)
+                else dataset.collate
+            )
+            loader = dataclasses.replace(loader, collate=kept, finish=dataset.finish)
+    order = taken.order
+    if loader.echo > 1:
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentError(
+                "feed setting echo: a stream is read in its own order, so its batches cannot be repeated."
+            )
+        if taken.batch_size is None:
+            raise ArgumentError(
+                "feed setting echo needs a batch size: give ronde.distribute(…, batch_size=N)."
+            )
+        order = echoed(order, loader.echo, taken.batch_size)
+    return dataclasses.replace(taken, dataset=dataset, settings=loader, order=order)
+
+
+_REMEDIES = (
+    "decoder",
+    "decode_to_size",
+    "cache",
+    "cache_in",
+    "cache_bytes",
+    "pack",
+    "device_augment",
+)

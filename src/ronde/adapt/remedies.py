@@ -1,0 +1,425 @@
+"""Remedies for slow input that change no line of the script: another decoder, a cache.
+
+They fit :class:`ronde.feed.Pipeline` and, as far as samples stay what they are, any plain Dataset.
+Each is checked against some of the Dataset's own samples first, and refused with the reason where
+it does not fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from ronde.adapt.redirect import FileCache, Plan, Remedied, Seen, folder_of, traced
+from ronde.data.image_decoders import AUTO, DECODERS, available, check
+from ronde.data.pipeline import Pipeline
+from ronde.introspect.random_state import seed_all
+from ronde.loader.settings import FeedSettings
+from ronde.profile import known_functions as found
+from ronde.profile.replay import same, weight
+from ronde.world import ArgumentError
+
+__all__ = ["DatasetFacts", "Judged", "apply", "facts", "judge"]
+
+_LOOKED_AT = 8  # samples
+_MOST_PIXELS = 8_000_000
+
+
+# -- what a data set does --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A decoder against Pillow, on some images.
+
+    Attributes:
+        images: that both decoded; ``refused``: that it left to Pillow.
+        same_bits: all of them came out bit for bit equal.
+        difference: mean absolute difference of pixels, of 255.
+        milliseconds: of CPU time for one image, to the image that the data set gets;
+            ``pillow_milliseconds`` for Pillow itself.
+        array_milliseconds: the same, to the array that ``feed.images`` works on.
+    """
+
+    images: int
+    refused: int
+    same_bits: bool
+    difference: float
+    milliseconds: float
+    pillow_milliseconds: float
+    array_milliseconds: float
+
+    @property
+    def label(self) -> str:
+        """What changing to it means for the training."""
+        return "same bits" if self.same_bits else "same distribution"
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """What a data set does to make a sample, as far as some of its samples show: which remedies are
+    possible.
+
+    Attributes:
+        pipeline: it is a :class:`ronde.feed.Pipeline`.
+        jpeg: it decodes JPEG images with Pillow.
+        decoders: other decoders that can be used here, against Pillow on its own images.
+        images: each sample is one image file, as ``feed.images`` reads them.
+        imread: OpenCV reads its files, which a cache of files does not reach.
+        shrink: 2, 4 or 8 where ``feed.images`` could decode most images at that fraction of their
+            size, else 1.
+        files: read for one sample.
+        folder: that they all lie in, or "".
+        file_bytes: read for one sample, in files.
+        decoded_bytes: of the images of one sample.
+        sample_bytes: of one finished sample.
+        draws: it draws random numbers, so finished samples cannot be kept.
+        error: why nothing could be found out, or "".
+    """
+
+    pipeline: bool = False
+    jpeg: bool = False
+    decoders: dict[str, Judged] = field(default_factory=dict)
+    images: bool = False
+    imread: bool = False
+    shrink: int = 1
+    files: float = 0.0
+    folder: str = ""
+    file_bytes: float = 0.0
+    decoded_bytes: float = 0.0
+    sample_bytes: float = 0.0
+    draws: bool = False
+    error: str = ""
+
+
+def _spread(n: int, count: int) -> list[int]:
+    return sorted({int(i) for i in np.linspace(0, n - 1, min(n, count))})
+
+
+def _look(dataset: Any, count: int) -> tuple[Seen, list[Any]]:
+    """Make some samples under fixed random numbers."""
+    seed_all(1)
+    return traced(dataset, _spread(len(dataset), count))
+
+
+def judge(decoder: str, images: Sequence[bytes]) -> Judged:
+    """Decode JPEG images with a decoder and with Pillow, and compare.
+
+    Args:
+        decoder: one of :data:`ronde.data.image_decoders.DECODERS`.
+        images: bytes of JPEG files.
+
+    Raises:
+        ArgumentError: the decoder is not known or cannot be used here.
+    """
+    check(decoder)
+    plain = _Decoding(images)
+    swapped = Remedied(plain, Plan(decoder=decoder))
+    refused, total, pixels, equal, count = 0, 0.0, 0, True, 0
+    spent: list[list[int]] = []
+    for i, data in enumerate(images):
+        try:
+            one, other = DECODERS[decoder].call(data, 1), DECODERS["pillow"].call(data, 1)
+        except Exception:
+            refused += 1
+            continue
+        count += 1
+        equal = equal and one.shape == other.shape and bool(np.array_equal(one, other))
+        if one.shape == other.shape:
+            total += float(np.abs(one.astype(np.int16) - other).sum())
+            pixels += one.size
+        calls = (
+            partial(swapped.__getitem__, i),
+            partial(plain.__getitem__, i),
+            partial(DECODERS[decoder].call, data, 1),
+        )
+        spent.append([_cpu(call) for call in calls])
+    means = (sum(times) / len(times) / 1e6 for times in zip(*spent or [[0, 0, 0]], strict=True))
+    return Judged(count, refused, equal and count > 0, total / max(1, pixels), *means)
+
+
+class _Decoding(Dataset[Any]):
+    """Images as data sets decode them."""
+
+    def __init__(self, images: Sequence[bytes]) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: Any) -> Any:
+        from PIL import Image
+
+        return Image.open(io.BytesIO(self.images[i])).convert("RGB")
+
+
+def _cpu(work: Callable[[], Any]) -> int:
+    """The best of three CPU times, in nanoseconds: others use this machine too."""
+    times = []
+    for _ in range(3):
+        begin = time.thread_time_ns()
+        work()
+        times.append(time.thread_time_ns() - begin)
+    return min(times)
+
+
+def _some(seen: Seen) -> list[bytes]:
+    """Images to judge a decoder by: not so many large ones that it takes seconds."""
+    found: list[bytes] = []
+    pixels = 0
+    for data, (_, width, height, _) in zip(
+        seen.jpegs, [i for i in seen.images if i[0] == "JPEG"], strict=False
+    ):
+        if found and pixels + width * height > _MOST_PIXELS:
+            break
+        found.append(data)
+        pixels += width * height
+    return found
+
+
+def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
+    """What some samples of a data set show about it. Reads them, and changes nothing: random
+    numbers are put back.
+
+    Args:
+        dataset: a map-style Dataset or a Pipeline.
+        samples: how many to look at.
+
+    Example:
+        >>> facts([1.0, 2.0, 3.0]).files
+        0.0
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
+        return DatasetFacts(error="it can only be iterated, or is empty")
+    try:
+        with found.unchanged(
+            dataset
+        ):  # once around both: generators of its own go on, so that what they draw shows
+            seen, made = _look(dataset, samples)
+            seed_all(2)
+            again = traced(dataset, _spread(len(dataset), samples)[:2])[1]
+    except Exception as error:  # a bad sample: reading says so when its turn comes
+        return DatasetFacts(error=f"{type(error).__name__}: {error}")
+    n = max(1, seen.samples)
+    jpegs = _some(seen)
+    others = [name for name in available() if name in AUTO and name != "pillow"]
+    pipeline = isinstance(dataset, Pipeline)
+    return DatasetFacts(
+        pipeline=pipeline,
+        jpeg=bool(jpegs),
+        decoders={name: judge(name, jpegs) for name in others} if jpegs else {},
+        images=not pipeline and len(seen.images) == len(seen.files) == seen.samples,
+        imread=seen.imread,
+        shrink=_shrink(seen) if jpegs else 1,
+        files=len(seen.files) / n,
+        folder=folder_of([path for path, _ in seen.files]),
+        file_bytes=sum(size for _, size in seen.files) / n,
+        decoded_bytes=sum(w * h * 3 for _, w, h, _ in seen.images) / n,
+        sample_bytes=sum(map(weight, made)) / n,
+        draws=not all(same(a, b) for a, b in zip(made, again, strict=False)),
+    )
+
+
+def _shrink(seen: Seen) -> int:
+    """The fraction of their size (1/2, 1/4, 1/8) that most images have pixels enough for, after
+    they are resized.
+    """
+    room = [
+        min(before[0] / after[0], before[1] / after[1])
+        for before, after in seen.resized
+        if min(after) > 0
+    ]
+    return next((f for f in (8, 4, 2) if room and float(np.median(room)) >= f), 1)
+
+
+# -- applying them ---------------------------------------------------------------------
+
+_FOR_PIPELINES = {
+    "decode_to_size": "feed.images(FOLDER, decode_to_size=True)",
+    "pack": "feed.images(PACK) or feed.tar(PACK)",
+    "device_augment": "feed.images(FOLDER, on_device=True)",
+}
+
+
+def apply(dataset: Any, settings: FeedSettings) -> Any:
+    """A Dataset that is read as feed settings say: ``decoder``, ``decode_to_size``, ``cache``,
+    ``pack`` and ``device_augment``.
+
+    The other settings (``executor``, ``workers``, ``prefetch``, ``threads``, ``pin_memory``,
+    ``echo``) are about loading, and are left to :func:`ronde.adapt.apply_settings.apply_settings`.
+    The order of samples stays. So do their bits, except with ``decode_to_size``,
+    ``device_augment``, and a decoder that makes other pixels; see :func:`judge`.
+
+    Args:
+        dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``decoder`` and ``cache``
+            only.
+
+    Raises:
+        ArgumentError: a setting does not fit this Dataset; the text says why.
+
+    Example:
+        >>> import torch
+        >>> rows = [torch.tensor([i, i]) for i in range(4)]
+        >>> dataset = apply(rows, FeedSettings(cache="decode"))
+        >>> dataset[2].tolist()
+        [2, 2]
+        >>> dataset.close()
+    """
+    if isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            "these feed settings are for data sets that are read by index; this one can only be iterated."
+        )
+    if settings.cache is None and (
+        settings.cache_in is not None or settings.cache_bytes is not None
+    ):
+        raise ArgumentError("feed settings cache_in and cache_bytes go with cache: read or decode.")
+    if isinstance(dataset, Pipeline):
+        return _apply_to_pipeline(dataset, settings)
+    for name, instead in _FOR_PIPELINES.items():
+        if getattr(settings, name):
+            raise ArgumentError(
+                f"feed setting {name} is for ronde.feed pipelines, and {type(dataset).__name__} is a Dataset of its own. "
+                f"Delete the line, or read the files with {instead} instead."
+            )
+    return (
+        dataset
+        if settings.decoder is None and settings.cache is None
+        else _swapped(dataset, settings)
+    )
+
+
+def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
+    from ronde.data.images import retuned
+
+    if settings.pack is not None:
+        pipeline = dataclasses.replace(
+            pipeline, source=_PackedSource(pipeline.source, settings.pack)
+        )
+    if (
+        settings.decoder is not None
+        or settings.decode_to_size is not None
+        or settings.device_augment is not None
+    ):
+        pipeline = retuned(
+            pipeline,
+            decoder=settings.decoder,
+            decode_to_size=settings.decode_to_size,
+            on_device=settings.device_augment,
+        )
+    if settings.cache is not None:
+        pipeline = pipeline.cache(
+            settings.cache, settings.cache_in or "memory", settings.cache_bytes
+        )
+    return pipeline
+
+
+def _swapped(dataset: Any, settings: FeedSettings) -> Any:
+    """A plain Dataset with another decoder, or a cache."""
+    with found.unchanged(dataset):
+        seen, _ = _look(dataset, _LOOKED_AT)
+    what, plan = type(dataset).__name__, Plan()
+    looked = f"(looked at {seen.samples} samples of {what})"
+    if settings.decoder not in (None, "pillow"):
+        decoder = check(str(settings.decoder))
+        if not seen.jpegs:
+            raise ArgumentError(
+                f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so there is nothing to decode otherwise."
+            )
+        if decoder != "pillow":
+            if not judge(decoder, _some(seen)).images:
+                raise ArgumentError(
+                    f"feed setting decoder: {decoder} can decode none of these images {looked}."
+                )
+            plan.decoder = decoder
+    where, limit = settings.cache_in or "memory", settings.cache_bytes
+    if settings.cache == "decode":
+        from ronde.cache.cached import cached_dataset
+
+        try:
+            with found.unchanged(dataset):
+                return cached_dataset(
+                    dataset if plan.decoder is None else Remedied(dataset, plan), where, limit
+                )
+        except ArgumentError as error:
+            raise ArgumentError(
+                "feed setting cache: decode keeps the finished samples of a Dataset, which is not possible here. For images, use "
+                f'feed.images(FOLDER).cache("decode") instead: {error}'
+            ) from None
+    if settings.cache == "read":
+        plan.reads = _file_cache(dataset, seen, where, limit, looked)
+    return Remedied(dataset, plan)
+
+
+def _file_cache(dataset: Any, seen: Seen, where: str, limit: int | None, looked: str) -> FileCache:
+    if seen.imread:
+        raise ArgumentError(
+            f'feed setting cache: OpenCV reads the files by itself {looked}. Use feed.images(FOLDER).cache("read") instead, or decode '
+            "with cv2.imdecode what open() reads."
+        )
+    if not seen.files:
+        raise ArgumentError(
+            f"feed setting cache: no file is opened while a sample is made {looked}, so there is nothing to keep."
+        )
+    kind = type(dataset)
+    if seen.own_many:
+        raise ArgumentError(
+            f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is not known which file belongs to which sample."
+        )
+    from ronde.introspect.fingerprint import digest
+
+    names = sorted(path for path, _ in seen.files)
+    key = digest("files of a data set", 2, kind.__module__, kind.__qualname__, len(dataset), names)
+    about = {
+        "dataset": kind.__qualname__,
+        "samples": len(dataset),
+        "kept": "read",
+        "folder": folder_of(names),
+    }
+    return FileCache(len(dataset), where, limit, key, about)
+
+
+def _opened_pack(path: str) -> Any:
+    from ronde.data.sources.tar import is_pack, tar
+
+    kind = is_pack(path)
+    if kind is None:
+        raise ArgumentError(f"feed setting pack: {path} is not what ronde pack wrote.")
+    if kind != "tar":
+        raise ArgumentError(
+            f"feed setting pack: {path} is in Parquet; a pipeline of files needs one of kind tar."
+        )
+    return tar(path)
+
+
+class _PackedSource:
+    """A pack in the place of the folder that it was made of: the folder's order and fingerprint,
+    the pack's bytes.
+    """
+
+    def __init__(self, source: Any, path: str) -> None:
+        self._packed = _opened_pack(path)
+        self.fingerprint: str = source.fingerprint
+        if self._packed.fingerprint != self.fingerprint:
+            raise ArgumentError(
+                f"feed setting pack: {path} is not a pack of {source!r}, as it is now."
+            )
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def read(self, ids: Sequence[int]) -> list[Any]:
+        return list(self._packed.read(ids))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)

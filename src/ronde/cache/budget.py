@@ -1,0 +1,124 @@
+"""How much memory and disk a cache may take: what a container allows and what others need counts,
+not what the machine has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+
+import psutil
+
+from ronde.world import ArgumentError
+from ronde.world.cores import _ancestors, _own_groups
+
+__all__ = ["disk_reserve", "free_disk", "free_memory", "size_of"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+_UNITS = {
+    "": 1.0,
+    "b": 1.0,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2.0**10,
+    "mi": 2.0**20,
+    "gi": 2.0**30,
+    "ti": 2.0**40,
+}
+
+
+def size_of(value: int | float | str, argument: str, least: int = 1) -> int:
+    """Bytes, from a number or from words.
+
+    Raises:
+        ArgumentError: neither, or less than ``least`` bytes.
+
+    Example:
+        >>> size_of("1.5 GiB", "limit"), size_of(4096, "limit")
+        (1610612736, 4096)
+    """
+    amount = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        amount = float(value)
+    elif isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
+        if found and found.group(2) in _UNITS:
+            amount = float(found.group(1)) * _UNITS[found.group(2)]
+    if not math.isfinite(amount) or amount < least:
+        raise ArgumentError(
+            f"{argument}={value!r}: expected a number of bytes, or a size as '2GiB' or '500MB'."
+        )
+    return int(amount)
+
+
+def _number(path: Path) -> float:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):  # "max", or no such file
+        return math.inf
+
+
+def _reclaimable(folder: Path, name: str) -> float:
+    """Page cache that the kernel gives up before it kills anybody."""
+    try:
+        for line in (folder / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0.0
+
+
+def _cgroup_room(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -> float:
+    """Bytes that this process's cgroup still allows (v1 or v2), infinite where there is no
+    limit.
+    """
+    groups = _own_groups(proc)
+    room = math.inf
+    for mount, inside, limit, used, stat in (
+        (root, groups.get("", "/"), "memory.max", "memory.current", "inactive_file"),
+        (
+            root / "memory",
+            groups.get("memory", "/"),
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ):
+        if not mount.is_dir():
+            continue
+        for folder in _ancestors(mount, inside):
+            most = _number(folder / limit)
+            if most < 2**60:  # version 1 writes a huge number where there is no limit
+                taken = _number(folder / used)
+                room = min(
+                    room,
+                    most - (taken if math.isfinite(taken) else 0.0) + _reclaimable(folder, stat),
+                )
+    return max(0.0, room)
+
+
+def free_memory() -> int:
+    """Bytes that can still be taken without swapping or being killed: the machine's, cut by the
+    container's limit.
+    """
+    return int(min(float(psutil.virtual_memory().available), _cgroup_room()))
+
+
+def free_disk(folder: str | Path | int) -> tuple[int, int]:
+    """Bytes that an ordinary user can still write there, and bytes in all."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def disk_reserve(total: int, memory: bool) -> int:
+    """Bytes that a cache leaves free.
+
+    A twentieth of a disk, at most 10 GB. A quarter of /dev/shm: loading processes hand their
+    batches over through it, and where it is full they die.
+    """
+    return total // 4 if memory else min(total // 20, 10 * 10**9)

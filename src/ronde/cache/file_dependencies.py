@@ -1,0 +1,138 @@
+"""Which files are opened while a sample is made: what is kept of the sample holds as long as they
+are as they were.
+
+Python tells an audit hook of each file that it opens, whatever opens it: ``open``, ``os.open``,
+``Path.read_bytes``, NumPy, Pillow, tarfile. Libraries that open files by themselves (OpenCV, Arrow,
+HDF5) tell nothing; for those there is :func:`listing`. A hook cannot be taken
+away again: it is there once a process has a cache, and does nothing but while a sample is made in
+the same thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["MOST_LISTED", "Files", "Noting", "listing", "note", "state"]
+
+Files = dict[str, list[int]]
+"""Of each file: its size and when it was written; nothing where it is not there."""
+MOST_LISTED = 100_000
+_local = threading.local()
+_hooked = threading.Lock()
+_CODE = (".py", ".pyc", ".so")  # what is imported counts by itself
+_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+_SYSTEM = (
+    "/proc/",
+    "/sys/",
+    *{
+        f"{Path(path).resolve()}/"
+        for name, path in sysconfig.get_paths().items()
+        if name in _LIBRARIES
+    },
+)
+
+
+def state(path: str) -> list[int]:
+    """Size and time of change of a file or folder; nothing where there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - for each sample that comes out of a cache
+    except (OSError, ValueError):
+        return []
+    return (
+        [found.st_size, found.st_mtime_ns]
+        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+        else []
+    )
+
+
+def _hook(event: str, args: tuple[object, ...]) -> None:
+    if event not in ("open", "os.listdir", "os.scandir"):
+        return
+    files: Files | None = getattr(_local, "files", None)
+    if files is None:
+        return
+    try:
+        path = os.fsdecode(args[0])  # type: ignore[arg-type]
+        if event == "open":
+            flags = args[2]
+            if (isinstance(flags, int) and flags & os.O_ACCMODE != os.O_RDONLY) or path.endswith(
+                _CODE
+            ):
+                return
+        elif path in sys.path_importer_cache or path in sys.path:
+            return  # looked through by an import
+        path = os.path.abspath(path)  # noqa: PTH100
+        if path not in files and not path.startswith(_SYSTEM):
+            files[path] = state(path)  # before it is read: what changes meanwhile has changed
+    except Exception:  # a number, no path; and an error here would be one of whoever opens the file
+        return
+
+
+class Noting:
+    """Note what is opened in this thread inside of ``with``.
+
+    Attributes:
+        files: those that were opened for reading, and folders that were listed.
+    """
+
+    def __init__(self) -> None:
+        self.files: Files = {}
+        self._before: Files | None = None
+        if _hooked.acquire(
+            blocking=False
+        ):  # once in a process, and in those that are forked from it
+            sys.addaudithook(_hook)
+
+    def __enter__(self) -> Noting:
+        self._before = getattr(_local, "files", None)
+        _local.files = self.files
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _local.files = self._before
+        note(self.files)
+
+
+def note(files: Files) -> None:
+    """Count these as opened here: of a record that came out of a cache, the files that it was made
+    of.
+    """
+    noted: Files | None = getattr(_local, "files", None)
+    if noted is not None:
+        for path, was in files.items():
+            noted.setdefault(path, was)
+
+
+def listing(folders: Iterable[str]) -> tuple[str, str]:
+    """A digest of the names, sizes and times of all files below some folders, and the folder that
+    has more than can be looked at, or "".
+
+    Hidden folders and Ronde's own caches are left out.
+    """
+    found = hashlib.sha256()
+    left = MOST_LISTED
+    walked: set[tuple[int, int]] = set()  # a link may lead to a folder above
+    for folder in sorted(folders):
+        for top, inner, names in os.walk(folder, followlinks=True):
+            here = os.stat(top)  # noqa: PTH116
+            if (here.st_dev, here.st_ino) in walked:
+                inner.clear()
+                continue
+            walked.add((here.st_dev, here.st_ino))
+            inner[:] = sorted(
+                name for name in inner if not name.startswith((".", "ronde-cache-", "__pycache__"))
+            )
+            for name in sorted(names):
+                path = os.path.join(top, name)  # noqa: PTH118
+                found.update(f"{path}\0{state(path)}\0".encode("utf-8", "surrogatepass"))
+                left -= 1
+                if not left:
+                    return found.hexdigest(), folder
+    return found.hexdigest(), ""

@@ -1,0 +1,969 @@
+"""Follow one forward pass, from the batch to the loss, as a list of events, for any model: where
+may it be cut, what would cross?
+
+Whole-graph capture fails on what people write. Here the script's own Python runs, and only two
+things are looked at: calls of modules, and torch functions called between them (the glue). An
+:class:`Event` is one of the two. A pipeline stage later runs the same Python again, and leaves out
+the events of other stages (:mod:`ronde.parallel.stage_run`).
+
+Activations are fake tensors while a model is followed: shapes without memory or arithmetic. What is
+computed from the batch and from constants alone (masks, positions) is computed for real: a forward
+pass may look at it, and every stage computes it again. A forward pass that looks at its activations
+is followed for real instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import random as python_random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ronde.capture.intercept import (
+    NUMBERS,
+    Interceptor,
+    compiled,
+    data_shaped,
+    eagerly,
+    keeps_shape,
+)
+from ronde.capture.trace import ELSEWHERE, Call, Event, Given, Trace, Value
+from ronde.world.tensors import Opaque, build, flatten, tensors_in
+
+__all__ = ["as_tuple", "aside", "changes_in_place", "follow", "following", "whole_size"]
+
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+_MOST_NUMBERS = 4096
+_IMMUTABLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except Exception:  # sparse, nested, wrapped
+        return 0
+
+
+def changes_in_place(name: str, kwargs: Any) -> bool:
+    """Whether a function of torch's, by its name and what it is called with, writes into what it is
+    given.
+    """
+    if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
+        return True
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or bool(kwargs.get("inplace"))
+        or "out" in kwargs
+    )
+
+
+def _written(kind: str, name: str, args: Any) -> tuple[nn.Parameter, ...]:
+    """The parameter that a function changes in place."""
+    if kind != "op" or not args or not isinstance(args[0], nn.Parameter):
+        return ()
+    return (args[0],) if changes_in_place(name, {}) else ()
+
+
+def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What is as long as ``tensor`` is, and lies in memory as it did, where one element stands for
+    all of it; None where it is all there.
+
+    Some functions look at how a tensor lies in memory (``view_as_complex``).
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() < 2:
+        return None
+    if any(stride for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        return None
+    strides = getattr(tensor, "_ronde_strides", None)
+    with fake:
+        if strides is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def _look(value: Any, depth: int = 3) -> Any:
+    """What can be compared with a later look, to tell whether an object was changed."""
+    if isinstance(value, (torch.Tensor, nn.Module, *_IMMUTABLE)) or depth == 0:
+        return id(value)
+    if isinstance(value, list | tuple | set):
+        return (
+            id(value) if not isinstance(value, tuple) else 0,
+            [_look(v, depth - 1) for v in value],
+        )
+    if isinstance(value, dict):
+        return (id(value), [(k, _look(v, depth - 1)) for k, v in value.items()])
+    held = getattr(value, "__dict__", None)
+    return (
+        (id(value), [(k, _look(v, depth - 1)) for k, v in held.items()])
+        if isinstance(held, dict)
+        else id(value)
+    )
+
+
+def _drawn() -> Any:
+    """Where the generators are that a path may follow, besides torch's."""
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else (None, b"")
+    return hash(python_random.getstate()), bytes(state[1]), state[2:]
+
+
+def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, where it gives a size: one that can be taken apart."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return tuple(found) if isinstance(found, torch.Size) else found
+
+    return plain
+
+
+def whole_size(found: Any, name: str) -> Any:
+    """What :func:`as_tuple` took apart."""
+    return torch.Size(found) if isinstance(found, tuple) and name in ("shape", "size") else found
+
+
+class _Frames:
+    """The checkpointed functions that are running (``use_reentrant=False``): their forward pass is
+    run again later.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.count = 0
+        self._hook: Any = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
+
+    def __enter__(self) -> _Frames:
+        if self._hook is not None:
+            frames, base = self, self._hook
+
+            def enter(hook: Any) -> Any:
+                frames.count += 1
+                frames.open.append(frames.count)
+                return super(base, hook).__enter__()  # type: ignore[misc]
+
+            def leave(hook: Any, *error: Any) -> Any:
+                if frames.open:
+                    frames.open.pop()
+                return super(base, hook).__exit__(*error)  # type: ignore[misc]
+
+            self._hook.__enter__, self._hook.__exit__ = enter, leave
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._hook is not None:
+            for name in ("__enter__", "__exit__"):
+                if name in self._hook.__dict__:
+                    delattr(self._hook, name)
+
+
+class _Follower(Interceptor):
+    """Writes down what it sees."""
+
+    def __init__(
+        self, model: nn.Module, fake: FakeTensorMode | None, ghosts: FakeTensorMode, frames: _Frames
+    ) -> None:
+        super().__init__()
+        self.sizes = True
+        self.fake = fake
+        self.ghosts = ghosts
+        self.frames = frames
+        self.paths = {id(m): name for name, m in model.named_modules()}
+        self.buffers: dict[int, tuple[nn.Module, str]] = {
+            id(b): (m, name)
+            for m in model.modules()
+            for name, b in m._buffers.items()
+            if b is not None
+        }
+        self.below: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            self.below[id(module)] = list(module.modules())
+        self.events: list[Event] = []
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.known: dict[int, int] = {}  # a tensor's identity -> its value
+        self.versions: dict[int, int] = {}
+        self.changers: dict[int, int] = {}  # memory -> the event that changed it last
+        self.twins: dict[
+            int, torch.Tensor
+        ] = {}  # a real tensor that was changed where it is fake -> what it is now
+        self.tainted: set[int] = set()
+        self.undo: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.own_storages: set[int] = set()
+        self.alive: list[Any] = []
+        self.counts: dict[int, int] = {}
+        self.inside = [""]
+        self.used: list[
+            dict[int, nn.Parameter]
+        ] = []  # parameters of modules called where nothing is seen
+        self.nodes: dict[Any, tuple[nn.Parameter, ...]] = {}
+        self.makers: dict[int, Any] = {}  # value -> the node of autograd's graph that it came from
+
+    # -- values ------------------------------------------------------------------------
+
+    def _new(
+        self, tensor: torch.Tensor, maker: int, shared: bool, why_not: str = "", before: int = -1
+    ) -> int:
+        value = Value(
+            len(self.values),
+            maker,
+            shared,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            why_not=why_not,
+            before=before,
+        )
+        if not shared:
+            value.storage = _storage(tensor)
+            value.why_not = why_not or self._unsendable(tensor)
+            if not value.why_not or why_not:
+                value.like = (self.ghosts, tensor.stride(), tensor.device)
+        if before >= 0:
+            value.data_shaped = self.values[before].data_shaped
+        if tensor.grad_fn is not None:
+            self.makers[value.index] = tensor.grad_fn
+        self.values.append(value)
+        self.known[id(tensor)] = value.index
+        self.versions[id(tensor)] = _version(tensor)
+        self.alive.append(tensor)
+        return value.index
+
+    def _unsendable(self, tensor: torch.Tensor) -> str:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            return f"is a tensor of layout {tensor.layout}"
+        return (
+            "is computed under torch.func"
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            else ""
+        )
+
+    def _value_of(self, tensor: torch.Tensor) -> int:
+        index = self.known.get(id(tensor))
+        if index is None:
+            unseen = id(tensor) not in self.buffers and (
+                isinstance(tensor, FakeTensor) or tensor.grad_fn is not None
+            )
+            return self._new(
+                tensor, -1, not unseen, "was made where it cannot be seen" if unseen else ""
+            )
+        if self.versions[id(tensor)] != _version(tensor):
+            # It shares its memory with a tensor that was changed in place.
+            changer = self.changers.get(_storage(tensor), -1)
+            was = self.values[index]
+            shared = was.shared and (changer < 0 or self.events[changer].shared)
+            return self._new(tensor, changer, shared, "" if shared else ELSEWHERE, index)
+        return index
+
+    def _current(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that says what this one is now."""
+        twin = self.twins.get(id(tensor))
+        if twin is not None:
+            return twin
+        if self.tainted and not isinstance(tensor, FakeTensor) and _storage(tensor) in self.tainted:
+            return self._twin(tensor)
+        return tensor
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.fake is not None
+        twin = self.fake.from_tensor(tensor, static_shapes=True)
+        if id(tensor) in self.known and id(twin) not in self.known:
+            self.known[id(twin)] = self.known[id(tensor)]
+            self.versions[id(twin)] = _version(twin) if _storage(tensor) not in self.tainted else -1
+            self.changers.setdefault(_storage(twin), self.changers.get(_storage(tensor), -1))
+        self.alive += [twin, tensor]
+        return twin
+
+    # -- events ------------------------------------------------------------------------
+
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        random: bool,
+        module: nn.Module | None,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        sized: bool = False,
+    ) -> Any:
+        given = tensors_in((args, kwargs))
+        parameters = list(module.parameters()) if module is not None else []
+        parameters += [t for t in given if isinstance(t, nn.Parameter)]
+        inputs = [t for t in given if not isinstance(t, nn.Parameter)]
+        now = [self._current(t) for t in inputs]
+        reads = [self._value_of(t) for t in now]
+        pretend = self.fake is not None and (
+            module is not None or bool(parameters) or any(isinstance(t, FakeTensor) for t in now)
+        )
+        in_place = kind == "call" or changes_in_place(name, kwargs)
+        if pretend and not all(isinstance(t, FakeTensor) for t in now) and in_place:
+            now = [t if isinstance(t, FakeTensor) else self._twin(t) for t in now]
+        elif in_place and not pretend:
+            self._can_be_undone(given)
+        if any(a is not b for a, b in zip(inputs, now, strict=True)):
+            twins = {id(a): b for a, b in zip(inputs, now, strict=True)}
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: twins.get(id(t), t), (args, kwargs)
+            )
+        before = [(_version(t), t.shape) for t in now]
+        self.used.append({})
+        written = _written(kind, name, args)
+        if pretend and written:
+            result = (
+                None if name == "__setitem__" else args[0]
+            )  # torch does some of these for real, whatever the mode
+        elif pretend and self.fake is not None:
+            try:
+                with self.fake:
+                    result = function(*args, **kwargs)
+            except DynamicOutputShapeException:
+                if module is not None or not data_shaped(name, args):
+                    raise
+                result = self._supposed(function, args, kwargs)
+        else:
+            result = function(*args, **kwargs)
+        used = tuple(self.used.pop().values())
+        parameters += used
+        shared = (
+            not parameters
+            and module is None
+            and not random
+            and all(self.values[r].shared for r in reads)
+        )
+        changed = [
+            i
+            for i, (t, (version, _)) in enumerate(zip(now, before, strict=True))
+            if _version(t) != version
+        ]
+        buffer = None
+        if shared and changed:
+            found = [self.buffers[id(now[i])] for i in changed if id(now[i]) in self.buffers]
+            if found:
+                shared, buffer = False, found[0]
+        number = len(self.events)
+        opaque = (
+            any(now[i].shape != before[i][1] for i in changed)
+            or getattr(function, "__name__", "") == "__set__"
+        )
+        changes: list[tuple[int, int]] = []
+        replaces: list[int] = []
+        renewed: dict[int, int] = {}
+        storages = []
+        for i in changed:
+            tensor = now[i]
+            if id(tensor) not in renewed:
+                storages.append(_storage(tensor))
+                self.changers[storages[-1]] = number
+                renewed[id(tensor)] = self._new(tensor, number, shared, before=reads[i])
+                if tensor is not inputs[i]:
+                    self.twins[id(inputs[i])] = tensor
+                    self.tainted.add(_storage(inputs[i]))
+                    self.alive.append(inputs[i])
+            self.values[reads[i]].changed_later = True
+            changes.append((i, renewed[id(tensor)]))
+            replaces.append(reads[i])
+        for read in dict.fromkeys(reads):
+            self.values[read].readers.append(number)
+        if kind == "op" and keeps_shape(name):
+            shaped = any(
+                self.values[r].data_shaped
+                for r, t in zip(reads, now, strict=True)
+                if args and t is args[0]
+            )
+        else:
+            shaped = data_shaped(name, args) or any(self.values[r].data_shaped for r in reads)
+        try:
+            leaves, shape = flatten(result)
+        except Opaque:
+            leaves, shape, opaque = [], None, True
+        if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
+            opaque = True
+        numbers = not shared and kind == "op" and (name in NUMBERS or sized)
+        if numbers and len(leaves) > _MOST_NUMBERS:
+            opaque, numbers = True, False
+        marked: list[Any] = []
+        made: list[int] = []
+        places = {id(t): i for i, t in enumerate(now)}
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                marked.append(self._number(leaf, number, marked, made) if numbers else leaf)
+                continue
+            if isinstance(leaf, nn.Parameter):
+                marked.append(leaf)
+                continue
+            place = places.get(id(leaf))
+            if place is not None:
+                made.append(self._value_of(leaf))
+                marked.append(Given(place))
+                continue
+            index = (
+                self._value_of(leaf) if id(leaf) in self.known else self._new(leaf, number, shared)
+            )
+            value = self.values[index]
+            if leaf.dim() and shaped:
+                value.data_shaped = True
+            if not shared:
+                opaque = opaque or value.shared
+            self.own_storages.add(_storage(leaf))
+            made.append(index)
+            marked.append(value)
+        unique = {id(p): p for p in parameters}
+        self.events.append(
+            Event(
+                kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
+                tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
+                tuple(self.frames.open), tuple(storages), sized=sized, writes=written,
+            )
+        )  # fmt: skip
+        if used and kind == "op":
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    self.nodes[leaf.grad_fn] = used  # a function with a backward pass of its own
+        return (
+            self._originals(self.events[-1], result, inputs, now)
+            if pretend and self.events[-1].hands_on
+            else result
+        )
+
+    def _originals(
+        self, event: Event, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
+    ) -> Any:
+        """A constant that is handed back is the constant, not the fake tensor that stood for it."""
+        if event.opaque:
+            return result
+        leaves, _ = flatten(result)
+        for i, mark in enumerate(event.leaves):
+            if (
+                isinstance(mark, Given)
+                and inputs[mark.place] is not now[mark.place]
+                and id(inputs[mark.place]) not in self.twins
+            ):
+                leaves[i] = inputs[mark.place]
+        return build(leaves, event.shape)
+
+    def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives whose shape depends on what nobody knows yet: all there may be, so
+        that no path is left out. What the batch decides is as it is."""
+        fake = self.fake
+        assert fake is not None
+
+        def known(tensor: torch.Tensor) -> torch.Tensor:
+            return (
+                torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                if isinstance(tensor, FakeTensor)
+                else tensor
+            )
+
+        name = getattr(function, "__name__", "")
+        if name == "__getitem__":
+            keys: list[Any] = []
+            for key in args[1] if isinstance(args[1], tuple) else (args[1],):
+                mask = isinstance(key, torch.Tensor) and key.dtype in (torch.bool, torch.uint8)
+                keys += known(key).nonzero(as_tuple=True) if mask else [key]
+            with fake:
+                return args[0][tuple(keys)]
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors_in((args, kwargs))):
+            raise DynamicOutputShapeException(function)  # it would have no gradient
+        result = function(
+            *pytree.tree_map_only(torch.Tensor, known, args),
+            **pytree.tree_map_only(torch.Tensor, known, kwargs),
+        )
+        return pytree.tree_map_only(
+            torch.Tensor, lambda t: fake.from_tensor(t, static_shapes=True), result
+        )
+
+    def _number(self, leaf: Any, maker: int, marked: list[Any], made: list[int]) -> Any:
+        """What was taken out of an activation: a value that later stages are sent."""
+        if isinstance(leaf, bool | int | float | complex):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
+            kind, like = "number", torch.tensor(leaf, dtype=wide)
+        elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+            kind, like = "array", torch.from_numpy(leaf.copy())
+        else:
+            return leaf
+        value = Value(
+            len(self.values), maker, False, tuple(like.shape), like.dtype, False, kind=kind
+        )
+        value._ghost = like
+        self.values.append(value)
+        made.append(value.index)
+        return value
+
+    def _can_be_undone(self, given: list[torch.Tensor]) -> None:
+        """Keep what a real tensor was before it is changed in place, where it was there before the
+        pass.
+        """
+        for tensor in given:
+            key = _storage(tensor)
+            if (
+                key
+                and key not in self.own_storages
+                and key not in self.undo
+                and not isinstance(tensor, FakeTensor)
+            ):
+                with torch.no_grad():
+                    self.undo[key] = (tensor.detach(), tensor.detach().clone())
+
+    def restore(self) -> None:
+        """Undo what was changed in place for real."""
+        with torch.no_grad():
+            for tensor, value in self.undo.values():
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    def on_function(
+        self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
+    ) -> Any:
+        """See :class:`Interceptor`."""
+        return self._record("op", what[0], what[2], None, function, args, kwargs)
+
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`. What depends on an activation is a number taken out of it:
+        later stages are sent it.
+        """
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor):
+                index = self.known.get(id(self.twins.get(id(tensor), tensor)))
+                if (
+                    index is not None
+                    and self.values[index].data_shaped
+                    and not self.values[index].shared
+                ):
+                    return whole_size(
+                        self._record(
+                            "op", what[0], False, None, as_tuple(function), args, kwargs, True
+                        ),
+                        what[0],
+                    )
+        return function(*args, **kwargs)
+
+    def _hooked(self, module: nn.Module) -> bool:
+        """Whether hooks of it, or of modules inside, are to run everywhere: they may keep what they
+        see.
+        """
+        return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
+
+    def _leaf(self, module: nn.Module) -> bool:
+        if isinstance(module, torch.jit.ScriptModule) or (
+            compiled(module) and self.paths[id(module)]
+        ):
+            return True
+        if (
+            not type(module).__module__.startswith("torch.nn.")
+            or isinstance(module, _CONTAINERS)
+            or self._hooked(module)
+        ):
+            return False
+        held = [p for m in self.below[id(module)] for p in m._parameters.values() if p is not None]
+        return all(isinstance(p, nn.Parameter) for p in held)
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See :class:`Interceptor`."""
+        path = self.paths.get(id(module))
+        if path is None:  # not the model's: only what it calls is looked at
+            return self.plain_call(module, args, kwargs)
+        nth = self.counts.get(id(module), 0)
+        self.counts[id(module)] = nth + 1
+        start = len(self.events)
+        if self._leaf(module):
+            with self.pause():
+                function = eagerly(module) if compiled(module) else module
+                result = self._record("call", path, False, module, function, args, kwargs)
+            event = self.events[-1]
+            self.calls.append(
+                Call(path, nth, module, start, start + 1, None if event.opaque else event)
+            )
+            return result
+        with self.pause():
+            before = self._before(module, args, kwargs)
+        self.inside.append(path)
+        try:
+            result = self.plain_call(module, args, kwargs)
+        finally:
+            self.inside.pop()
+        with self.pause():
+            whole = (
+                None
+                if before is None
+                else self._whole(path, module, start, before, args, kwargs, result)
+            )
+        self.calls.append(Call(path, nth, module, start, len(self.events), whole))
+        return result
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._hooked(module):
+            return None
+        inputs = [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
+        return (
+            inputs,
+            [self._value_of(self._current(t)) for t in inputs],
+            self._state(module, args, kwargs),
+            _drawn(),
+        )
+
+    def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Python's side of a module: what it keeps in itself, and the containers that it was
+        given.
+        """
+        kept = [
+            (k, _look(v, 2))
+            for m in self.below[id(module)]
+            for k, v in m.__dict__.items()
+            if k not in _MODULE_ATTRIBUTES
+        ]
+        own = [
+            id(b)
+            for m in self.below[id(module)]
+            for b in (*m._buffers.values(), *m._parameters.values())
+        ]
+        return kept, own, _look(list(args), 4)[1], _look(list(kwargs.values()), 4)[1]
+
+    def _whole(
+        self,
+        path: str,
+        module: nn.Module,
+        start: int,
+        before: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+    ) -> Event | None:
+        """A call that was looked into, as one event; None where leaving it out would leave out more
+        than its result.
+        """
+        inputs, entry, state, drawn = before
+        if self._hooked(module):
+            return None
+        try:
+            leaves, shape = flatten(result)
+        except Opaque:
+            return None
+        inner = self.events[start:]
+        if any(e.opaque or e.loose for e in inner) or self._state(module, args, kwargs) != state:
+            return None
+        parameters = {id(p): p for p in module.parameters()} | {
+            id(p): p for e in inner for p in e.parameters
+        }
+        used = any(e.parameters for e in inner)
+        shared = all(e.shared for e in inner) and not used
+        outside = {r for e in inner for r in e.reads if self.values[r].maker < start}
+        if any(not self.values[r].shared for r in outside.difference(entry)):
+            return None
+        now = [self._current(t) for t in inputs]
+        after = [self._value_of(t) for t in now]
+        changed = [i for i, (a, b) in enumerate(zip(entry, after, strict=True)) if a != b]
+        if any(self.values[after[i]].why_not for i in changed):
+            return None
+        places = {id(t): i for i, t in enumerate(now)}
+        objects = {id(v): i for i, v in enumerate((*args, *kwargs.values()))}
+        took = any(self.values[v].kind != "tensor" for e in inner for v in e.made)
+        shaped = any(
+            self.values[v].data_shaped and not self.values[v].shared for e in inner for v in e.made
+        )
+        marked: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, nn.Parameter):
+                marked.append(leaf)
+            elif isinstance(leaf, torch.Tensor):
+                current = self._current(leaf)
+                if id(current) in places:
+                    marked.append(Given(places[id(current)]))
+                    continue
+                value = self.values[self._value_of(current)]
+                if (value.shared and not shared) or value.maker < start:
+                    return None
+                marked.append(value)
+            elif isinstance(leaf, _IMMUTABLE) and not (
+                took and isinstance(leaf, bool | int | float | complex)
+            ):
+                marked.append(leaf)
+            elif id(leaf) in objects and not isinstance(leaf, _IMMUTABLE):
+                marked.append(Given(objects[id(leaf)], False))
+            else:
+                return None
+        made = [
+            m.index if isinstance(m, Value) else after[m.place]
+            for m in marked
+            if isinstance(m, Value) or (isinstance(m, Given) and m.tensor)
+        ]
+        changes = tuple((i, after[i]) for i in changed)
+        storages = tuple({s for e in inner for s in e.changed_storages})
+        return Event(
+            "call", path, self.inside[-1], module, tuple(sorted(outside)), tuple(made), shape, tuple(marked), changes,
+            tuple(parameters.values()) if not shared else (), shared, False, tuple(entry[i] for i in changed), False, None, (), storages,
+            erratic=not shared and (took or shaped or drawn != _drawn()),
+        )  # fmt: skip
+
+    def finish(self, result: Any) -> None:
+        """What the pass returns is read after its last event; calls whose insides are read from
+        outside are not one event.
+        """
+        end = len(self.events)
+        for tensor in tensors_in(result):
+            if not isinstance(tensor, nn.Parameter):
+                self.values[self._value_of(self._current(tensor))].readers.append(end)
+        made_by: list[list[Value]] = [[] for _ in range(end)]
+        for value in self.values:
+            if value.maker >= 0 and value.readers:
+                made_by[value.maker].append(value)
+        for call in self.calls:
+            if (
+                call.event is None
+                or call.event.module is None
+                or call.stop - call.start == 0
+                or self._leaf(call.module)
+            ):
+                continue
+            visible = {*call.event.made, *(new for _, new in call.event.changes)}
+            inner = (v for made in made_by[call.start : call.stop] for v in made)
+            if any(v.readers[-1] >= call.stop and v.index not in visible for v in inner):
+                call.event = None
+
+
+class _Before:
+    """What a model, and the generators of the host, were before a pass: put back afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.random = torch.get_rng_state(), python_random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self.numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+        self.modules = [(m, dict(m.__dict__)) for m in model.modules()]
+        self.inside = {
+            id(h): (h, h.copy())
+            for _, own in self.modules
+            for h in own.values()
+            if isinstance(h, list | dict | set)
+        }
+        known = {id(b): b for b in model.buffers()}
+        for _, own in self.modules:
+            known |= {id(t): t for t in own.values() if isinstance(t, torch.Tensor)}
+        self.tensors = [
+            (t, t.detach().clone())
+            for t in known.values()
+            if t.device.type != "meta" and not isinstance(t, FakeTensor)
+        ]
+
+    def restore(self) -> list[tuple[nn.Module, str]]:
+        """Put everything back. Where something was kept in a module, for the next pass."""
+        torch.set_rng_state(self.random[0])
+        python_random.setstate(self.random[1])
+        if self.numpy is not None:
+            self.numpy[0].set_state(self.numpy[1])
+        kept = []
+        for module, own in self.modules:
+            now = module.__dict__
+            buffers: Any = own.get("_buffers")
+            if id(buffers) in self.inside:
+                was: Any = self.inside[id(buffers)][1]
+                kept += [(module, name) for name, b in buffers.items() if was.get(name) is not b]
+            changed = [name for name in now if name not in own or now[name] is not own[name]]
+            kept += [(module, name) for name in changed]
+            if changed or len(now) != len(own):
+                now.clear()
+                now.update(own)
+        held: Any
+        copy: Any
+        for held, copy in self.inside.values():
+            if isinstance(held, list):
+                if len(held) != len(copy) or any(
+                    a is not b for a, b in zip(held, copy, strict=True)
+                ):
+                    held[:] = copy
+            elif len(held) != len(copy) or (
+                any(held.get(k, held) is not v for k, v in copy.items())
+                if isinstance(held, dict)
+                else held != copy
+            ):
+                held.clear()
+                held.update(copy)
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                if not torch.equal(tensor, value):  # batch normalisation does not count as a change
+                    tensor.copy_(value)
+        return kept
+
+
+@contextmanager
+def _faked_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[None]:
+    """Buffers are fake too while activations are: what a pass does to them is seen, and does not
+    last.
+    """
+    was: list[tuple[Any, str, torch.Tensor]] = []
+    twins: dict[int, torch.Tensor] = {}
+    for module in model.modules() if fake is not None else ():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and buffer.device.type != "meta"
+                and not isinstance(buffer, FakeTensor)
+            ):
+                if id(buffer) not in twins:
+                    assert fake is not None
+                    whole = _whole(fake, buffer)
+                    twins[id(buffer)] = (
+                        fake.from_tensor(buffer.detach(), static_shapes=True)
+                        if whole is None
+                        else whole
+                    )
+                was.append((module._buffers, name, buffer))
+    try:
+        for buffers, name, buffer in was:
+            buffers[name] = twins[id(buffer)]
+        yield
+    finally:
+        for buffers, name, buffer in was:
+            buffers[name] = buffer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What cannot be done with fake tensors is done for real: nobody needs to read about it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+_under_way: list[None] = []
+
+
+def following() -> bool:
+    """Whether a forward pass is being followed: it is no part of the training."""
+    return bool(_under_way)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """A forward pass that is no part of the training is under way."""
+    _under_way.append(None)
+    try:
+        yield
+    finally:
+        _under_way.pop()
+
+
+def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:
+    """Follow ``call()``, a forward pass of ``model`` and its loss. The model, its batch and
+    randomness are left as they were.
+
+    Args:
+        model: whose modules are recognised.
+        call: runs forward and loss on one micro-batch; gradients are enabled or not as it is
+            called.
+        real: run it for real instead of with fake activations.
+
+    Raises:
+        Exception: what the pass itself raises, where it also does so for real.
+    """
+    ghosts = FakeTensorMode(allow_non_fake_inputs=True)
+    # A device's own generator is forked by the caller where there is one; following runs on the
+    # host's generator only.
+    for fake in (None,) if real else (ghosts, None):
+        try:
+            return _follow(model, call, fake, ghosts)
+        except Exception:
+            if fake is None:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _follow(
+    model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | None, ghosts: FakeTensorMode
+) -> Trace:
+    whole: list[Any] = []  # the mode refers to them weakly
+    for p in model.parameters() if fake is not None else ():
+        assert fake is not None
+        if (stands_for := _whole(fake, p)) is not None:
+            whole.append(stands_for)
+            fake.fake_tensor_converter.set_tensor_memo(p, whole[-1])
+    with _faked_buffers(model, fake), _quiet():
+        before = _Before(model)
+        follower: _Follower | None = None
+        _under_way.append(None)
+        try:
+            with _Frames() as frames:
+                follower = _Follower(model, fake, ghosts, frames)
+                with follower:
+                    result = call()
+                follower.finish(result)
+        finally:
+            _under_way.pop()
+            if follower is not None:
+                follower.restore()
+            kept = before.restore()
+    reached, seen = _reached(result, follower.nodes)
+    for index, node in follower.makers.items():
+        follower.values[index].reached = node in seen
+    bare = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), result
+    )
+    return Trace(
+        follower.events,
+        follower.values,
+        follower.calls,
+        fake is not None,
+        bare,
+        reached,
+        tuple(kept),
+    )
+
+
+def _reached(
+    result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]
+) -> tuple[set[int], set[Any]]:
+    """Identities of the parameters that a gradient from ``result`` arrives at, and the nodes of the
+    graph on its way.
+    """
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack = [t.grad_fn for t in tensors_in(result) if t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        found.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
+        stack += [after for after, _ in node.next_functions if after is not None]
+    return found, seen

@@ -1,0 +1,336 @@
+"""Every module call and every torch function of a forward pass, seen as it is made; and what kind
+of function one is.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "NUMBERS",
+    "Interceptor",
+    "compiled",
+    "data_shaped",
+    "eagerly",
+    "is_random",
+    "keeps_shape",
+    "kind_of",
+    "name_of",
+    "not_an_event",
+    "watching",
+]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_RANDOM = re.compile(
+    "rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel|cauchy|geometric|rrelu|binomial|_standard_gamma|"
+    "_sample_dirichlet|fractional_max_pool"
+)
+_NAMES_NOT_EVENTS = _words(
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex is_signed "
+    "get_device is_same_size __len__ __hash__ is_shared is_pinned untyped_storage storage "
+    "requires_grad_ has_names is_inference is_set_to is_conj is_neg result_type promote_types "
+    "is_tensor is_storage is_grad_enabled get_default_dtype set_default_dtype can_cast finfo iinfo is_autocast_enabled "
+    "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
+)
+_TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
+# No events, but where a shape depends on what is in an activation they tell Python about it.
+_SIZES = _words("shape size __len__ numel nelement nbytes stride is_same_size")
+# Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
+NUMBERS = _words(
+    "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy"
+)
+# Functions whose result's shape depends on what is in a tensor.
+_DATA_SHAPED = _words(
+    "nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations"
+)
+# Functions whose result has the shape of what they write into, whatever they write.
+_WRITES = _words(
+    "__setitem__ index_add index_copy index_put index_reduce scatter scatter_add scatter_reduce masked_scatter slice_scatter"
+)
+_kinds: dict[Any, tuple[str, bool, bool]] = {}
+
+
+def name_of(function: Any) -> str:
+    """Of a torch function; of a tensor's property, the property's."""
+    name = getattr(function, "__name__", None) or str(function)
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(function.__self__, "__name__", name))
+    return str(name)
+
+
+def not_an_event(function: Any) -> bool:
+    """Whether a torch function only looks at a tensor's shape, type or place."""
+    return kind_of(function)[1]
+
+
+def is_random(name: str) -> bool:
+    """Whether a function of that name draws random numbers."""
+    return _RANDOM.search(name) is not None
+
+
+def kind_of(function: Any) -> tuple[str, bool, bool]:
+    """Name, whether it is no event, whether it draws random numbers."""
+    found = _kinds.get(function)
+    if found is None:
+        name = name_of(function)
+        how = getattr(function, "__name__", "")
+        if how in ("__get__", "__set__", "__delete__"):
+            passive = name not in _TENSOR_PROPERTIES
+            name = ".grad" if name == "grad" else name  # not torch.autograd.grad
+        else:
+            passive = name in _NAMES_NOT_EVENTS
+        found = (name, passive, not passive and is_random(name))
+        if len(_kinds) < 10_000:
+            _kinds[function] = found
+    return found
+
+
+# A fake tensor has a tolist of its own, which takes it apart in Python.
+_fake_tolist: Any = FakeTensor.__dict__.get("tolist")
+_TOLIST = ("tolist", False, False)
+_entered: list[Interceptor] = []  # the last one sees
+_plain: list[Any] = []  # what was there before
+_depth = 0
+
+
+def _begin() -> None:
+    """Let module calls, autograd functions and scripted functions pass by who has entered. To
+    replace a method of a class that has many
+    heirs takes some 300 µs: :func:`watching` does it once for many passes, :func:`stay` for as long
+    as something lives."""
+    global _depth
+    _depth += 1
+    if _depth > 1:
+        return
+    plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain_script = torch.jit.ScriptFunction.__call__
+    plain_convert: Any = nn.Module._apply
+    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script, plain_convert]
+
+    def seen() -> Interceptor | None:
+        # A checkpointed function is called again in the backward pass, when nobody looks on.
+        if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
+            return None
+        return _entered[-1]
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _entered:
+            return plain_call(module, *args, **kwargs)
+        interceptor = _entered[-1]
+        if interceptor._off or threading.get_ident() != interceptor._thread:
+            if interceptor.used and threading.get_ident() == interceptor._thread:
+                interceptor.used[-1].update(
+                    {id(p): p for p in module._parameters.values() if isinstance(p, nn.Parameter)}
+                )
+            return plain_call(module, *args, **kwargs)
+        return interceptor.on_call(module, args, kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return plain_apply(cls, *args, **kwargs)
+
+        def run(*a: Any, **k: Any) -> Any:
+            return plain_apply(cls, *a, **k)
+
+        run.__name__ = cls.__name__
+        with interceptor.pause():
+            return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
+
+    def script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return plain_script(function, *args, **kwargs)
+        what = (function.name, False, is_random(function.name))
+        with interceptor.pause():
+            return interceptor.on_function(
+                lambda *a, **k: plain_script(function, *a, **k), args, kwargs, what
+            )
+
+    def tolist(tensor: Any) -> Any:
+        interceptor = seen()
+        if interceptor is None:
+            return _fake_tolist(tensor)
+        with interceptor.pause():
+            return interceptor.on_function(_fake_tolist, (tensor,), {}, _TOLIST)
+
+    def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Module.to() and the like. What they touch depends on which gradients there are: every
+        # stage does it for itself.
+        interceptor = seen()
+        if interceptor is None:
+            return plain_convert(module, *args, **kwargs)
+        with interceptor.pause():
+            return plain_convert(module, *args, **kwargs)
+
+    nn.Module._apply = convert  # type: ignore[method-assign,assignment]
+    if _fake_tolist is not None:
+        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
+    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
+
+
+def _end() -> None:
+    global _depth
+    _depth -= 1
+    if not _depth:
+        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = (
+            _plain[:3]
+        )  # type: ignore[method-assign]
+        nn.Module._apply = _plain[3]  # type: ignore[method-assign]
+        if _fake_tolist is not None:
+            FakeTensor.tolist = _fake_tolist  # type: ignore[method-assign]
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Several passes are to be looked at: what is put in place for one stays for the next."""
+    _begin()
+    try:
+        yield
+    finally:
+        _end()
+
+
+def stay(owner: Any) -> None:
+    """Passes will be looked at again and again: what is put in place stays until ``owner`` is
+    gone.
+    """
+    _begin()
+    weakref.finalize(owner, _end).atexit = False
+
+
+class Interceptor(TorchFunctionMode):
+    """Sees every module call and every torch function of this thread while it is entered; what to
+    do with them is for heirs to say.
+    """
+
+    used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
+    sizes = False  # whether on_size is to be asked where a tensor's size is looked at
+
+    def __enter__(self) -> Any:
+        self._thread = threading.get_ident()
+        self._off = False
+        _begin()
+        _entered.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._off = True
+        _entered.remove(self)
+        _end()
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._off:
+            return func(*args, **kwargs)
+        what = _kinds.get(func) or kind_of(func)
+        if what[1]:
+            if self.sizes and what[0] in _SIZES:
+                return self.on_size(func, args, kwargs, what)
+            return func(*args, **kwargs)
+        self._off = True  # a function written in Python may call modules or others: it is one event
+        try:
+            if func is torch.Tensor.__iter__:
+                return iter(
+                    self.on_function(torch.Tensor.unbind, args, {}, ("unbind", False, False))
+                )
+            return self.on_function(func, args, kwargs, what)
+        finally:
+            self._off = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Nothing is seen inside."""
+        was, self._off = self._off, True
+        depth = torch._C._len_torch_function_stack()
+        mine = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
+        if mine:
+            torch._C._pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            if mine:
+                torch._C._push_on_torch_function_stack(self)
+            self._off = was
+
+    def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call as if nobody watched, but what it calls is seen."""
+        if compiled(module):  # what was compiled would not be seen
+            return eagerly(module)(*args, **kwargs)
+        return _plain[0](module, *args, **kwargs)
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module is called."""
+        raise NotImplementedError
+
+    def on_function(
+        self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
+    ) -> Any:
+        """A torch function is called, outside of modules that are one event."""
+        raise NotImplementedError
+
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """A tensor's size is looked at."""
+        raise NotImplementedError
+
+
+def compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled: what it calls is not seen."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def eagerly(module: nn.Module) -> Callable[..., Any]:
+    """The call of a compiled module without what was compiled."""
+    inner: Any = getattr(module, "_orig_mod", module)
+    call: Callable[..., Any] = inner._call_impl
+    return call
+
+
+def keeps_shape(name: str) -> bool:
+    """Whether what a function gives has the shape of the first tensor that it takes, whatever the
+    others are like.
+    """
+    return (
+        name in _WRITES
+        or name.removesuffix("_") in _WRITES
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def data_shaped(name: str, args: Any) -> bool:
+    """Whether the shape of what a function gives depends on what is in the tensors that it
+    takes.
+    """
+    if name in _DATA_SHAPED or (name == "where" and len(args) == 1):
+        return True
+    if name == "__getitem__":
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(
+            isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) for k in keys
+        )
+    return name in ("repeat_interleave", "tensor_split") and any(
+        isinstance(a, torch.Tensor) for a in args[1:]
+    )

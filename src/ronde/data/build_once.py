@@ -1,0 +1,195 @@
+"""What is made once of data files and then only read: token arrays, matrices of tables. Made whole
+or not at all, by one process a node.
+
+Beside the files stands a list of them, with sizes and a checksum of both ends of each: what a power
+loss, a full disk or a cleaner of temporary files has left of a folder is made anew. What lies in
+between is not read: the files may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ronde.data.sources.byte_ranges import is_remote, local
+from ronde.world import ArgumentError
+
+__all__ = ["built", "cache_root", "files_of", "gone", "identity"]
+
+_LIST = "ronde-built.json"
+_END_BYTES = 64 << 10
+
+
+def cache_root(given: str | os.PathLike[str] | None) -> Path:
+    """The folder asked for, or ``$XDG_CACHE_HOME/ronde``, or ``~/.cache/ronde``."""
+    if given is not None:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde"
+
+
+def _described(file: Path) -> list[int]:
+    """Size, and a checksum of the beginning and the end."""
+    with open(file, "rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        found = zlib.crc32(opened.read(_END_BYTES))
+        opened.seek(max(0, size - _END_BYTES))
+        return [size, zlib.crc32(opened.read(_END_BYTES), found)]
+
+
+def _whole(folder: Path) -> bool:
+    """Whether what :func:`built` made is there, as far as its list tells."""
+    try:
+        files = json.loads((folder / _LIST).read_bytes())
+        return all(_described(folder / name) == described for name, described in files.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
+    """What to say if a folder that was whole cannot be read any more."""
+    return ArgumentError(
+        f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it is made anew."
+    )
+
+
+def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
+    """The folder ``root/key``, made by ``make(folder)`` where it is not there yet, or is damaged.
+
+    Other processes of this machine that want the same wait for it. If ``make`` fails, nothing is
+    left of it.
+
+    Raises:
+        ArgumentError: nothing can be written below ``root``, or not all of it.
+    """
+    final = root / key
+    if _whole(final):
+        return final
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = open(root / f".{key}.lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise ArgumentError(
+            f"{root} cannot be written to ({error.strerror}): give another folder with cache=."
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _whole(final):  # another process was faster
+            return final
+        temporary = Path(tempfile.mkdtemp(prefix=f".{key}.", suffix=".writing", dir=root))
+        damaged = temporary / "damaged"
+        try:
+            make(temporary)
+            (temporary / _LIST).write_text(
+                json.dumps({file.name: _described(file) for file in sorted(temporary.iterdir())})
+            )
+            temporary.chmod(0o755)
+            if final.exists():  # who reads it goes on with the files that it has open
+                final.rename(damaged)
+            temporary.rename(final)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if not (isinstance(error, OSError) and _whole(final)):
+                if _is_full(error):
+                    raise ArgumentError(
+                        f"{root}: the disk is full ({error}). Make room there, or give a folder on another disk with cache=."
+                    ) from error
+                raise
+        finally:
+            shutil.rmtree(final / damaged.name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(root / f".{key}.lock")  # noqa: PTH108 - who still waits for it finds the folder, or makes it once more
+    return final
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room. numpy says only how much it
+    wrote.
+    """
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and (
+        error.errno in full or (error.errno is None and str(error).endswith(" written"))
+    )
+
+
+def _besides_built(files: list[Path]) -> list[Path]:
+    made = {folder for folder in {f.parent for f in files} if (folder / _LIST).is_file()}
+    return [f for f in files if f.parent not in made]
+
+
+def files_of(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    what: str,
+    suffixes: tuple[str, ...] = (),
+) -> list[Path]:
+    """The files that a path means: a file, those below a folder (not hidden, sorted), those of a
+    glob, or of a list of such.
+
+    What :func:`built` made is left out, if its folder lies among them.
+
+    Args:
+        path: as the user gave it.
+        what: the function's name, for the error.
+        suffixes: endings that are taken of a folder; empty for any.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(path, list | tuple):
+        found = [file for one in path for file in files_of(one, what, suffixes)]
+        if not found:
+            raise ArgumentError(f"{what} was given an empty list.")
+        return found
+    given = os.fspath(path)  # type: ignore[arg-type]
+    if is_remote(given):
+        raise ArgumentError(
+            f"{what} reads files of this machine, no URLs: copy {given} here first."
+        )
+    place = Path(local(given)).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = sorted(
+            f
+            for f in place.rglob("*")
+            if f.is_file()
+            and not any(p.startswith(".") for p in f.relative_to(place).parts)
+            and (not suffixes or f.suffix.lower() in suffixes)
+        )
+        found = _besides_built(found)
+        if not found:
+            raise ArgumentError(
+                f"{what}: the folder {place} holds no file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
+            )
+        return found
+    text = str(place)
+    if set("*?[") & set(text):
+        base = Path(place.anchor) if place.is_absolute() else Path()
+        found = _besides_built(
+            sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file())
+        )
+        if found:
+            return found
+        raise ArgumentError(f"{what}: no file matches {text}.")
+    raise ArgumentError(f"{what}: there is no file or folder {text}.")
+
+
+def identity(files: Sequence[Path]) -> str:
+    """Letters that change when one of the files does: its path, size or time."""
+    found = hashlib.sha256()
+    for file in files:
+        info = file.stat()
+        found.update(
+            f"{file.resolve()}\0{info.st_size}\0{info.st_mtime_ns}\0".encode(
+                "utf-8", "surrogateescape"
+            )
+        )
+    return found.hexdigest()

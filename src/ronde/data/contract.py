@@ -1,0 +1,76 @@
+"""What a source of samples and a step of a pipeline must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ronde.world import SampleError
+
+__all__ = ["Source", "Step", "Bad"]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Random access by batch of ids. Any map-style Dataset with ``__getitems__`` is nearly one.
+
+    What it gives of one sample may have a ``name``, and so may the source: ``source.name(i)``;
+    errors use it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def read(self, ids: Sequence[int]) -> Sequence[Any]:
+        """The samples of these ids, in this order; ids may repeat. Several threads may call it at
+        once.
+
+        Raises:
+            SampleError: one of them cannot be read; it names the file.
+        """
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples, their number or their order does; cheap (names and sizes, not
+        contents).
+        """
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a pipeline.
+
+    Attributes:
+        name: the stage it belongs to.
+        call: of one sample, or of the list of them where ``batched``.
+    """
+
+    name: str
+    call: Callable[[Any], Any]
+    batched: bool = False
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A sample that cannot be used.
+
+    Attributes:
+        id: its index in the data set.
+        text: which it is, in which stage it failed, and why.
+        cause: the error, None where it was no error but an unusual shape.
+    """
+
+    id: int
+    text: str
+    cause: BaseException | None = None
+
+    @classmethod
+    def of(cls, i: int, name: str | None, at: str, cause: Exception) -> Bad:
+        """Of an error in the stage ``at``."""
+        if isinstance(cause, SampleError):
+            return cls(i, f"sample {i}: {cause}", cause)  # it names the file already
+        return cls(
+            i,
+            f"sample {i}{f' ({name})' if name else ''}, stage {at}: {type(cause).__name__}: {cause}",
+            cause,
+        )

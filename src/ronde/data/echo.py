@@ -1,0 +1,97 @@
+"""Data echoing: each batch is trained on several times (Choi et al., "Faster Neural Network
+Training with Data Echoing", 2019).
+
+An epoch's order is then its batches, each repeated: positions count what is trained on, so a run
+stops and goes on at any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ronde.data.order import Ids, Order
+from ronde.plan.batch import Share
+from ronde.world import ArgumentError
+
+__all__ = ["Echoed", "echoed"]
+
+
+@dataclass(frozen=True)
+class Echoed(Order):
+    """Another order, with each of its global batches several times in turn; a last one that is
+    shorter likewise.
+
+    Attributes:
+        of: the other order.
+        times: how many times.
+        batch_size: of a global batch.
+    """
+
+    of: Order = field(default_factory=lambda: Order(1))
+    times: int = 1
+    batch_size: int = 1
+
+    @property
+    def kind(self) -> str:
+        """See :attr:`Order.kind`."""
+        return f"{self.of.kind}, batches of {self.batch_size} {self.times} times each"
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Indices into the data set of positions ``start`` … ``stop`` - 1 of ``epoch``, as
+        int64.
+        """
+        places = np.arange(start, min(stop, self.epoch_samples), dtype=np.int64)
+        n, size = self.of.epoch_samples, self.batch_size
+        whole = n - n % size
+        of = places // size // self.times * size + places % size
+        of = np.where(
+            places < whole * self.times,
+            of,
+            whole + (places - whole * self.times) % max(1, n - whole),
+        )
+        runs = np.split(of, np.flatnonzero(np.diff(of) != 1) + 1)
+        return np.concatenate(
+            [self.of.ids(epoch, int(r[0]), int(r[-1]) + 1) for r in runs if r.size]
+            or [np.empty(0, dtype=np.int64)]
+        )
+
+    def again(self, last: Share, share: Share) -> bool:
+        """Whether a share holds the samples of the one before it."""
+        size = self.batch_size
+        whole = self.of.epoch_samples // size * size * self.times
+        return (
+            last.epoch == share.epoch
+            and share.stop <= whole
+            and share.start == last.stop
+            and share.start % size == 0
+            and share.stop - share.start == last.stop - last.start == size
+            and share.start // size % self.times != 0
+        )
+
+
+def echoed(order: Order, times: int, batch_size: int) -> Order:
+    """An order with each global batch ``times`` times.
+
+    Raises:
+        ArgumentError: of a sampler that draws: its draws are told apart by their position, which
+            echoing changes.
+
+    Example:
+        >>> echoed(Order(5, shuffle=False), 2, 2).ids(0, 0, 10).tolist()
+        [0, 1, 0, 1, 2, 3, 2, 3, 4, 4]
+    """
+    if order.draw is not None:
+        raise ArgumentError(
+            "feed setting echo cannot be used with a sampler of the script's own: let ronde shuffle, or leave echo out."
+        )
+    return Echoed(
+        order.n,
+        order.seed,
+        order.shuffle,
+        length=order.epoch_samples * times,
+        of=order,
+        times=times,
+        batch_size=batch_size,
+    )

@@ -1,0 +1,375 @@
+"""JPEG, PNG and WebP bytes to pixels: a registry of decoders, of which Pillow is the judge and the
+fallback.
+
+What comes out is what ``numpy.asarray(PIL.Image.open(file).convert("RGB"))`` gives: height × width
+× 3, ``uint8`` (but for grey images of
+16 bits, which that would clip: of these the upper 8 are taken, as Pillow does of 16-bit colours).
+simplejpeg and OpenCV carry the same libjpeg-turbo as Pillow, and their pixels were found equal to
+Pillow's bit for bit. What one of them will not have (a broken file, CMYK) Pillow is asked to
+decode, and that is counted; what Pillow rejects is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ronde.world import ArgumentError, SampleError
+
+__all__ = [
+    "AUTO",
+    "Counts",
+    "DECODERS",
+    "Decoder",
+    "available",
+    "check",
+    "counts",
+    "decode",
+    "format_of",
+    "size_of",
+]
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def _no_inks(data: bytes) -> None:
+    """Raise for a JPEG in CMYK: libjpeg-turbo makes slightly other colours of it than Pillow
+    does.
+    """
+    at = 2
+    while at + 9 < len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # the frame's header
+            if data[at + 9] == 4:
+                raise ValueError("CMYK")
+            return
+        at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
+
+
+def _ended(data: bytes) -> None:
+    """Raise for a JPEG without its end, for decoders that fill in what is missing without a
+    word.
+    """
+    if data.rfind(b"\xff\xd9", len(data) - 64) < 0:
+        raise ValueError("no end of image")
+
+
+def _simplejpeg(data: bytes, shrink: int) -> Pixels:
+    import simplejpeg
+
+    _no_inks(data)
+    found: Pixels
+    if shrink == 1:
+        found = simplejpeg.decode_jpeg(data)
+        return found
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    # The smallest scale whose result is not below: exactly 1/shrink, rounded up as libjpeg does.
+    found = simplejpeg.decode_jpeg(
+        data, min_height=-(-height // shrink), min_width=-(-width // shrink), min_factor=shrink
+    )
+    return found
+
+
+def _torchcodec(data: bytes, shrink: int) -> Pixels:
+    from torchcodec.decoders import decode_jpeg
+
+    _no_inks(data)
+    _ended(data)
+    return np.ascontiguousarray(decode_jpeg(data, mode="RGB").permute(1, 2, 0).numpy())
+
+
+def _opencv(data: bytes, shrink: int) -> Pixels:
+    import cv2
+
+    _no_inks(data)
+    _ended(data)
+    flags = {
+        1: cv2.IMREAD_COLOR,
+        2: cv2.IMREAD_REDUCED_COLOR_2,
+        4: cv2.IMREAD_REDUCED_COLOR_4,
+        8: cv2.IMREAD_REDUCED_COLOR_8,
+    }[shrink]
+    found = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    if found is None:
+        raise ValueError("OpenCV cannot read it")
+    return np.asarray(cv2.cvtColor(found, cv2.COLOR_BGR2RGB), dtype=np.uint8)
+
+
+def _pillow(data: bytes, shrink: int) -> Pixels:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        if shrink > 1 and image.format == "JPEG":
+            image.draft(image.mode, (image.width // shrink, image.height // shrink))
+        if image.mode.startswith("I;16"):  # convert() makes 255 of all that is above
+            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+        return np.array(image.convert("RGB"))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One entry of :data:`DECODERS`.
+
+    Attributes:
+        call: ``call(data, shrink)`` gives height × width × 3 ``uint8`` or raises anything.
+            ``shrink`` is 1, 2, 4 or 8: a decoder that can gives the image at that fraction of its
+                size, one that cannot ignores it.
+        module: which must be importable.
+        formats: that it is given, among ``jpeg``, ``png`` and ``webp``; Pillow has the rest.
+        install: what to do where the module is missing.
+    """
+
+    call: Callable[[bytes, int], Pixels]
+    module: str
+    formats: frozenset[str] = frozenset({"jpeg"})
+    install: str = "pip install 'ronde[images]'"
+
+
+DECODERS: dict[str, Decoder] = {
+    "simplejpeg": Decoder(_simplejpeg, "simplejpeg"),
+    "torchcodec": Decoder(
+        _torchcodec,
+        "torchcodec.decoders",
+        install="pip install torchcodec, in the build for your torch",
+    ),
+    "opencv": Decoder(_opencv, "cv2", install="pip install opencv-python-headless"),
+    "pillow": Decoder(_pillow, "PIL.Image", frozenset({"jpeg", "png", "webp"})),
+}
+"""All decoders, by name. ``DECODERS["mine"] = Decoder(function, "package")`` adds one."""
+
+AUTO = ("simplejpeg", "torchcodec", "pillow")
+"""What ``decoder="auto"`` tries, in this order, until one can be imported."""
+
+_loads: dict[str, str | None] = {}
+
+
+def _why_not(name: str) -> str | None:
+    """Why a decoder cannot be used here, or None."""
+    module = DECODERS[name].module
+    if module not in _loads:
+        try:
+            importlib.import_module(module)
+            _loads[module] = None
+        except Exception as error:  # a library may die in many ways: a missing one, another torch's
+            _loads[module] = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+    return _loads[module]
+
+
+def available() -> list[str]:
+    """The decoders that can be used here.
+
+    Example:
+        >>> "pillow" in available()
+        True
+    """
+    return [name for name in DECODERS if _why_not(name) is None]
+
+
+def check(decoder: str) -> str:
+    """The decoder that JPEG images will go through: a name; ``auto`` is resolved.
+
+    Raises:
+        ArgumentError: it is not known, or cannot be imported here.
+    """
+    if decoder == "auto":
+        for name in AUTO:
+            if _why_not(name) is None:
+                return name
+        raise ArgumentError(
+            "decoder='auto': none of simplejpeg, torchcodec and Pillow can be imported: pip install 'ronde[images]'."
+        )
+    if decoder not in DECODERS:
+        raise ArgumentError(
+            f"decoder={decoder!r} is not known: choose 'auto' or one of {', '.join(DECODERS)}."
+        )
+    why = _why_not(decoder)
+    if why is not None:
+        raise ArgumentError(
+            f"decoder={decoder!r} cannot be used here ({why}): {DECODERS[decoder].install}."
+        )
+    return decoder
+
+
+class Counts(NamedTuple):
+    """What was decoded in this process.
+
+    Attributes:
+        decoded: images by decoder.
+        fallbacks: images that a decoder would not have and Pillow decoded, by that decoder.
+        reasons: for each of these decoders, what it said of the last such image.
+    """
+
+    decoded: dict[str, int]
+    fallbacks: dict[str, int]
+    reasons: dict[str, str]
+
+
+class _Tally(threading.local):
+    """One thread's own counts: counting takes no lock, which a forked child could inherit
+    locked.
+    """
+
+    def __init__(self) -> None:
+        self.decoded: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
+        self.reasons: dict[str, str] = {}
+        _tallies.append((self.decoded, self.fallbacks, self.reasons))
+
+
+_tallies: list[tuple[Counter[str], Counter[str], dict[str, str]]] = []
+_tally = _Tally()
+
+
+def counts() -> Counts:
+    """Images decoded so far by all threads of this process; processes that load count for
+    themselves.
+    """
+    decoded: Counter[str] = Counter()
+    fallbacks: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    for done, fell, why in list(_tallies):
+        decoded.update(done.copy())
+        fallbacks.update(fell.copy())
+        reasons.update(why.copy())
+    return Counts(dict(decoded), dict(fallbacks), reasons)
+
+
+def format_of(data: bytes) -> str | None:
+    """``jpeg``, ``png`` or ``webp`` by the first bytes; None for anything else.
+
+    Example:
+        >>> format_of(b"\\xff\\xd8\\xff\\xe0"), format_of(b"GIF89a")
+        ('jpeg', None)
+    """
+    if data[:3] == b"\xff\xd8\xff":
+        return "jpeg"
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        return "png"
+    return "webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def _error(name: str, data: bytes, error: Exception) -> SampleError:
+    what = str(error).rstrip(".") or type(error).__name__
+    if type(error).__name__ == "UnidentifiedImageError":
+        what = (
+            f"it is no image that Pillow knows; it begins with {data[:8]!r}"
+            if data
+            else "it is empty"
+        )
+    return SampleError(f"{name or 'an image'} ({len(data):,} bytes) cannot be decoded: {what}.")
+
+
+def size_of(data: bytes, name: str = "") -> tuple[int, int]:
+    """Height and width as the file's header says, before any orientation.
+
+    Raises:
+        SampleError: the header cannot be read.
+    """
+    if format_of(data) == "jpeg" and _why_not("simplejpeg") is None:
+        import simplejpeg
+
+        try:
+            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+            return int(height), int(width)
+        except ValueError:
+            pass
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.height, image.width
+    except Exception as error:
+        raise _error(name, data, error) from None
+
+
+def _upright(pixels: Pixels, data: bytes) -> Pixels:
+    """Turned as the EXIF orientation says; as ``PIL.ImageOps.exif_transpose`` does."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            # A TIFF is turned by Pillow itself, asked or not, as it loads.
+            orientation = 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
+    except Exception:  # the pixels could be decoded: an EXIF that cannot says nothing
+        return pixels
+    turns: dict[int, Callable[[Any], Any]] = {
+        2: lambda a: a[:, ::-1],
+        3: lambda a: a[::-1, ::-1],
+        4: lambda a: a[::-1],
+        5: lambda a: a.transpose(1, 0, 2),
+        6: lambda a: np.rot90(a, -1),
+        7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+        8: lambda a: np.rot90(a),
+    }
+    return np.ascontiguousarray(turns[orientation](pixels)) if orientation in turns else pixels
+
+
+def decode(
+    data: bytes, decoder: str = "auto", *, name: str = "", shrink: int = 1, orient: bool = False
+) -> Pixels:
+    """Decode one image.
+
+    Grey images, palettes and transparency become RGB as Pillow's ``convert("RGB")`` makes them:
+    transparency is dropped. Of 16 bits, grey or colour, the upper 8 are kept, as OpenCV does too.
+
+    Args:
+        data: the file's bytes.
+        decoder: for the formats that it takes; see :data:`DECODERS`. Pillow decodes the others, and
+            what this one rejects.
+        name: of the file, for the error.
+        shrink: 2, 4 or 8 decode a JPEG at that fraction of its size, rounded up: faster, and other
+            pixels than decoding whole and making it smaller. A decoder or format that cannot gives
+            the whole size.
+        orient: turn the image as its EXIF orientation says. False, as ``PIL.Image.open`` does,
+            leaves the pixels as they are stored (but of a TIFF, which Pillow always turns).
+
+    Returns:
+        height × width × 3 ``uint8``, contiguous.
+
+    Raises:
+        SampleError: no decoder can read it, for example a truncated file.
+        ArgumentError: ``decoder`` is not known or cannot be imported.
+
+    Example:
+        >>> import io, numpy, PIL.Image
+        >>> file = io.BytesIO()
+        >>> PIL.Image.fromarray(numpy.zeros((4, 6, 3), numpy.uint8)).save(file, "JPEG")
+        >>> decode(file.getvalue()).shape
+        (4, 6, 3)
+    """
+    chosen = (
+        decoder
+        if decoder in DECODERS and _loads.get(DECODERS[decoder].module, "") is None
+        else check(decoder)
+    )
+    entry = DECODERS[chosen]
+    kind = format_of(data)
+    if chosen != "pillow" and kind in entry.formats:
+        try:
+            pixels = entry.call(data, shrink)
+            _tally.decoded[chosen] += 1
+            return _upright(pixels, data) if orient else pixels
+        except Exception as error:
+            _tally.fallbacks[chosen] += 1
+            _tally.reasons[chosen] = f"{name}: {error}" if name else str(error)
+    why = _why_not("pillow")
+    if why is not None:
+        raise ArgumentError(
+            f"{name or 'an image'} needs Pillow ({chosen} does not read it), which cannot be imported ({why}): pip install 'ronde[images]'."
+        )
+    try:
+        pixels = DECODERS["pillow"].call(data, shrink)
+    except Exception as error:
+        raise _error(name, data, error) from None
+    _tally.decoded["pillow"] += 1
+    return _upright(pixels, data) if orient else pixels

@@ -1,0 +1,559 @@
+"""Pictures as training data: decoded, cropped, made one size, flipped, coloured, normalised."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate, get_worker_info
+
+from ronde.data import image_decoders as decoding
+from ronde.data.contract import Source, Step
+from ronde.data.pipeline import Pipeline
+from ronde.data.transforms import (
+    CenterCrop,
+    Drawn,
+    HorizontalFlip,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    Transform,
+    View,
+    render,
+)
+from ronde.world import ArgumentError
+
+__all__ = ["Images", "images", "retuned"]
+
+SUFFIXES = (
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)
+
+
+class _Decoded(NamedTuple):
+    image: Tensor  # 3 × height × width, a view of what the decoder gave
+    label: Any
+    name: str
+    first: Drawn | None  # what the first transform drew, where that had to be known before decoding
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An image whose pixels are worked on the device: the rectangle that is needed, and what shall
+    be done to it.
+
+    No tuple: what stacks samples need not look into it, and rectangles may differ.
+    """
+
+    pixels: Tensor  # height × width × 3
+    numbers: Drawn
+    label: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Images:
+    """How images are made, whatever they are read from; see :func:`images` for the arguments."""
+
+    transforms: tuple[Callable[[Any], Any], ...]
+    decoder: str = "auto"
+    normalize: Normalize | None = None
+    on_device: bool = False
+    decode_to_size: bool = False
+    orient: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        decoding.check(self.decoder)
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ArgumentError(
+                f"dtype={self.dtype!r}: expected a floating-point type; normalize=None gives bytes."
+            )
+        if not self.on_device:
+            return
+        colour = False
+        for t in self.transforms:
+            name = (
+                type(t).__name__
+                if isinstance(t, Transform)
+                else getattr(t, "__name__", type(t).__name__)
+            )
+            if not isinstance(t, Transform) or (
+                not t.moves and type(t).on_batch is Transform.on_batch
+            ):
+                raise ArgumentError(
+                    f"on_device=True: {name} works on single images. Leave on_device out, or give it to Pipeline.on_device(function), "
+                    "which calls it with whole batches."
+                )
+            if t.moves and colour:
+                raise ArgumentError(
+                    f"on_device=True: {name} moves pixels: it must come before what changes colours."
+                )
+            colour = colour or not t.moves
+        if self.result is None:
+            raise ArgumentError(
+                "on_device=True: results must be of one size: let a RandomResizedCrop, a CenterCrop or a Resize to (height, width) be among them."
+            )
+
+    @property
+    def result(self) -> tuple[int, int] | None:
+        """Height and width of every result, where they are known beforehand."""
+        found = None
+        for t in self.transforms:
+            if isinstance(t, Transform) and t.moves and not isinstance(t, HorizontalFlip):
+                found = t.result
+        return found
+
+    def pipeline(self, source: Source) -> Pipeline:
+        """These images of a source of encoded files."""
+        steps = (
+            Step("decode", Decode(self)),
+            Step("augment", Place(self) if self.on_device else Augment(self)),
+        )
+        collate = CollateViews() if self.on_device else CollateImages()
+        finish = Finish(self) if self.on_device or self.normalize is not None else None
+        return Pipeline(source, steps, collate, finish)
+
+
+def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
+    """By how much an image may be decoded smaller: a power of two, leaving at least as many pixels
+    as are wanted of it.
+    """
+    if isinstance(first, RandomResizedCrop) and drawn is not None:
+        ratio = min(drawn[2] / first.result[0], drawn[3] / first.result[1])
+    elif isinstance(first, Resize):
+        h, w = first.target(height, width)
+        ratio = min(height / h, width / w)
+    else:
+        return 1
+    return next((n for n in (8, 4, 2) if ratio >= n), 1)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The step from a file's bytes to its pixels.
+
+    With ``decode_to_size``, a first transform that cuts out a random part is asked which before
+    decoding.
+
+    Args:
+        spec: how images are made.
+        whole: decode every image at its full size, and draw nothing: what is kept then serves any
+            part of it.
+    """
+
+    spec: Images
+    whole: bool = False
+
+    def settled(self) -> Decode:
+        """The same step for what is kept, in a cache say: a function of the file alone."""
+        return replace(self, whole=True)
+
+    def __call__(self, sample: Any) -> _Decoded:
+        """The image of ``(bytes, label, name)``."""
+        data, label, name = sample
+        spec = self.spec
+        # An image that is turned afterwards has its sides swapped: it is decoded whole.
+        if (
+            self.whole
+            or not spec.decode_to_size
+            or spec.orient
+            or decoding.format_of(data) != "jpeg"
+        ):
+            pixels = decoding.decode(data, spec.decoder, name=name, orient=spec.orient)
+            return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name, None)
+        height, width = decoding.size_of(data, name)
+        first = spec.transforms[0] if spec.transforms else None
+        drawn = first.draw(height, width) if isinstance(first, RandomResizedCrop) else None
+        pixels = decoding.decode(
+            data, spec.decoder, name=name, shrink=_shrink(first, height, width, drawn)
+        )
+        if drawn is not None and pixels.shape[:2] != (height, width):
+            drawn = _scaled(
+                drawn,
+                pixels.shape[0] / height,
+                pixels.shape[1] / width,
+                pixels.shape[0],
+                pixels.shape[1],
+            )
+        return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name, drawn)
+
+
+def _scaled(box: Drawn, down: float, across: float, height: int, width: int) -> Drawn:
+    h, w = max(1, round(box[2] * down)), max(1, round(box[3] * across))
+    return (min(round(box[0] * down), height - h), min(round(box[1] * across), width - w), h, w)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """The step from decoded pixels to an image as the model sees it, on the CPU; normalised
+    later.
+    """
+
+    spec: Images
+
+    def __call__(self, sample: _Decoded) -> Any:
+        image, label, _, first = sample
+        for t in self.spec.transforms:
+            if first is not None:
+                image, first = t.apply(image, first), None  # type: ignore[attr-defined]
+            else:
+                image = t(image)
+        return image if label is None else (image, label)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The step from decoded pixels to those that the device needs, and what it shall do to them."""
+
+    spec: Images
+
+    def __call__(self, sample: _Decoded) -> _Seen:
+        image, label, name, first = sample
+        view = View.whole(image.shape[1], image.shape[2])
+        numbers: list[float] = []
+        for t in self.spec.transforms:
+            assert isinstance(t, Transform)
+            drawn = first if first is not None else t.draw(view.rows, view.columns)
+            first = None
+            if t.moves:
+                view = t.place(view, drawn)
+            else:
+                numbers += drawn
+        pixels = image.permute(1, 2, 0)[
+            view.top : view.top + view.height, view.left : view.left + view.width
+        ]
+        return _Seen(pixels, (*view.numbers(), *numbers), label, name)
+
+
+def _new(shape: tuple[int, ...]) -> Tensor:
+    """An uninitialised batch of bytes; in a loading process in shared memory, so that it is not
+    copied on its way out.
+    """
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    n = 1
+    for size in shape:
+        n *= size
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(n)).view(shape)  # type: ignore[call-overload,no-untyped-call]
+
+
+def _sizes(sizes: set[tuple[int, ...]]) -> str:
+    return ", ".join(f"{h} × {w}" for h, w in sorted(sizes)[:3])
+
+
+class CollateImages:
+    """Images of one size into batch × 3 × height × width, ``uint8``, channels innermost in memory:
+    no pixel is moved about.
+    """
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        first = samples[0]
+        image = first[0] if isinstance(first, tuple) else first
+        if (
+            not isinstance(image, Tensor)
+            or image.dtype != torch.uint8
+            or image.ndim != 3
+            or image.shape[0] != 3
+        ):
+            return default_collate(list(samples))  # the user's own steps made something else of it
+        column = [s[0] for s in samples] if isinstance(first, tuple) else samples
+        if any(x.shape != image.shape for x in column):
+            sizes = {tuple(x.shape[-2:]) for x in column}
+            raise ArgumentError(
+                f"images of different sizes cannot be one batch ({_sizes(sizes)}): end with a crop or a Resize to (height, width)."
+            )
+        batch = _new((len(column), *image.shape[1:], 3)).permute(0, 3, 1, 2)
+        for place, x in zip(batch, column, strict=True):
+            place.copy_(x)
+        if not isinstance(first, tuple):
+            return batch
+        return [batch, *(default_collate(list(c)) for c in list(zip(*samples, strict=True))[1:])]
+
+
+class CollateViews:
+    """Rectangles of different sizes into one array of bytes, with what shall be done to each:
+    ``[pixels, numbers, labels]``.
+    """
+
+    def __call__(self, samples: Sequence[_Seen]) -> Any:
+        if not isinstance(samples[0], _Seen):
+            raise ArgumentError(
+                "on_device=True: a step of your own after the images' meets pixels that are not finished. Use Pipeline.on_device."
+            )
+        height, width = (max(s.pixels.shape[k] for s in samples) for k in (0, 1))
+        batch = _new((len(samples), height, width, 3))
+        for place, s in zip(batch, samples, strict=True):
+            place[: s.pixels.shape[0], : s.pixels.shape[1]].copy_(s.pixels)
+        numbers = torch.tensor([s.numbers for s in samples], dtype=torch.float32)
+        labels = [] if samples[0].label is None else [default_collate([s.label for s in samples])]
+        return [batch, numbers, *labels]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is left for the device: all that was put off, and bytes to numbers.
+
+    Attributes:
+        anywhere: each value is a function of the same few others, whatever computes it: the same
+            bits in any thread.
+    """
+
+    spec: Images
+    anywhere: ClassVar[bool] = True
+
+    def __call__(self, batch: Any) -> Any:
+        if self.spec.on_device:
+            pixels, numbers, *labels = batch
+            assert self.spec.result is not None
+            images = render(pixels, numbers[:, :7], *self.spec.result)
+            at = 7
+            for t in self.spec.transforms:
+                if isinstance(t, Transform) and not t.moves:
+                    images = t.on_batch(images, numbers[:, at : at + t.drawn])
+                    at += t.drawn
+            images = images.permute(0, 3, 1, 2)
+            if self.spec.normalize is None:
+                images = images.to(torch.uint8)
+        else:
+            images, labels = (
+                (batch[0], list(batch[1:]))
+                if isinstance(batch, list | tuple) and batch
+                else (batch, [])
+            )
+            if (
+                not isinstance(images, Tensor)
+                or images.dtype != torch.uint8
+                or images.ndim != 4
+                or images.shape[1] != 3
+            ):
+                return batch  # the user's own steps made something else of it
+        if self.spec.normalize is not None:
+            images = self.spec.normalize.normalized(images, self.spec.dtype)
+        return [images, *labels] if labels else images
+
+
+def _transforms(size: int | tuple[int, int], augment: Any) -> tuple[Callable[[Any], Any], ...]:
+    if augment is True:
+        return (RandomResizedCrop(size), HorizontalFlip())
+    if augment is False or augment is None:
+        if isinstance(size, int):
+            return (Resize(round(size * 256 / 224)), CenterCrop(size))
+        return (Resize(size),)
+    found = tuple(augment) if isinstance(augment, Sequence) else (augment,)
+    for t in found:
+        if not callable(t):
+            raise ArgumentError(
+                f"augment: {t!r} cannot be called. Give True, False, a callable, or a list of them."
+            )
+    return found
+
+
+def _normalize(value: Any) -> Normalize | None:
+    if value is None or isinstance(value, Normalize):
+        return value
+    if value == "imagenet":
+        return Normalize()
+    try:
+        mean, std = value
+        return Normalize(tuple(mean), tuple(std))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(
+            f"normalize={value!r}: expected 'imagenet', (mean, std) with three numbers each, or None."
+        ) from None
+
+
+def _check_options(
+    options: dict[str, Any], opens: Callable[..., Any], taken: tuple[str, ...]
+) -> None:
+    """Whether all of them are arguments of what opens the files, besides those that :func:`images`
+    gives itself.
+    """
+    known = [
+        p.name
+        for p in inspect.signature(opens).parameters.values()
+        if p.kind is p.KEYWORD_ONLY and p.name not in taken
+    ]
+    for name in options:
+        if name not in known:
+            raise ArgumentError(
+                f"feed.images: {name}= is not known for these files: feed.{opens.__name__} takes {', '.join(known)}."
+            )
+
+
+def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
+    if not isinstance(path, str | os.PathLike | list | tuple):
+        if isinstance(path, Source):
+            if options:
+                raise ArgumentError(
+                    f"feed.images: {next(iter(options))}= goes with a path: give it to the source."
+                )
+            return path
+        raise ArgumentError(
+            f"feed.images needs a folder, tar files, a pack or a source, found {type(path).__name__}."
+        )
+    from ronde.data.sources.folder import folder
+    from ronde.data.sources.parquet import parquet, parquet_files
+    from ronde.data.sources.tar import is_pack, tar
+
+    names = [os.fspath(p) for p in path] if isinstance(path, list | tuple) else [os.fspath(path)]
+    if not names:
+        raise ArgumentError("feed.images was given an empty list.")
+    pack = is_pack(names[0]) if len(names) == 1 else None
+    if pack is not None:
+        opens: Callable[..., Source] = parquet if pack == "parquet" else tar
+        _check_options(options, opens, ("data", "label"))
+        return opens(names[0], **options)
+    if all(".tar" in name.rpartition("/")[2] for name in names):
+        _check_options(options, tar, ("data", "label"))
+        label = "cls" if labels == "folder" else None if labels == "none" else labels
+        return tar(
+            names if len(names) > 1 else names[0],
+            data=[s[1:] for s in SUFFIXES],
+            label=label,
+            **options,
+        )
+    if all(name.endswith((".parquet", ".pq")) for name in names):
+        _check_options(options, parquet, ("columns", "label"))
+        if not isinstance(labels, str | None):
+            raise ArgumentError(
+                "feed.images: labels= of Parquet files is the name of a column, 'none', or left out."
+            )
+        return parquet_files(
+            names, {"folder": None, "none": "", None: ""}.get(labels, labels), **options
+        )
+    if len(names) != 1:
+        raise ArgumentError("feed.images takes one folder, or a list of tar or Parquet files.")
+    _check_options(options, folder, ("labels",))
+    return folder(names[0], labels=labels, **{"suffixes": SUFFIXES, **options})
+
+
+def images(
+    path: Any,
+    size: int | tuple[int, int] = 224,
+    *,
+    labels: Any = "folder",
+    augment: Any = True,
+    normalize: Any = "imagenet",
+    decoder: str = "auto",
+    on_device: bool = False,
+    decode_to_size: bool = False,
+    orient: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Pipeline:
+    """Images and their labels, ready for a model.
+
+    Batches travel as bytes and become numbers on the device. The crop alone is resized, with an
+    antialiased filter whose result is within 0.02 of 255 of Pillow's on average.
+
+    Args:
+        path: a folder (see :func:`ronde.feed.folder`; files ending in .jpg, .jpeg, .jpe, .jfif,
+            .png, .webp, .bmp, .gif, .tif, .tiff, .ppm or .pgm, in capitals or not, unless
+            ``suffixes=`` says otherwise), tar files (:func:`ronde.feed.tar`), Parquet files with
+            one column of images, as Hugging Face's data sets have them, what ``ronde pack`` made,
+            or any source of ``(bytes, label, name)``.
+        size: of the result in pixels: one number or (height, width).
+        labels: of the folder, as :func:`ronde.feed.folder` takes them; of tar files, the ending of
+            the label's file (``cls``) or a function; of Parquet files, the column (``label``).
+            Without labels (``"none"``) a sample is the image alone.
+        augment: True crops and flips at random (:class:`RandomResizedCrop`,
+            :class:`HorizontalFlip`), as for training; False takes the middle (:class:`Resize` to
+            256/224 of the size, :class:`CenterCrop`), as for evaluation; or a callable or list of
+            them: this module's, or your own, which get ``uint8`` tensors 3 × height × width. Those
+                that are random ask :func:`ronde.feed.rng`.
+        normalize: ``"imagenet"``, ``(mean, std)`` in [0, 1], or None for bytes. A
+            :class:`Normalize` at the end of ``augment`` counts instead.
+        decoder: of JPEG files: ``auto``, ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``;
+            see :func:`ronde.data.image_decoders.decode`.
+        on_device: the device resizes, flips and colours; the CPU only decodes and cuts out. Random
+            numbers are the same, and so are the pixels up to 1 of 255, before colours.
+        decode_to_size: decode a JPEG at a half, a quarter or an eighth where it is at least that
+            much larger than needed. Faster for large photographs; other pixels.
+        orient: turn images as their EXIF orientation says; False leaves them as they are stored, as
+            Pillow does.
+        dtype: of the normalised images.
+        options: more for the folder, the tar or the Parquet files, as ``like=`` the training set,
+            for a test set.
+
+    Returns:
+        A pipeline whose batches are ``[images, labels]``: batch × 3 × height × width, channels
+        innermost in memory (``torch.channels_last``).
+
+    Raises:
+        ArgumentError: a value that cannot be used.
+
+    Example:
+        >>> import pathlib, tempfile, numpy, PIL.Image
+        >>> here = pathlib.Path(tempfile.mkdtemp())
+        >>> for kind in ("cat", "dog"):
+        ...     (here / kind).mkdir()
+        ...     PIL.Image.fromarray(numpy.zeros((40, 60, 3), numpy.uint8)).save(here / kind / "1.jpg")
+        >>> data = images(here, size=32)
+        >>> pictures, labels = data.finish(data.collate(data.__getitems__([0, 1])))
+        >>> pictures.shape, labels.tolist()
+        (torch.Size([2, 3, 32, 32]), [0, 1])
+    """
+    transforms = _transforms(size, augment)
+    normal = _normalize(normalize)
+    last = transforms[-1] if transforms else None
+    if isinstance(last, Normalize):
+        normal, transforms = last, transforms[:-1]
+    spec = Images(transforms, decoder, normal, on_device, decode_to_size, orient, dtype)
+    return spec.pipeline(_source(path, labels, options))
+
+
+def retuned(
+    pipeline: Pipeline,
+    *,
+    decoder: str | None = None,
+    decode_to_size: bool | None = None,
+    on_device: bool | None = None,
+) -> Pipeline:
+    """A pipeline that :func:`images` made, with other settings; None leaves one as it is.
+
+    Raises:
+        ArgumentError: it is not made of images, or has steps of its own that ``on_device`` would
+            leave without finished pixels.
+    """
+    spec = next((s.call.spec for s in pipeline.steps if isinstance(s.call, Decode)), None)
+    if spec is None:
+        raise ArgumentError(
+            "decoder, decode_to_size and on_device are for pipelines that feed.images made."
+        )
+    given: dict[str, Any] = {
+        "decoder": decoder,
+        "decode_to_size": decode_to_size,
+        "on_device": on_device,
+    }
+    changed = replace(spec, **{k: v for k, v in given.items() if v is not None})
+    fresh = changed.pipeline(pipeline.source)
+    if changed.on_device != spec.on_device and (
+        len(pipeline.steps) != 2 or not isinstance(pipeline.finish, Finish | None)
+    ):
+        raise ArgumentError(
+            "on_device cannot be changed where steps of your own follow: they would meet pixels that are not finished."
+        )
+    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], Place: fresh.steps[1]}
+    steps = tuple(parts.get(type(step.call), step) for step in pipeline.steps)
+    if changed.on_device != spec.on_device:
+        return replace(pipeline, steps=steps, collate=fresh.collate, finish=fresh.finish)
+    return replace(pipeline, steps=steps)

@@ -1,0 +1,235 @@
+"""Stages of an input pipeline, by name, and the randomness of the sample that is being made.
+
+A *stage* is what is done to a sample on its way to the device: ``read``, ``decode``, ``augment``,
+``collate``, ``copy``, or any name that a script gives. Naming one costs nothing to speak of;
+``ronde doctor`` times it and takes it out.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+__all__ = [
+    "Listener",
+    "current_keys",
+    "listen",
+    "listener",
+    "rng",
+    "rngs",
+    "sample_key",
+    "sample_keys",
+    "stage",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Listener(Protocol):
+    """What looks on while samples are made; see :func:`listen`."""
+
+    def call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a stage, or give what it would have given."""
+
+    def enter(self, name: str) -> None:
+        """A stage that is a block of lines begins."""
+
+    def leave(self, name: str) -> None:
+        """It ends."""
+
+
+listener: Listener | None = None
+"""Who looks on in this process: None in every ordinary training."""
+
+
+def listen(who: Listener | None) -> Listener | None:
+    """Put a listener in place, or none; returns the one that was there."""
+    global listener
+    before, listener = listener, who
+    return before
+
+
+class stage:
+    """Name a step of the input pipeline, as a decorator or around some lines.
+
+    A function can be timed and taken out; a block can only be timed. ``copy`` names the way to the
+    device.
+
+    Args:
+        name: as it shall be called; those of Ronde's own are ``read``, ``decode``, ``augment``,
+            ``collate`` and ``copy``.
+
+    Example:
+        >>> @stage("augment")
+        ... def brighten(image):
+        ...     return image * 1.1
+        >>> with stage("parse"):
+        ...     fields = "a,b".split(",")
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            from ronde.world import ArgumentError
+
+            raise ArgumentError(
+                f'ronde.feed.stage({name!r}): expected a name, as ronde.feed.stage("augment").'
+            )
+        self.name = name
+
+    def __call__(self, function: F) -> F:
+        """The function under this stage's name."""
+        name = self.name
+
+        @functools.wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return (
+                function(*args, **kwargs)
+                if listener is None
+                else listener.call(name, function, args, kwargs)
+            )
+
+        named.ronde_stage = name  # type: ignore[attr-defined]
+        return named  # type: ignore[return-value]
+
+    def __enter__(self) -> None:
+        if listener is not None:
+            listener.enter(self.name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if listener is not None:
+            listener.leave(self.name)
+
+
+class _Current(threading.local):
+    keys: sample_keys | None = None
+
+
+_current = _Current()
+
+
+class sample_keys:
+    """While some samples are made in this thread: the keys of their random numbers.
+
+    Args:
+        n: how many samples.
+        key: ``key(j)``: the 64-bit key of the j-th of them; only asked for where something is
+            drawn.
+
+    Attributes:
+        at: which of them is being made; None where that is not known, as inside a data set's own
+            ``__getitems__``.
+        unclear: whether :func:`rng` was asked for while that was not known.
+    """
+
+    __slots__ = ("_before", "_key", "at", "made", "n", "unclear")
+
+    def __init__(self, n: int, key: Callable[[int], int]) -> None:
+        self.n = n
+        self._key = key
+        self.at: int | None = None
+        self.made: dict[int, np.random.Generator] = {}
+        self.unclear = False
+
+    def __enter__(self) -> Self:
+        self._before = _current.keys
+        _current.keys = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.keys = self._before
+
+    def generator(self, j: int) -> np.random.Generator:
+        """That of the j-th sample: it goes on where the sample's last step left it."""
+        found = self.made.get(j)
+        if found is None:
+            found = self.made[j] = np.random.Generator(
+                np.random.Philox(key=self._key(j) & 0xFFFFFFFFFFFFFFFF)
+            )
+        return found
+
+    def key(self, j: int) -> int:
+        """The key of the j-th sample."""
+        return self._key(j)
+
+
+class sample_key(sample_keys):
+    """While one sample is made in this thread, :func:`rng` is a function of ``key`` alone."""
+
+    __slots__ = ()
+
+    def __init__(self, key: int) -> None:
+        super().__init__(1, lambda _: key)
+        self.at = 0
+
+
+def current_keys() -> sample_keys | None:
+    """The samples that are being made in this thread; None outside of a data set that Ronde
+    drives.
+    """
+    return _current.keys
+
+
+def rng() -> np.random.Generator:
+    """The random numbers of the sample that is being made: a function of (seed, epoch, sample),
+    whoever makes it.
+
+    Inside a data set, an augmentation or a collate function that Ronde drives; unlike torch's,
+    Python's and NumPy's global generators it can be used by several threads at once. Elsewhere it
+    gives an unseeded generator. Where many samples are made in one call, ask for :func:`rngs`:
+    otherwise they are made one by one, so that each still has its own.
+
+    Example:
+        >>> from ronde.data.named_stages import sample_key  # what Ronde puts around the making of each sample
+        >>> with sample_key(7):
+        ...     first = rng().random()
+        >>> with sample_key(7):
+        ...     first == rng().random()
+        True
+    """
+    keys = _current.keys
+    if keys is None:
+        return np.random.default_rng()
+    at = keys.at
+    if at is None:
+        keys.unclear = keys.n > 1
+        at = 0
+    return keys.generator(at)
+
+
+def rngs(n: int) -> list[np.random.Generator]:
+    """The random numbers of each sample of a batch, where a step makes them all in one call.
+
+    Args:
+        n: how many samples the step was given.
+
+    Raises:
+        ArgumentError: Ronde is making another number of samples here.
+
+    Example:
+        >>> def shifted(images):
+        ...     return [image + r.normal() for image, r in zip(images, rngs(len(images)), strict=True)]
+    """
+    keys = _current.keys
+    if keys is None:
+        return list(np.random.default_rng().spawn(n))
+    if keys.at is not None and n == 1:
+        return [keys.generator(keys.at)]
+    if n != keys.n:
+        from ronde.world import ArgumentError
+
+        raise ArgumentError(
+            f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with a generator of its own."
+        )
+    return [keys.generator(j) for j in range(n)]

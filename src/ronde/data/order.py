@@ -1,0 +1,420 @@
+"""The order of samples: a pure function of (seed, epoch, position), whatever the number of workers.
+
+Small sets are sorted by a keyed hash of the index: a uniform permutation. Large ones use a keyed
+permutation (a Feistel network on the bits of the index, with cycle-walking to stay below n: Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any position of any epoch is found in
+O(1) time and memory, at 10⁹ samples as at 10⁵. The mixing function is that of splitmix64 (Steele,
+Lea and Flood, 2014).
+
+Both are fixed for ever: an order that changed with a version of a library could not be resumed.
+
+Where samples are best read in runs (remote shards, row groups), the order goes by *blocks*: blocks
+are permuted, put together into windows, and the samples of a window permuted. A reader that holds
+one window reads each block once. It is as much a pure function of (seed, epoch, position);
+:meth:`Order.quality` says what it costs in shuffling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ronde.world import ArgumentError
+
+__all__ = ["Order", "Quality", "key_of", "permute"]
+
+Ids = npt.NDArray[np.int64]
+_U64 = npt.NDArray[np.uint64]
+
+_SORTED_BELOW = 1 << 16
+_ROUNDS = 6
+_BLOCK = 4096
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_OF_BLOCKS, _OF_WINDOW = (
+    0xB10C,
+    0x71D0,
+)  # keep the keys of these permutations apart from (seed, epoch)'s own
+
+
+def _mix(x: _U64) -> _U64:
+    """splitmix64's finaliser, element by element."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def key_of(*parts: int) -> int:
+    """A 64-bit key of some integers: equal parts give an equal key, on every machine and version.
+
+    Example:
+        >>> key_of(0, 1) == key_of(0, 1), key_of(0, 1) == key_of(1, 0)
+        (True, False)
+    """
+    state = _GOLDEN
+    for part in parts:
+        x = (state + _GOLDEN + (part & _MASK)) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (x ^ (x >> 31)) & _MASK
+    return state
+
+
+def _feistel(x: _U64, bits: int, keys: list[np.uint64]) -> _U64:
+    """One bijection of [0, 2^bits): two uneven halves, each mixed in turn with the other."""
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
+    high, low = x >> np.uint64(low_bits), x & low_mask
+    with np.errstate(over="ignore"):
+        for i, key in enumerate(keys):
+            if i % 2 == 0:
+                high = high ^ (_mix(low + key) & high_mask)
+            else:
+                low = low ^ (_mix(high + key) & low_mask)
+    return (high << np.uint64(low_bits)) | low
+
+
+def permute(positions: npt.ArrayLike, n: int, key: int) -> Ids:
+    """Where a keyed permutation of [0, n) sends each position.
+
+    Args:
+        positions: integers in [0, n), any number of them.
+        n: size of the set, 1 … 2^62.
+        key: which permutation; see :func:`key_of`.
+
+    Returns:
+        int64 array of the same length: distinct indices in [0, n) for distinct positions.
+
+    Example:
+        >>> sorted(permute(range(10), 10, key=7).tolist()) == list(range(10))
+        True
+        >>> int(permute([999_999_999], 1_000_000_000, key=7)[0]) < 1_000_000_000
+        True
+    """
+    x = np.asarray(positions, dtype=np.int64)
+    if x.size and (int(x.min()) < 0 or int(x.max()) >= n):
+        raise IndexError(f"positions {int(x.min())} … {int(x.max())} are not all in [0, {n})")
+    if n <= _SORTED_BELOW:
+        return _sorted_permutation(n, key)[x]
+    bits = max(2, (n - 1).bit_length())
+    keys = [np.uint64(key_of(key, r)) for r in range(_ROUNDS)]
+    walk = _feistel(x.astype(np.uint64), bits, keys)
+    # The domain is a power of two, less than 2 n: what falls outside goes round again, once more on
+    # average.
+    outside = np.flatnonzero(walk >= np.uint64(n))
+    while outside.size:
+        walk[outside] = _feistel(walk[outside], bits, keys)
+        outside = outside[walk[outside] >= np.uint64(n)]
+    return walk.astype(np.int64)
+
+
+_last: tuple[tuple[int, int], Ids] | None = None
+
+
+def _sorted_permutation(n: int, key: int) -> Ids:
+    global _last
+    last = _last  # another thread may ask for another order
+    if last is not None and last[0] == (n, key):  # one epoch asks many times; bounded at 512 KiB
+        return last[1]
+    with np.errstate(over="ignore"):
+        hashes = _mix(np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
+    found = np.argsort(hashes, kind="stable").astype(np.int64)
+    found.setflags(write=False)  # kept: whoever sorts what he was given shall have a copy
+    _last = ((n, key), found)
+    return found
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well an order shuffles: how many different blocks the samples of a global batch come
+    from.
+
+    Attributes:
+        batch_size: samples of a global batch.
+        distinct: blocks that it holds samples of, on average.
+        worst: in the batch that has fewest.
+        ideal: what a permutation of all samples gives on average.
+        blocks: in the whole set.
+        window_samples: of the largest window: what a reader must hold.
+        batches: that were looked at.
+    """
+
+    batch_size: int
+    distinct: float
+    worst: int
+    ideal: float
+    blocks: int
+    window_samples: int
+    batches: int
+
+    @property
+    def share(self) -> float:
+        """``distinct`` of ``ideal``, 1.0 at best."""
+        return self.distinct / self.ideal
+
+    def __str__(self) -> str:
+        return (
+            f"a global batch of {self.batch_size:,} holds samples of {self.distinct:,.1f} blocks of {self.blocks:,}; "
+            f"a permutation of all samples would give {self.ideal:,.1f} ({100 * self.share:.0f} %)"
+        )
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which sample stands at which position of which epoch.
+
+    Args:
+        n: samples in the data set.
+        seed: which order; the same seed gives the same order for ever.
+        shuffle: False keeps the order of the data set.
+        draw: ``draw(epoch) -> indices`` replaces the permutation: a sampler that the user brought.
+            Its length is then the length of an epoch.
+        length: of an epoch, where ``draw`` gives another than ``n``.
+        blocks: sizes of the runs of samples that are best read together; they add up to ``n``. None
+            permutes all samples. Permuted positions cost memory for one window and 8 bytes a block.
+        window: how many blocks are mixed with each other.
+        sampler: with ``draw``, the sampler's class.
+
+    Raises:
+        ArgumentError: blocks that do not add up to ``n``, an empty one, or a window below 1.
+
+    Example:
+        >>> order = Order(n=10, seed=0)
+        >>> order.ids(epoch=0, start=0, stop=10).tolist() == order.ids(0, 0, 4).tolist() + order.ids(0, 4, 10).tolist()
+        True
+        >>> by_blocks = Order(n=12, seed=0, blocks=(3, 3, 3, 3), window=2)
+        >>> first_window = by_blocks.ids(epoch=0, start=0, stop=6)
+        >>> len({int(i) // 3 for i in first_window})
+        2
+    """
+
+    n: int
+    seed: int = 0
+    shuffle: bool = True
+    draw: Callable[[int], Sequence[int]] | None = field(default=None, compare=False)
+    length: int | None = None
+    blocks: tuple[int, ...] | None = None
+    window: int = 64
+    sampler: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is None:
+            return
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ArgumentError(
+                f"Order: window={self.window!r} must be a whole number of blocks, 1 or more."
+            )
+        sizes = np.asarray(self.blocks, dtype=np.int64)
+        if sizes.size and int(sizes.min()) < 1:
+            raise ArgumentError(
+                f"Order: block {int(sizes.argmin())} has {int(sizes.min())} samples: leave empty blocks out."
+            )
+        if int(sizes.sum()) != self.n:
+            raise ArgumentError(
+                f"Order: the {sizes.size:,} blocks add up to {int(sizes.sum()):,} samples, not to n={self.n:,}."
+            )
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in one epoch."""
+        return self.n if self.length is None else self.length
+
+    @property
+    def kind(self) -> str:
+        """``"samples"``, or which blocks are permuted: equal texts mean that a training may go on
+        under this order.
+        """
+        if self.blocks is None or not self.shuffle or self.draw is not None:
+            return "samples"
+        if "_kind" not in self.__dict__:
+            sizes = hashlib.sha256(np.asarray(self.blocks, dtype="<i8").tobytes()).hexdigest()[:16]
+            self.__dict__["_kind"] = (
+                f"{len(self.blocks)} blocks in windows of {self.window} ({sizes})"
+            )
+        return str(self.__dict__["_kind"])
+
+    def ids(self, epoch: int, start: int, stop: int) -> Ids:
+        """Indices into the data set of positions ``start`` … ``stop`` − 1 of ``epoch``, as
+        int64.
+        """
+        if self.draw is not None:
+            return np.asarray(self._drawn(epoch)[start:stop], dtype=np.int64)
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        if self.blocks is not None:
+            return self._windowed(epoch, start, min(stop, self.n))
+        if self.n <= _SORTED_BELOW:
+            return _sorted_permutation(self.n, key_of(self.seed, epoch))[start:stop]
+        # A call costs 300 µs whatever its length up to some thousands: positions are permuted a
+        # block at a time.
+        blocks = range(start // _BLOCK, -(-stop // _BLOCK))
+        if not blocks:
+            return np.empty(0, dtype=np.int64)
+        found = np.concatenate([self._block(epoch, b) for b in blocks])
+        first = blocks[0] * _BLOCK
+        return found[start - first : stop - first]
+
+    def _layout(self, epoch: int) -> tuple[Ids, Ids, Ids]:
+        """How an epoch's blocks stand: their permutation, where each begins among the positions,
+        and each window's first block.
+        """
+        held: dict[int, tuple[Ids, Ids, Ids]] = self.__dict__.setdefault("_layouts", {})
+        found = held.get(epoch)
+        if found is None:
+            sizes = np.asarray(self.blocks, dtype=np.int64)
+            turned = permute(
+                np.arange(len(sizes)), len(sizes), key_of(self.seed, epoch, _OF_BLOCKS)
+            )
+            begins = np.concatenate([[0], np.cumsum(sizes[turned])])
+            windows = -(-len(sizes) // self.window)
+            # Of even size, so that the last is not one block alone.
+            edges = np.arange(windows + 1, dtype=np.int64) * len(sizes) // windows
+            if len(held) >= 2:
+                held.pop(next(iter(held)), None)
+            found = held[epoch] = (turned, begins, edges)
+        return found
+
+    def _windowed(self, epoch: int, start: int, stop: int) -> Ids:
+        if start >= stop:
+            return np.empty(0, dtype=np.int64)
+        turned, begins, edges = self._layout(epoch)
+        if "_starts" not in self.__dict__:
+            self.__dict__["_starts"] = np.concatenate(
+                [[0], np.cumsum(np.asarray(self.blocks, dtype=np.int64))]
+            )
+        starts: Ids = self.__dict__["_starts"]
+        window_begins = begins[edges]
+        first = int(np.searchsorted(window_begins, start, side="right")) - 1
+        last = int(np.searchsorted(window_begins, stop - 1, side="right")) - 1
+        parts = []
+        for w in range(first, last + 1):
+            low, high = int(window_begins[w]), int(window_begins[w + 1])
+            inside = self._in_window(
+                epoch, w, high - low, max(start, low) - low, min(stop, high) - low
+            )
+            block = np.searchsorted(begins, inside + low, side="right") - 1
+            parts.append(starts[turned[block]] + inside + low - begins[block])
+        return np.concatenate(parts)
+
+    def _in_window(self, epoch: int, window: int, size: int, start: int, stop: int) -> Ids:
+        """Places ``start`` … ``stop`` − 1 of a window's permutation."""
+        key = key_of(self.seed, epoch, _OF_WINDOW, window)
+        held: dict[tuple[int, int, int], Ids] = self.__dict__.setdefault("_windows", {})
+        chunk = size if size <= _SORTED_BELOW else _BLOCK  # a small one is sorted whole in any case
+        parts = []
+        for c in range(start // chunk, -(-stop // chunk)):
+            found = held.get((epoch, window, c))
+            if found is None:
+                found = permute(
+                    np.arange(c * chunk, min((c + 1) * chunk, size), dtype=np.int64), size, key
+                )
+                if len(held) >= 4:
+                    held.pop(next(iter(held)), None)
+                held[epoch, window, c] = found
+            parts.append(found)
+        low = start // chunk * chunk
+        return np.concatenate(parts)[start - low : stop - low]
+
+    def quality(self, batch_size: int, epoch: int = 0) -> Quality:
+        """How many different blocks a global batch comes from, against the ideal of a permutation
+        of all samples.
+
+        Args:
+            batch_size: samples of a global batch.
+            epoch: which; up to 256 of its whole batches are looked at, evenly spread.
+
+        Raises:
+            ArgumentError: a batch that is larger than an epoch.
+
+        Example:
+            >>> print(Order(1000, blocks=(10,) * 100, window=10).quality(50))
+            a global batch of 50 holds samples of 10.0 blocks of 100; a permutation of all samples
+            would give 40.3 (25 %)
+        """
+        if (
+            isinstance(batch_size, bool)
+            or not isinstance(batch_size, int)
+            or not 1 <= batch_size <= self.epoch_samples
+        ):
+            raise ArgumentError(
+                f"Order.quality: batch_size={batch_size!r} must be from 1 to the epoch's {self.epoch_samples:,} samples."
+            )
+        sizes = (
+            np.ones(self.n, dtype=np.int64)
+            if self.blocks is None
+            else np.asarray(self.blocks, dtype=np.int64)
+        )
+        ends = np.cumsum(sizes)
+        whole = self.epoch_samples // batch_size
+        looked_at = np.unique(np.linspace(0, whole - 1, min(whole, 256)).astype(np.int64))
+        counts = []
+        for k in looked_at.tolist():
+            found = self.ids(epoch, k * batch_size, (k + 1) * batch_size)
+            counts.append(len(np.unique(np.searchsorted(ends, found, side="right"))))
+        largest = self.n
+        if self.blocks is not None and self.shuffle and self.draw is None:
+            _, begins, edges = self._layout(epoch)
+            largest = int(np.diff(begins[edges]).max())
+        return Quality(
+            batch_size,
+            float(np.mean(counts)),
+            min(counts),
+            _ideal(sizes, self.n, batch_size),
+            len(sizes),
+            largest,
+            len(counts),
+        )
+
+    def _block(self, epoch: int, index: int) -> Ids:
+        held: dict[tuple[int, int], Ids] = self.__dict__.setdefault("_held", {})
+        found = held.get((epoch, index))  # several threads may ask at once
+        if found is None:
+            positions = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, self.n), dtype=np.int64)
+            found = permute(positions, self.n, key_of(self.seed, epoch))
+            if len(held) >= 4:
+                held.pop(next(iter(list(held)), (epoch, index)), None)
+            held[epoch, index] = found
+        return found
+
+    def _drawn(self, epoch: int) -> Ids:
+        assert self.draw is not None
+        cache: dict[int, Ids] = self.__dict__.setdefault("_cache", {})
+        if epoch not in cache:
+            cache.clear()
+            cache[epoch] = np.asarray(
+                drawn if isinstance(drawn := self.draw(epoch), np.ndarray) else list(drawn),
+                dtype=np.int64,
+            )
+            if self.length is not None and len(cache[epoch]) != self.length:
+                raise ArgumentError(
+                    f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its length is {self.length}"
+                )
+        return cache[epoch]
+
+
+def _ideal(sizes: Ids, n: int, batch: int) -> float:
+    """Blocks that ``batch`` of ``n`` samples come from, on average, drawn without putting back."""
+    values, counts = np.unique(sizes, return_counts=True)
+    found = 0.0
+    for size, count in zip(values.tolist(), counts.tolist(), strict=True):
+        left = n - size - batch  # samples that are neither of the block nor in the batch
+        # C(n - size, batch) / C(n, batch)
+        none = (
+            math.exp(
+                math.lgamma(n - size + 1)
+                + math.lgamma(n - batch + 1)
+                - math.lgamma(n + 1)
+                - math.lgamma(left + 1)
+            )
+            if left >= 0
+            else 0.0
+        )
+        found += count * (1.0 - none)
+    return found

@@ -1,0 +1,41 @@
+"""Where samples come from: random access by batch of ids, locally or through fsspec.
+
+Offers :func:`folder`, :func:`tar`, :func:`parquet`, :func:`tokens`, :func:`arrays` and
+:func:`dataset`. Each gives a ``Source`` that is also a map-style Dataset, opens its files lazily in
+each process, and can be copied into loading processes.
+"""
+
+from ronde.data.sources.arrays import ArraySource, arrays
+from ronde.data.sources.base import BaseSource, Batch, Names, Row, Sample, digest
+from ronde.data.sources.byte_ranges import BytesCache, Place, Store
+from ronde.data.sources.folder import FolderSource, folder
+from ronde.data.sources.map_dataset import DatasetSource, dataset
+from ronde.data.sources.parquet import ParquetSource, parquet, parquet_files
+from ronde.data.sources.tar import TarSource, is_pack, tar
+from ronde.data.sources.tokens import TokenSource, tokens
+
+__all__ = [
+    "ArraySource",
+    "BaseSource",
+    "Batch",
+    "BytesCache",
+    "DatasetSource",
+    "FolderSource",
+    "Names",
+    "ParquetSource",
+    "Place",
+    "Row",
+    "Sample",
+    "Store",
+    "TarSource",
+    "TokenSource",
+    "arrays",
+    "dataset",
+    "digest",
+    "folder",
+    "is_pack",
+    "parquet",
+    "parquet_files",
+    "tar",
+    "tokens",
+]

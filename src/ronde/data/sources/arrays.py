@@ -1,0 +1,462 @@
+"""Arrays on disk (npy, npz, Arrow) by batch of rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, bfloat16
+
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest, need, tensor_of
+from ronde.data.sources.byte_ranges import Place, Store, is_remote, local
+from ronde.world import ArgumentError, SampleError
+
+__all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
+
+
+def npy_header(
+    store: Store, path: str, size: int, start: int = 0
+) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """Where an npy file's numbers begin, their shape and type.
+
+    Raises:
+        ArgumentError: it is none, holds Python objects, stands in Fortran order, or is truncated.
+    """
+    head = io.BytesIO(store.read([Place(path, start, min(size - start, 4096), size)])[0])
+    try:
+        version = np.lib.format.read_magic(head)
+        reader = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        shape, fortran, kind = reader(head)
+    except ValueError as error:
+        raise ArgumentError(f"{path} cannot be read as npy: {error}") from None
+    if kind.hasobject:
+        raise ArgumentError(f"{path} holds Python objects, which are not read from files.")
+    if fortran and len(shape) > 1:
+        raise ArgumentError(
+            f"{path} stands column by column (Fortran order): save np.ascontiguousarray of it."
+        )
+    offset = start + head.tell()
+    needed = offset + kind.itemsize * int(np.prod(shape, dtype=np.int64))
+    if needed > size:
+        raise ArgumentError(
+            f"{path} is truncated: it has {size:,} bytes, and {shape} of {kind} go to byte {needed:,}."
+        )
+    return offset, tuple(shape), kind
+
+
+class _Rows:
+    """One array in a file: mapped where it is local, fetched by rows where it is remote."""
+
+    def __init__(
+        self,
+        store: Store,
+        path: str,
+        size: int,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
+        if not shape:
+            raise ArgumentError(f"{path} holds a single number, not rows.")
+        self.path, self.size, self.offset, self.shape, self.dtype = path, size, offset, shape, dtype
+        self._store = store
+        self._map: Any = None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_map": None}
+
+    def describe(self) -> tuple[Any, ...]:
+        return self.path.rpartition("/")[2], self.size, self.shape, self.dtype.str
+
+    def origin(self) -> list[Any]:
+        return [self.path, self.offset]
+
+    def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        if is_remote(self.path):
+            length = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+            raw = self._store.read(
+                [
+                    Place(self.path, self.offset + i * length, length, self.size)
+                    for i in ids.tolist()
+                ]
+            )
+            return np.frombuffer(bytearray(b"".join(raw)), dtype=self.dtype).reshape(
+                len(ids), *self.shape[1:]
+            )
+        if self._map is None:
+            try:
+                if Path(self.path).stat().st_size != self.size:
+                    raise SampleError(
+                        f"{self.path} has changed since it was opened: it had {self.size:,} bytes."
+                    )
+                self._map = (
+                    np.memmap(self.path, self.dtype, "r", self.offset, self.shape).view(np.ndarray)
+                    if len(self)
+                    else np.empty(self.shape, self.dtype)
+                )
+            except OSError as error:
+                raise SampleError(
+                    f"{self.path} cannot be read: {error.strerror or error}."
+                ) from error
+        return np.asarray(self._map[ids])
+
+
+class _Held:
+    """One array in memory."""
+
+    def __init__(self, values: np.ndarray[Any, Any], name: str) -> None:
+        if not values.ndim:
+            raise ArgumentError(f"feed.arrays: {name} is a single number, not rows.")
+        if values.dtype.hasobject:
+            raise ArgumentError(f"feed.arrays: {name} holds Python objects.")
+        self.values = values
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def describe(self) -> tuple[Any, ...]:
+        return self.name, self.values.shape, self.values.dtype.str
+
+    def origin(self) -> list[Any]:
+        return [self.values]
+
+    def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        return np.asarray(self.values[ids])
+
+
+def open_arrow(source: Any) -> Any:
+    """A reader of an Arrow IPC file, or stream (what Hugging Face's ``datasets`` writes)."""
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return pa.ipc.open_stream(source)
+
+
+def arrow_batches(reader: Any) -> Iterator[Any]:
+    """Its record batches, in order."""
+    count = getattr(reader, "num_record_batches", None)
+    yield from (reader.get_batch(i) for i in range(count)) if count is not None else reader
+
+
+class _Arrow:
+    """All columns of Arrow IPC files, one after the other, mapped."""
+
+    def __init__(self, paths: Sequence[str], columns: Sequence[str] | None) -> None:
+        need("pyarrow", "tables", paths[0])
+        self.paths = list(paths)
+        self.sizes = [Path(path).stat().st_size for path in self.paths]
+        self._wanted = list(columns) if columns is not None else None
+        self._groups: Any = None
+        self._starts: Any = None
+        self._load()
+
+    def _load(self) -> None:
+        import pyarrow as pa
+
+        from ronde.data.sources.parquet import holds_nulls, to_columns
+
+        tables: list[tuple[str, Any]] = []
+        schema: Any = None
+        for path in self.paths:
+            try:
+                reader = open_arrow(pa.memory_map(path))
+                tables += [
+                    (path, pa.Table.from_batches([batch]))
+                    for batch in arrow_batches(reader)
+                    if batch.num_rows
+                ]
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ArgumentError(
+                    f"{path} cannot be read as an Arrow IPC file or stream: {str(error).splitlines()[0]}"
+                ) from error
+            if schema is not None and not schema.equals(reader.schema):
+                raise ArgumentError(
+                    f"feed.arrays: {path} has other columns than {self.paths[0]}, or of other types."
+                )
+            schema = reader.schema
+        names = list(schema.names)
+        for name in self._wanted or ():
+            if name not in names:
+                raise ArgumentError(
+                    f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among {', '.join(names)}."
+                )
+        self.columns = self._wanted if self._wanted is not None else names
+        tables = [(path, table.select(self.columns)) for path, table in tables]
+        nulls = frozenset(
+            name
+            for name in self.columns
+            if any(holds_nulls(table.column(name)) for _, table in tables)
+        )
+        self._groups = {i: to_columns(table, nulls, path) for i, (path, table) in enumerate(tables)}
+        self._starts = np.cumsum([0, *(table.num_rows for _, table in tables)], dtype=np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": None}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def describe(self) -> tuple[Any, ...]:
+        name = os.path.basename(self.paths[0])  # noqa: PTH119
+        if len(self.paths) == 1:
+            return name, self.sizes[0], self.columns
+        return f"{name} and {len(self.paths) - 1} more", self.sizes, self.columns
+
+    def origin(self) -> list[Any]:
+        return list(self.paths)
+
+    def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
+        from ronde.data.sources.parquet import gather
+
+        if self._groups is None:
+            self._load()
+        return gather(ids, self._starts, self._groups)
+
+
+def _in_order(folder: Path) -> list[Path]:
+    """The Arrow files of a folder: as its ``state.json`` says (Hugging Face's ``save_to_disk``
+    writes one), else by name.
+    """
+    try:
+        named = [
+            folder / str(each["filename"])
+            for each in json.loads((folder / "state.json").read_text())["_data_files"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = []
+    return named or sorted(p for p in folder.iterdir() if p.suffix == ".arrow")
+
+
+class ArraySource(BaseSource):
+    """See :func:`arrays`."""
+
+    def __init__(self, columns: dict[str, Any] | tuple[Any, ...] | _Arrow, alone: bool) -> None:
+        self._columns = columns
+        self._alone = alone
+        lengths = {len(c) for c in self._parts()}
+        if len(lengths) != 1:
+            said = ", ".join(f"{c.describe()[0]}: {len(c):,}" for c in self._parts())
+            raise ArgumentError(f"feed.arrays: the arrays have different lengths: {said}.")
+        self._length = lengths.pop()
+        if not self._length:
+            raise ArgumentError(f"feed.arrays: {self._parts()[0].describe()[0]} has no rows.")
+
+    def _parts(self) -> list[Any]:
+        if isinstance(self._columns, dict):
+            return list(self._columns.values())
+        return list(self._columns) if isinstance(self._columns, tuple) else [self._columns]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __repr__(self) -> str:
+        return f"arrays: {len(self):,} rows of {', '.join(str(c.describe()[0]) for c in self._parts())}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the files' names and sizes, the arrays' shapes and types."""
+        names = list(self._columns) if isinstance(self._columns, dict) else None
+        return digest("arrays", names, [c.describe() for c in self._parts()])
+
+    def origins(self) -> list[Any]:
+        """The files, or the arrays themselves where they are held in memory."""
+        return [self._alone, *(each for column in self._parts() for each in column.origin())]
+
+    def take(self, ids: Sequence[int]) -> Any:
+        """The rows of these ids, as columns: a dict, a tuple, or one array, as the source was
+        given.
+        """
+        wanted = check_ids(ids, len(self))
+        if isinstance(self._columns, _Arrow):
+            return self._columns.take(wanted)
+        if isinstance(self._columns, dict):
+            return {name: column.take(wanted) for name, column in self._columns.items()}
+        found = tuple(column.take(wanted) for column in self._columns)
+        return found[0] if self._alone else found
+
+    def read(self, ids: Sequence[int]) -> Any:
+        """The rows of these ids, in this order.
+
+        Raises:
+            SampleError: a file cannot be read; it is named.
+        """
+        found = self.take(ids)
+        if isinstance(found, dict):
+            return Batch({name: tensor_of(values) for name, values in found.items()})
+        if isinstance(found, tuple):
+            return Batch(tuple(tensor_of(values) for values in found))
+        return list(tensor_of(found))
+
+
+def _from_npz(path: str, store: Store) -> dict[str, Any]:
+    size = store.size(path)
+    found: dict[str, Any] = {}
+    try:
+        with zipfile.ZipFile(path) as held, open(path, "rb") as raw:
+            for entry in held.infolist():
+                name = entry.filename.removesuffix(".npy")
+                if entry.compress_type == zipfile.ZIP_STORED:
+                    raw.seek(entry.header_offset + 26)
+                    lengths = raw.read(4)
+                    start = (
+                        entry.header_offset
+                        + 30
+                        + int.from_bytes(lengths[:2], "little")
+                        + int.from_bytes(lengths[2:], "little")
+                    )
+                    offset, shape, kind = npy_header(store, path, size, start)
+                    found[name] = _Rows(store, path, size, offset, shape, kind)
+                else:
+                    with held.open(entry) as part:
+                        found[name] = _Held(
+                            np.lib.format.read_array(part, allow_pickle=False), name
+                        )
+    except (zipfile.BadZipFile, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{path} cannot be read as npz: {error}") from None
+    return found
+
+
+def _one(given: Any, name: str, store: Store) -> Any:
+    if isinstance(given, str | os.PathLike):
+        path = os.fspath(given) if is_remote(os.fspath(given)) else local(given)
+        if not path.endswith(".npy"):
+            raise ArgumentError(f"feed.arrays: {name}: {path} is no .npy file.")
+        size = store.size(path)
+        return _Rows(store, path, size, *npy_header(store, path, size))
+    if isinstance(given, np.memmap) and isinstance(given.filename, str | os.PathLike):
+        # Pickled, it would be copied whole into every loading process.
+        path = os.fspath(given.filename)
+        if (
+            given.flags.c_contiguous
+            and given.mode != "c"
+            and given.base is not None
+            and not isinstance(given.base, np.memmap)
+        ):
+            return _Rows(
+                store, path, Path(path).stat().st_size, int(given.offset), given.shape, given.dtype
+            )
+    return _Held(_plain(given, name), name)
+
+
+def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
+    """An array, a tensor or a list as an array that says the same.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(given, np.ma.MaskedArray):
+        masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
+        if masked:
+            raise ArgumentError(
+                f"feed.arrays: {name} is a masked array with {masked:,} masked values, which would be read as if they were not. "
+                "Give filled(numpy.nan) of it, or another value in their place."
+            )
+        return np.asarray(given.data)
+    if isinstance(given, Tensor) and given.dtype == bfloat16:
+        raise ArgumentError(
+            f"feed.arrays: {name} is torch.bfloat16, which NumPy does not have: give float() of it."
+        )
+    try:
+        if isinstance(given, Tensor):
+            return np.asarray(given.detach().cpu().resolve_conj().resolve_neg().numpy())
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"feed.arrays: {name} is no array: {error}") from None
+
+
+def arrays(
+    given: str | os.PathLike[str] | Mapping[str, Any] | Sequence[Any],
+    *,
+    columns: Sequence[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> ArraySource:
+    """Rows of arrays on disk, mapped into memory and read by batch of ids.
+
+    Samples are tensors; torch's ``default_collate`` of a batch gives whole columns without going
+    through its rows.
+
+    Args:
+        given: a ``.npy`` file: its rows. A dict of names and ``.npy`` files (or arrays), or an
+            ``.npz``, ``.arrow`` or ``.feather`` file: dicts of a row of each; a tuple or list of
+            them: tuples. A folder: a dict of its ``.npy`` files, or the rows of its ``.arrow``
+            files, one after the other, as Hugging Face's ``save_to_disk`` writes them. Arrow's file
+            and stream formats are both read. ``.npy`` may be URLs.
+        columns: which arrays of an ``.npz`` or Arrow file; None for all.
+        options: for fsspec.
+
+    Raises:
+        ArgumentError: no such file, another kind of file, arrays of different lengths, Python
+            objects.
+
+    Example:
+        >>> rows = arrays({"x": np.arange(6).reshape(3, 2), "y": np.asarray([0, 1, 0])})
+        >>> rows[2]["x"].tolist(), int(rows[2]["y"])
+        ([4, 5], 0)
+    """
+    store = Store(options)
+    if isinstance(given, str | os.PathLike):
+        path = os.fspath(given) if is_remote(os.fspath(given)) else local(given)
+        if path.endswith(".npy"):
+            return ArraySource((_one(path, path, store),), True)
+        if is_remote(path):
+            raise ArgumentError(f"feed.arrays: {path}: only .npy files are read remotely.")
+        if Path(path).is_dir():
+            files = sorted(p for p in Path(path).iterdir() if p.suffix == ".npy")
+            if not files and (pieces := _in_order(Path(path))):
+                for piece in pieces:
+                    store.size(str(piece))
+                return ArraySource(_Arrow([str(piece) for piece in pieces], columns), False)
+            if not files:
+                inside = sorted(
+                    p.name for p in Path(path).iterdir() if p.is_dir() and any(p.glob("*.arrow"))
+                )
+                which = f" Give one of the folders in it: {', '.join(inside)}." if inside else ""
+                raise ArgumentError(
+                    f"feed.arrays: the folder {path} holds no .npy and no .arrow file.{which}"
+                )
+            return ArraySource({p.stem: _one(str(p), p.stem, store) for p in files}, False)
+        store.size(path)
+        if path.endswith((".arrow", ".feather", ".ipc")):
+            return ArraySource(_Arrow([path], columns), False)
+        if not path.endswith(".npz"):
+            raise ArgumentError(
+                f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder of .npy or .arrow files."
+            )
+        held = _from_npz(path, store)
+        for name in columns or ():
+            if name not in held:
+                raise ArgumentError(
+                    f"feed.arrays: {path} has no array {name!r}: choose among {', '.join(held)}."
+                )
+        return ArraySource({name: held[name] for name in columns or held}, False)
+    if isinstance(given, Mapping):
+        if not given:
+            raise ArgumentError("feed.arrays: no array was given.")
+        return ArraySource(
+            {str(name): _one(value, str(name), store) for name, value in given.items()}, False
+        )
+    if isinstance(given, np.ndarray | Tensor):
+        return ArraySource((_one(given, "array", store),), True)
+    parts = list(given)
+    if not parts:
+        raise ArgumentError("feed.arrays: no array was given.")
+    return ArraySource(tuple(_one(value, str(i), store) for i, value in enumerate(parts)), False)

@@ -1,0 +1,425 @@
+"""What every source has in common: what a sample of a file is, compact lists of names, batches that
+know their collated form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from ronde.data.named_stages import stage
+from ronde.world import ArgumentError
+
+__all__ = [
+    "BaseSource",
+    "Batch",
+    "Names",
+    "Row",
+    "Sample",
+    "Tuple",
+    "check_ids",
+    "classes_of",
+    "digest",
+    "encode_labels",
+    "reset_after_fork",
+    "unknown_class",
+]
+
+Ints = npt.NDArray[np.int64]
+
+
+class Sample(NamedTuple):
+    """One file's contents.
+
+    Attributes:
+        data: its bytes, as they are stored.
+        label: a class as an integer, a number, or what the labels' function gave; None where there
+            are no labels.
+        name: which file it is: its path below the folder, or its key in a tar.
+    """
+
+    data: bytes
+    label: Any
+    name: str
+
+
+# Objects with locks or open files, which a forked child must not inherit as they are.
+_forked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Resets(Protocol):
+    def reset(self) -> None: ...
+
+
+def reset_after_fork(thing: _Resets) -> None:
+    """Have ``thing.reset()`` called first thing in every child that this process forks."""
+    _forked.add(thing)
+
+
+def _in_child() -> None:
+    for thing in list(_forked):
+        thing.reset()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Names(Sequence[str]):
+    """Many strings in two arrays: a million names cost their letters and 8 bytes each, and are
+    copied at once into a loading process.
+
+    Example:
+        >>> names = Names.of(["a.jpg", "b.jpg"])
+        >>> len(names), names[1]
+        (2, 'b.jpg')
+    """
+
+    __slots__ = ("blob", "ends")
+
+    def __init__(self, blob: bytes, ends: Ints) -> None:
+        self.blob = blob
+        self.ends = ends
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Names:
+        """Of any strings; those of a file system may hold bytes that are no text."""
+        raw = [name.encode("utf-8", "surrogateescape") for name in names]
+        return cls(b"".join(raw), np.cumsum([len(r) for r in raw], dtype=np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Names]) -> Names:
+        """Several, one after the other."""
+        starts = np.cumsum([0, *(len(p.blob) for p in parts)])
+        ends = [p.ends + start for p, start in zip(parts, starts, strict=False)]
+        return cls(
+            b"".join(p.blob for p in parts),
+            np.concatenate(ends) if ends else np.empty(0, dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[str]: ...
+    def __getitem__(self, i: int | slice) -> str | list[str]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        if i < 0:
+            i += len(self)
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        start = int(self.ends[i - 1]) if i else 0
+        return self.blob[start : int(self.ends[i])].decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.blob[start:end].decode("utf-8", "surrogateescape")
+            start = end
+
+
+class Row(dict[str, Any]):
+    """One sample of named columns. Many of them, as a source gave them, are collated column by
+    column.
+    """
+
+
+class Tuple(tuple[Any, ...]):
+    """One sample of columns without names; collated like :class:`Row`."""
+
+    __slots__ = ()
+
+
+class Batch(Sequence[Any]):
+    """Samples of one batch, held as columns: they are made one by one only if somebody looks at
+    them one by one.
+
+    torch's ``default_collate`` of it is :attr:`collated`, so neither Ronde nor a plain DataLoader
+    goes through it row by row.
+
+    Args:
+        columns: equally long columns: numpy arrays, tensors or lists; with names, as tuples, or one
+            alone.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: dict[str, Any] | tuple[Any, ...]) -> None:
+        self.columns = columns
+
+    def _values(self) -> list[Any]:
+        return list(self.columns.values()) if isinstance(self.columns, dict) else list(self.columns)
+
+    def __len__(self) -> int:
+        return len(self._values()[0])
+
+    @overload
+    def __getitem__(self, i: int) -> Any: ...
+    @overload
+    def __getitem__(self, i: slice) -> Batch: ...
+    def __getitem__(self, i: int | slice) -> Any:
+        if isinstance(i, slice):
+            if isinstance(self.columns, dict):
+                return Batch({name: values[i] for name, values in self.columns.items()})
+            return Batch(tuple(values[i] for values in self.columns))
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)  # what ends a loop over a sequence
+        if isinstance(self.columns, dict):
+            return Row((name, values[i]) for name, values in self.columns.items())
+        return Tuple(values[i] for values in self.columns)
+
+    @property
+    def collated(self) -> Any:
+        """The batch as the model takes it: tensors for columns of numbers, lists for others; a
+        dict, or a list where columns have no names.
+        """
+        if isinstance(self.columns, dict):
+            return {name: tensor_of(values) for name, values in self.columns.items()}
+        return [tensor_of(values) for values in self.columns]
+
+
+def tensor_of(values: Any) -> Any:
+    """A column of numbers as a tensor; anything else as it is."""
+    if isinstance(values, np.ndarray):
+        if values.dtype == object or values.dtype.kind in "SUV":
+            return values.tolist()
+        if values.dtype.kind in "mM":
+            return torch.from_numpy(values.astype(np.int64))
+        if not values.dtype.isnative:
+            values = values.astype(values.dtype.newbyteorder("="))
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
+    return values
+
+
+def _collate_batch(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    if isinstance(batch, Batch):
+        return batch.collated
+    # Rows that went through a step one by one, or were gathered from several batches.
+    from torch.utils.data._utils.collate import collate
+
+    def column(values: list[Any]) -> Any:
+        missing = any(value is None for value in values)
+        return values if missing else collate(values, collate_fn_map=collate_fn_map)
+
+    if isinstance(batch[0], dict):
+        return {name: column([row[name] for row in batch]) for name in batch[0]}
+    return [column(list(values)) for values in zip(*batch, strict=True)]
+
+
+default_collate_fn_map[Row] = _collate_batch
+default_collate_fn_map[Tuple] = _collate_batch
+
+
+class BaseSource(Dataset[Any]):
+    """A source is also a map-style Dataset: ``ronde.distribute(model, optimizer, source)`` takes it
+    as it is.
+    """
+
+    classes: list[str] | None = None
+    """The names of the classes that labels count; None where labels are no classes."""
+
+    blocks: tuple[int, ...] | None = None
+    """Sizes of the runs of samples that are best read together, in order; None where any sample
+    costs the same (see :class:`Order`).
+    """
+
+    window: int = 64
+    """How many blocks may be open at once."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, ids: Sequence[int]) -> Any:
+        """The samples of these ids, in this order."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the samples, their number or their order does."""
+        raise NotImplementedError
+
+    def origins(self) -> Sequence[Any] | None:
+        """Paths, URLs and arrays in memory that the samples come from, of which a fingerprint knows
+        names and sizes only: for a cache.
+
+        None where the attributes ``path``, ``paths`` or a method ``file(i)`` tell it.
+        """
+        return None
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, ids: Sequence[int]) -> Any:
+        return stage("read")(self.read)(ids)
+
+
+def check_ids(ids: Sequence[int], n: int) -> Ints:
+    """Ids as an array, each in [0, n).
+
+    Raises:
+        IndexError: one of them is not.
+        TypeError: one of them is no whole number.
+    """
+    given = np.asarray(ids)
+    if given.dtype.kind in "fc" and given.size:  # numpy would cut off what is behind the point
+        raise TypeError(
+            f"a sample is asked for by a whole number, not by {given.reshape(-1)[0].item()!r}"
+        )
+    found = given.astype(np.int64).reshape(-1)
+    if found.size and (int(found.min()) < 0 or int(found.max()) >= n):
+        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
+        raise IndexError(f"sample {wrong} is not in [0, {n})")
+    return found
+
+
+def digest(*parts: Any) -> str:
+    """16 letters that stand for some values; equal values give equal letters on every machine.
+
+    Example:
+        >>> digest("a", 1) == digest("a", 1), digest("a", 1) == digest("a1")
+        (True, False)
+    """
+    found = hashlib.sha256()
+    for part in parts:
+        raw = (
+            part
+            if isinstance(part, bytes)
+            else part.tobytes()
+            if isinstance(part, np.ndarray)
+            else repr(part).encode("utf-8", "surrogateescape")
+        )
+        found.update(len(raw).to_bytes(8, "little") + raw)
+    return found.hexdigest()[:16]
+
+
+def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str] | None:
+    """The classes that ``classes=`` or ``like=`` name, in the order in which labels count them;
+    None where neither is given.
+
+    Raises:
+        ArgumentError: both are given, or what is given names none.
+    """
+    if like is not None:
+        if classes is not None:
+            raise ArgumentError(
+                f"{what}: classes= and like= both name the classes: give one of them."
+            )
+        classes = getattr(getattr(like, "source", like), "classes", None)
+        if classes is None:
+            raise ArgumentError(
+                f"{what}: like= takes a source, or a pipeline of one, that has classes; this one has none."
+            )
+    if classes is None:
+        return None
+    found = [classes] if isinstance(classes, str) else list(classes)
+    if (
+        not found
+        or not all(isinstance(name, str) for name in found)
+        or len(set(found)) < len(found)
+    ):
+        raise ArgumentError(
+            f"{what}: classes={classes!r}: expected the names of the classes, each of them once."
+        )
+    return found
+
+
+def unknown_class(label: Any, classes: Sequence[str]) -> str:
+    """What to say of a label that is no class."""
+    shown = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
+    return f"the label {label!r} is none of the {len(classes):,} classes that were given ({shown})"
+
+
+def encode_labels(
+    values: Sequence[Any], known: Sequence[str] | None = None
+) -> tuple[Any, list[str] | None]:
+    """Labels as they are trained on.
+
+    Args:
+        known: the classes that texts are; None are those that occur, sorted.
+
+    Raises:
+        ArgumentError: one of them is no class that is known.
+
+    Returns:
+        ``(labels, classes)``: texts become integers that count a sorted list of classes; numbers
+        become an array; anything else stays.
+
+    Example:
+        >>> labels, classes = encode_labels(["dog", "cat", "dog"])
+        >>> labels.tolist(), classes
+        ([1, 0, 1], ['cat', 'dog'])
+    """
+    names = frozenset(known or ())
+    if (
+        known is not None
+        and (wrong := next((v for v in values if v not in names), None)) is not None
+    ):
+        raise ArgumentError(f"{unknown_class(wrong, known)}.")
+    if values and all(isinstance(v, str) for v in values):
+        classes = sorted(set(values)) if known is None else list(known)
+        number = {name: i for i, name in enumerate(classes)}
+        return np.fromiter((number[v] for v in values), dtype=np.int64, count=len(values)), classes
+    if values and all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values):
+        return np.asarray(values, dtype=np.int64), None
+    if values and all(
+        isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool)
+        for v in values
+    ):
+        return np.asarray(values, dtype=np.float64), None
+    return list(values), None
+
+
+_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+_DECIMAL = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
+
+
+def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
+    """Texts as integers if each is written as Python writes it, else as floating-point numbers if
+    all are decimals, else as they are.
+
+    So ``007`` and ``7``, which are two names, never become one number.
+
+    Raises:
+        ArgumentError: all are decimals but for some ``nan`` or ``inf``, which no training can take
+            and which would make classes of numbers.
+
+    Example:
+        >>> numbers_of(["7", "10"]), numbers_of(["7", "1.5"]), numbers_of(["007", "10"])
+        ([7, 10], [7.0, 1.5], ['007', '10'])
+    """
+    if all(_WHOLE.fullmatch(text) for text in texts):
+        whole = [int(text) for text in texts]
+        # Larger ones are in no tensor of integers, and as floating-point numbers some of them would
+        # be the same.
+        return whole if all(-(1 << 63) <= number < 1 << 63 for number in whole) else texts
+    others = [text for text in texts if not _DECIMAL.fullmatch(text)]
+    if not others:
+        numbers = [float(text) for text in texts]
+        return numbers if all(map(math.isfinite, numbers)) else texts
+    if len(others) < len(texts) and all(_NO_NUMBER.fullmatch(text) for text in others):
+        raise ArgumentError(
+            f"{len(others):,} of {len(texts):,} labels are no number, such as {others[0]!r}; all others are numbers."
+        )
+    return texts
+
+
+def need(package: str, extra: str, what: str) -> None:
+    """Raise ArgumentError where an optional package is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ArgumentError(f"{what} needs the package {package}: pip install 'ronde[{extra}]'.")

@@ -1,0 +1,78 @@
+"""Any map-style Dataset as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ronde.data.sources.base import BaseSource, check_ids, digest
+from ronde.world import ArgumentError
+
+__all__ = ["DatasetSource", "dataset"]
+
+
+class DatasetSource(BaseSource):
+    """See :func:`dataset`."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self._many = hasattr(data, "__getitems__")
+        self.classes = getattr(data, "classes", None)
+        self.blocks = getattr(data, "blocks", None)
+        self.window = getattr(data, "window", BaseSource.window)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __repr__(self) -> str:
+        return f"dataset({type(self.data).__name__}): {len(self):,} samples"
+
+    def read(self, ids: Sequence[int]) -> Any:
+        """The samples of these ids, in this order, by the data set's own ``__getitems__`` where it
+        has one.
+        """
+        wanted = check_ids(ids, len(self)).tolist()
+        return self.data.__getitems__(wanted) if self._many else [self.data[i] for i in wanted]
+
+    @property
+    def fingerprint(self) -> str:
+        """The data set's own ``fingerprint`` where it has one; else of its class and length, which
+        is all that can be known of it.
+        """
+        own = getattr(self.data, "fingerprint", None)
+        if isinstance(own, str):
+            return own
+        kind = type(self.data)
+        return digest(
+            "dataset",
+            kind.__module__ if kind.__module__ != "__main__" else "",
+            kind.__qualname__,
+            len(self),
+        )
+
+
+def dataset(data: Any) -> DatasetSource:
+    """A map-style Dataset as a source, to build a pipeline on it.
+
+    Args:
+        data: anything with ``__len__`` and ``__getitem__``; its ``__getitems__`` is used where it
+            has one.
+
+    Raises:
+        ArgumentError: it can only be iterated.
+
+    Example:
+        >>> dataset([10, 20, 30]).read([2, 0])
+        [30, 10]
+    """
+    if (
+        isinstance(data, IterableDataset)
+        or not hasattr(data, "__getitem__")
+        or not hasattr(data, "__len__")
+    ):
+        raise ArgumentError(
+            f"feed.dataset needs a map-style Dataset with __len__ and __getitem__, found {type(data).__name__}."
+        )
+    return DatasetSource(data)

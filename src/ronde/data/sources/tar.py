@@ -1,0 +1,617 @@
+"""Samples in tars, as WebDataset and ``ronde pack`` write them, read by place."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from ronde.data.sources.base import (
+    BaseSource,
+    Names,
+    Sample,
+    check_ids,
+    classes_of,
+    digest,
+    unknown_class,
+)
+from ronde.data.sources.byte_ranges import (
+    BytesCache,
+    Place,
+    Store,
+    expand,
+    inside,
+    is_remote,
+    local,
+)
+from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
+from ronde.world import ArgumentError, SampleError, world
+
+__all__ = [
+    "MANIFEST",
+    "PARTIAL",
+    "TarSource",
+    "damaged",
+    "is_pack",
+    "manifest_of",
+    "read_manifest",
+    "tar",
+]
+
+MANIFEST = "ronde-pack.json"
+PARTIAL = "ronde-pack.partial.json"
+"""Its place while the pack is not complete."""
+
+_BLOCK_BYTES = 4 << 20
+Label = str | Callable[[dict[str, Any]], Any]
+
+
+def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
+    """The manifest of a pack; None where ``path`` is none.
+
+    Raises:
+        ArgumentError: it cannot be read.
+    """
+    raw = store.whole(f"{path.rstrip('/')}/{MANIFEST}")
+    if raw is None:
+        return None
+    try:
+        found = json.loads(raw)
+        if found["format"] != "ronde pack" or found["version"] != 1:
+            raise ValueError(f"{found['format']} {found['version']}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(
+            f"{path}/{MANIFEST} is not the manifest of a pack that this version of ronde reads: {error}."
+        ) from None
+    wrong = _wrong_in(found)
+    if wrong is not None:
+        raise ArgumentError(
+            f"{path}/{MANIFEST} is damaged: {wrong}. Remove the pack and pack again, or restore the file."
+        )
+    return dict(found)
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "samples": (int,),
+    "classes": (list, type(None)),
+    "labels": (bool,),
+    "fingerprint": (str,),
+    "pixels_changed": (dict, type(None)),
+    "shards": (list,),
+}
+_CALLED = {
+    int: "a whole number",
+    list: "a list",
+    bool: "true or false",
+    str: "text",
+    dict: "an object",
+}
+_FIELDS_OF_SHARD: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "samples": (int,),
+    "bytes": (int,),
+    "sha256": (str,),
+}
+
+
+def _wrong_in(manifest: dict[str, Any]) -> str | None:
+    """What a manifest lacks of what is read of it; None if nothing."""
+    if manifest.get("kind") not in ("tar", "parquet"):
+        return f"its kind is {manifest.get('kind')!r}, expected tar or parquet"
+    fields = _FIELDS_OF_SHARD | ({"index_sha256": (str,)} if manifest["kind"] == "tar" else {})
+    for name, kinds in _FIELDS.items():
+        if not isinstance(manifest.get(name, ...), kinds):
+            return f"its {name} is missing or not {_CALLED[kinds[0]]}"
+    for number, shard in enumerate(manifest["shards"]):
+        for name, kinds in fields.items():
+            if not isinstance(shard, dict) or not isinstance(shard.get(name), kinds):
+                return f"{name} of shard {number} is missing or not {_CALLED[kinds[0]]}"
+    return None
+
+
+def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
+    """The manifest of a complete pack, to be opened; None where ``path`` is no pack.
+
+    Raises:
+        ArgumentError: it cannot be read, or the pack is unfinished: the shards that are there would
+            look like a smaller data set.
+    """
+    found = read_manifest(path, store)
+    if found is None and store.whole(f"{path.rstrip('/')}/{PARTIAL}") is not None:
+        raise ArgumentError(
+            f"{path} is an unfinished pack: the command that began it goes on where it stopped."
+        )
+    return found
+
+
+def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | None:
+    """``"tar"`` or ``"parquet"`` where ``path`` is what ``ronde pack`` wrote, else None.
+
+    Raises:
+        ArgumentError: it is a pack that cannot be opened, as one that is unfinished.
+    """
+    text = os.fspath(path) if is_remote(os.fspath(path)) else local(path)
+    found = manifest_of(text, Store(options))
+    return str(found["kind"]) if found is not None else None
+
+
+class TarSource(BaseSource):
+    """See :func:`tar`.
+
+    Attributes:
+        paths: the tars.
+        keys: of the samples; for a pack, the files' paths below the folder that was packed.
+        labels: of a pack, as an array or a list; else None.
+    """
+
+    def __init__(
+        self,
+        paths: list[str],
+        indices: list[TarIndex],
+        store: Store,
+        data: Sequence[str] | None,
+        label: Label | None,
+        manifest: dict[str, Any] | None,
+        read: Literal["auto", "samples", "blocks"],
+        cache_bytes: int,
+        blocks: bool | None,
+    ) -> None:
+        self.paths = paths
+        self._store = store
+        self._sizes = [index.tar_size for index in indices]
+        counts = [len(index.keys) for index in indices]
+        self._starts = np.cumsum([0, *counts], dtype=np.int64)
+        suffixes = sorted({s for index in indices for s in index.suffixes})
+        number = {s: i for i, s in enumerate(suffixes)}
+        self.suffixes = suffixes
+        members = np.cumsum([0, *(len(index.offset) for index in indices)], dtype=np.int64)
+        self._first = np.concatenate(
+            [[0], *(index.first[1:] + at for index, at in zip(indices, members, strict=False))]
+        ).astype(np.int64)
+        self._suffix = np.concatenate(
+            [
+                np.asarray([number[s] for s in index.suffixes], dtype=np.int16)[index.suffix]
+                for index in indices
+            ]
+        )
+        self._offset = np.concatenate([index.offset for index in indices])
+        self._size = np.concatenate([index.size for index in indices])
+        # A link's bytes are those of another file, which may lie anywhere: no run of bytes then
+        # holds whole samples.
+        self._linked = any(bool((np.diff(index.offset) <= 0).any()) for index in indices)
+        self.labels: Any = None
+        self._sums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+        self._manifest = manifest
+        if manifest is None:
+            self.keys = Names.joined([index.keys for index in indices])
+        else:
+            self.classes = manifest["classes"]
+            self.keys = Names.joined(
+                [Names(index.more["names"].tobytes(), index.more["name_ends"]) for index in indices]
+            )
+            self.labels = _labels_of(indices)
+            if all("crc32" in index.more for index in indices):
+                self._sums = np.concatenate([index.more["crc32"] for index in indices])
+            data = suffixes  # its one file that is no label, whatever its ending
+        self._label = label
+        chosen = None if data is None else [d.lstrip(".").lower() for d in data]
+        self._data = chosen
+        self._wanted = (
+            None
+            if chosen is None
+            else np.asarray([s in chosen and not (manifest and s == "cls") for s in suffixes])
+        )
+        self._read = read
+        self._cache: BytesCache[int, bytes] = BytesCache(cache_bytes, len)
+        by_blocks = is_remote(paths[0]) if blocks is None else blocks
+        self._block_starts: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        if by_blocks or read == "blocks":
+            self._block_starts = self._cut()
+        if by_blocks and self._block_starts is not None:
+            self.blocks = tuple(np.diff(self._block_starts).tolist())
+            self.window = int(
+                min(64, max(2, cache_bytes // (_BLOCK_BYTES + int(self._size.max()))))
+            )
+        self._fingerprint = (
+            str(manifest["fingerprint"])
+            if manifest is not None
+            else digest(
+                "tar",
+                [p.rpartition("/")[2] for p in paths],
+                self._sizes,
+                counts,
+                data,
+                label if isinstance(label, str) else None,
+            )
+        )
+
+    def count_classes(self, known: list[str]) -> TarSource:
+        """Labels become the numbers of these classes: texts, and those of a pack, whose numbers
+        stand for names.
+
+        Raises:
+            ArgumentError: the labels of a pack have no names, or others.
+        """
+        if self._manifest is not None and known != self.classes:
+            if self.classes is None or not isinstance(self.labels, np.ndarray):
+                raise ArgumentError(
+                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names: classes= and like= are for names."
+                )
+            wrong = next((name for name in self.classes if name not in known), None)
+            if wrong is not None:
+                raise ArgumentError(f"feed.tar: {self.paths[0]}: {unknown_class(wrong, known)}.")
+            self.labels = np.asarray([known.index(name) for name in self.classes], dtype=np.int64)[
+                self.labels
+            ]
+        if self._manifest is None or known != self.classes:
+            self._fingerprint = digest(self._fingerprint, known)
+        self.classes = known
+        return self
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return (
+            f"tar: {len(self):,} samples in {len(self.paths):,} files of {sum(self._sizes):,} bytes"
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tars' names, sizes and samples; of a pack, that of the folder that was packed."""
+        return self._fingerprint
+
+    def name(self, i: int) -> str:
+        """The key of sample ``i`` and the tar that it is in."""
+        return f"{self.keys[i]} in {self.paths[self._shard(i)]}"
+
+    def label(self, i: int) -> Any:
+        """The label of sample ``i`` of a pack; of other tars, labels are read with the samples."""
+        if self.labels is None:
+            return None
+        found = self.labels[i]
+        return found.item() if isinstance(found, np.generic) else found
+
+    def _shard(self, i: int) -> int:
+        return int(np.searchsorted(self._starts, i, side="right")) - 1
+
+    def _span(self, low: int, high: int) -> tuple[int, int, int]:
+        """Tar, offset and bytes of samples ``low`` … ``high`` − 1, which lie in one tar."""
+        a, b = int(self._first[low]), int(self._first[high])
+        start = int(self._offset[a])
+        return self._shard(low), start, int((self._offset[a:b] + self._size[a:b]).max()) - start
+
+    def _cut(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where blocks of some megabytes begin; none goes over the end of a tar."""
+        begins = self._offset[self._first[:-1]]
+        found: list[int] = []
+        for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
+            if low == high:
+                continue
+            reached = np.maximum.accumulate(
+                begins[low:high]
+            )  # a link goes back, which begins no block
+            number = (reached - reached[0]) // _BLOCK_BYTES
+            found += (np.flatnonzero(np.diff(number, prepend=-1)) + low).tolist()
+        return np.asarray([*found, len(self)], dtype=np.int64)
+
+    def _by_blocks(self) -> bool:
+        if self._block_starts is None or self._read == "samples" or self._linked:
+            return False
+        if self._read == "blocks":
+            return True
+        if self.blocks is None or not is_remote(self.paths[0]):
+            return False
+        # Every reader would fetch every block of a window: with several of them, each fetches what
+        # it needs instead.
+        loading = get_worker_info()
+        return world().size == 1 and (loading is None or loading.num_workers == 1)
+
+    def read(self, ids: Sequence[int]) -> list[Any]:
+        """The samples of these ids, in this order.
+
+        Raises:
+            SampleError: a tar cannot be read, has changed, or lacks what was asked for; it is
+                named.
+        """
+        wanted = check_ids(ids, len(self)).tolist()
+        plans = [self._members(i) for i in wanted]
+        if self._by_blocks():
+            raw = self._from_blocks(wanted, plans)
+        else:
+            places: list[Place] = []
+            for i, members in zip(wanted, plans, strict=True):
+                shard = self._shard(i)
+                places += [
+                    Place(
+                        self.paths[shard],
+                        int(self._offset[m]),
+                        int(self._size[m]),
+                        self._sizes[shard],
+                    )
+                    for m in members
+                ]
+            flat = iter(self._store.read(places))
+            raw = [[next(flat) for _ in members] for members in plans]
+        return [
+            self._sample(i, members, data)
+            for i, members, data in zip(wanted, plans, raw, strict=True)
+        ]
+
+    def _members(self, i: int) -> list[int]:
+        members = range(int(self._first[i]), int(self._first[i + 1]))
+        # A label may be made of any file of the sample, by a function.
+        if self._wanted is None or callable(self._label):
+            return list(members)
+        label = self._label_suffix()
+        return [
+            m
+            for m in members
+            if self._wanted[self._suffix[m]] or self.suffixes[self._suffix[m]] == label
+        ]
+
+    def _label_suffix(self) -> str | None:
+        return (
+            self._label.lstrip(".").lower()
+            if isinstance(self._label, str) and self._manifest is None
+            else None
+        )
+
+    def _from_blocks(self, wanted: list[int], plans: list[list[int]]) -> list[list[bytes]]:
+        assert self._block_starts is not None
+        blocks = (
+            np.searchsorted(self._block_starts, np.asarray(wanted), side="right") - 1
+        ).tolist()
+        spans = {
+            b: self._span(int(self._block_starts[b]), int(self._block_starts[b + 1]))
+            for b in sorted(set(blocks))
+        }
+
+        def fetch(missing: list[int]) -> list[bytes]:
+            return self._store.read(
+                [
+                    Place(self.paths[s], start, length, self._sizes[s])
+                    for s, start, length in (spans[b] for b in missing)
+                ]
+            )
+
+        held = self._cache.get(list(spans), fetch)
+        found: list[list[bytes]] = []
+        for block, members in zip(blocks, plans, strict=True):
+            start = spans[block][1]
+            data = held[block]
+            found.append(
+                [
+                    data[
+                        int(self._offset[m]) - start : int(self._offset[m])
+                        - start
+                        + int(self._size[m])
+                    ]
+                    for m in members
+                ]
+            )
+        return found
+
+    def _sample(self, i: int, members: list[int], raw: list[bytes]) -> Any:
+        key = self.keys[i]
+        if self._data is None or self._wanted is None:
+            files: dict[str, Any] = {"__key__": key}
+            files.update(
+                (self.suffixes[self._suffix[m]], data) for m, data in zip(members, raw, strict=True)
+            )
+            return files
+        data = next(
+            (d for m, d in zip(members, raw, strict=True) if self._wanted[self._suffix[m]]), None
+        )
+        if data is None:
+            has = ", ".join(
+                "." + self.suffixes[self._suffix[m]]
+                for m in range(int(self._first[i]), int(self._first[i + 1]))
+            )
+            raise SampleError(
+                f"{self.paths[self._shard(i)]}: the sample {key!r} has no .{', .'.join(self._data)}; it has {has}."
+            )
+        if self._manifest is not None:
+            if self._sums is not None and zlib.crc32(data) != self._sums[i]:
+                raise SampleError(damaged(self.paths[self._shard(i)], key))
+            return Sample(data, self.label(i), key)
+        if self._label is None:
+            return Sample(data, None, key)
+        files = {
+            "__key__": key,
+            **{self.suffixes[self._suffix[m]]: d for m, d in zip(members, raw, strict=True)},
+        }
+        if callable(self._label):
+            return Sample(data, self._counted(self._label(files), key, i), key)
+        suffix = self._label_suffix() or ""
+        if suffix not in files:
+            raise SampleError(
+                f"{self.paths[self._shard(i)]}: the sample {key!r} has no label .{suffix}."
+            )
+        return Sample(data, self._counted(self._parsed(files[suffix], suffix, key, i), key, i), key)
+
+    def _counted(self, label: Any, key: str, i: int) -> Any:
+        """A label's number among the classes, where these were given."""
+        if self.classes is None or not isinstance(label, str):
+            return label
+        name = label.strip()
+        if name not in self.classes:
+            raise SampleError(
+                f"{self.paths[self._shard(i)]}: the sample {key!r}: {unknown_class(name, self.classes)}."
+            )
+        return self.classes.index(name)
+
+    def _parsed(self, raw: bytes, suffix: str, key: str, i: int) -> Any:
+        try:
+            if suffix in ("cls", "cls2", "index", "inx", "id"):
+                return int(raw)
+            return json.loads(raw) if suffix == "json" or suffix.endswith(".json") else raw.decode()
+        except ValueError:
+            raise SampleError(
+                f"{self.paths[self._shard(i)]}: the label .{suffix} of sample {key!r} cannot be read: {raw[:40]!r}."
+            ) from None
+
+
+def damaged(path: str, name: str) -> str:
+    """What to say of a packed sample whose checksum is another."""
+    folder = path.rpartition("/")[0]
+    return f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack --verify {folder}' says what else is."
+
+
+def _labels_of(indices: list[TarIndex]) -> Any:
+    if all("label" in index.more for index in indices):
+        return np.concatenate([index.more["label"] for index in indices])
+    if not any("label" in index.more or "label_json" in index.more for index in indices):
+        return None
+    found: list[Any] = []
+    for index in indices:  # some shards of an older pack may hold numbers and others not
+        found += (
+            index.more["label"].tolist()
+            if "label" in index.more
+            else json.loads(index.more["label_json"].tobytes())
+        )
+    return found
+
+
+def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
+    if manifest["kind"] != "tar":
+        raise ArgumentError(
+            f"{path} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({path!r})."
+        )
+    paths = [f"{path}/{shard['name']}" for shard in manifest["shards"]]
+    indices = []
+    for place, shard in zip(paths, manifest["shards"], strict=True):
+        raw = store.whole(place + SUFFIX)
+        try:
+            if raw is None:
+                raise ValueError("it is missing")
+            index = TarIndex.from_bytes(raw)
+            if len(index.keys) != shard["samples"] or index.tar_size != shard["bytes"]:
+                raise ValueError("it belongs to another shard")
+        except ValueError as error:
+            raise ArgumentError(
+                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify {path}' says what is damaged."
+            ) from None
+        if not is_remote(place):
+            found = store.size(place)
+            if found != index.tar_size:
+                raise ArgumentError(
+                    f"{place} has {found:,} bytes; {index.tar_size:,} were packed. It is truncated or another file."
+                )
+        indices.append(index)
+    return paths, indices
+
+
+def tar(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    data: str | Sequence[str] | None = None,
+    label: Label | None = None,
+    classes: Sequence[str] | None = None,
+    like: Any = None,
+    read: Literal["auto", "samples", "blocks"] = "auto",
+    blocks: bool | None = None,
+    cache_bytes: int = 512 << 20,
+    options: Mapping[str, Any] | None = None,
+) -> TarSource:
+    """Samples in tars, by place: WebDataset's, or a pack of ``ronde pack``.
+
+    A tar's files belong to one sample if they follow each other and their paths agree up to the
+    first dot of the file's name. Where
+    each lies is read from the headers once and kept in an index: beside the tar
+    (``shard.tar.ronde-index``), or below ``~/.cache/ronde`` where that folder cannot be written to.
+    An index whose tar has another size or time is made anew; for a remote tar, its ETag, checksum
+    or time, or the first and last header where its server says none of them. Links to files of the
+    tar are those files.
+
+    Samples are dicts, ``{"__key__": "0001", "jpg": b"…", "cls": b"7"}``; with ``data=`` they are
+    :class:`Sample`. Those of a pack are
+    what ``feed.folder`` gave of the folder: same samples, labels, names, order and fingerprint.
+
+    Args:
+        paths: a pack, a tar, a folder of tars, a glob (``shards/*.tar``), braces
+            (``shard-{000..012}.tar``), URLs, or a list of such.
+        data: the ending that is the sample's data, or several of which the first found counts:
+            ``("jpg", "png")``.
+        label: with ``data``, the ending that is its label (``cls`` as an integer, ``json`` as what
+            it says, others as text), or a function of the dict.
+        classes: the names that labels count from 0, where labels are texts, or those of a pack of
+            class folders.
+        like: another source, or a pipeline of one, whose classes count here too: the training
+            set's, for a test set.
+        read: how remote tars are read. ``samples``: one range for each file, several in flight;
+            ``blocks``: runs of 4 MiB, kept in memory until ``cache_bytes``; ``auto``: blocks where
+                this process reads everything, samples where several share the work.
+        blocks: whether the order goes by such runs (see :class:`Order`); None for remote tars only.
+            A training can only be resumed under the order that it began with.
+        cache_bytes: memory for blocks.
+        options: for fsspec.
+
+    Raises:
+        ArgumentError: no such tar; compressed, truncated or damaged; it is named.
+
+    Example:
+        >>> import io, tarfile, tempfile
+        >>> path = tempfile.mkdtemp() + "/a.tar"
+        >>> with tarfile.open(path, "w") as out:
+        ...     for name in ("0.txt", "0.cls", "1.txt", "1.cls"):
+        ...         member = tarfile.TarInfo(name)
+        ...         member.size = 1
+        ...         out.addfile(member, io.BytesIO(name[:1].encode()))
+        >>> tar(path)[1]
+        {'__key__': '1', 'txt': b'1', 'cls': b'1'}
+        >>> tar(path, data="txt", label="cls")[1]
+        Sample(data=b'1', label=1, name='1')
+    """
+    store = Store(options)
+    if read not in ("auto", "samples", "blocks"):
+        raise ArgumentError(
+            f"feed.tar: read={read!r} is not known: choose auto, samples or blocks."
+        )
+    if label is not None and data is None:
+        raise ArgumentError(
+            'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". Without data=, samples are dicts of all their files.'
+        )
+    known = classes_of(classes, like, "feed.tar")
+    wanted = [data] if isinstance(data, str) else None if data is None else list(data)
+    files: list[str] = []
+    if isinstance(paths, str | os.PathLike):
+        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
+        here = not is_remote(text) and Path(text).is_dir()
+        # A folder that exists is itself, whatever its name looks like.
+        plain = here or (
+            is_remote(text) and not text.endswith(".tar") and not set("*[{") & set(text)
+        )
+        manifest = manifest_of(text, store) if plain else None
+        if manifest is not None:
+            files, indices = _packed(text, manifest, store)
+            source = TarSource(
+                files, indices, store, None, None, manifest, read, cache_bytes, blocks
+            )
+            return source if known is None else source.count_classes(known)
+        if here:
+            files = inside(text, ".tar", "feed.tar")
+    if not files:
+        files = expand(paths, store, "feed.tar")
+    remote = {is_remote(path) for path in files}
+    if len(remote) > 1:
+        raise ArgumentError("feed.tar: local and remote tars in one source: give two.")
+    if len(files) == 1 or not remote.pop():
+        indices = [index_of(store, path) for path in files]
+    else:
+        with ThreadPoolExecutor(8) as pool:
+            indices = list(pool.map(lambda path: index_of(store, path), files))
+    if not sum(len(index.keys) for index in indices):
+        raise ArgumentError(
+            f"feed.tar: there is no sample in {files[0]}"
+            + (f" and {len(files) - 1} more." if len(files) > 1 else ".")
+        )
+    source = TarSource(files, indices, store, wanted, label, None, read, cache_bytes, blocks)
+    return source if known is None else source.count_classes(known)

@@ -1,0 +1,209 @@
+"""Windows of a token array on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ronde.data.sources.arrays import npy_header
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest
+from ronde.data.sources.byte_ranges import Place, Store, expand, is_remote
+from ronde.world import ArgumentError, SampleError
+
+__all__ = ["TokenSource", "tokens"]
+
+
+class _File(NamedTuple):
+    path: str
+    offset: int  # of the first token
+    tokens: int
+    dtype: np.dtype[Any]
+    size: int
+
+
+class TokenSource(BaseSource):
+    """See :func:`tokens`.
+
+    Attributes:
+        length: tokens of each sample.
+        total: tokens in all files.
+    """
+
+    def __init__(
+        self, files: list[_File], length: int, stride: int, store: Store, blocks: bool | None
+    ) -> None:
+        self.length = length
+        self.stride = stride
+        self._files = files
+        self._store = store
+        self.total = sum(file.tokens for file in files)
+        counts = [max(0, (file.tokens - length - 1) // stride + 1) for file in files]
+        self._starts = np.cumsum([0, *counts], dtype=np.int64)
+        self._maps: dict[int, Any] = {}
+        if is_remote(files[0].path) if blocks is None else blocks:
+            per_block = max(1, (4 << 20) // (stride * files[0].dtype.itemsize))
+            self.blocks = tuple(
+                min(per_block, n - at) for n in counts for at in range(0, n, per_block)
+            )
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __repr__(self) -> str:
+        return f"tokens: {len(self):,} windows of {self.length:,}, {self.total:,} tokens in {len(self._files):,} files"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}  # a memory map would be copied as an array
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the files' names and sizes, and the windows."""
+        return digest(
+            "tokens",
+            [(f.path.rpartition("/")[2], f.size, f.dtype.str) for f in self._files],
+            self.length,
+            self.stride,
+        )
+
+    def origins(self) -> list[Any]:
+        """The files."""
+        return [file.path for file in self._files]
+
+    def _windows(self, f: int) -> Any:
+        """All windows of a local file as rows of one array, without copying any."""
+        if f not in self._maps:
+            file = self._files[f]
+            try:
+                if Path(file.path).stat().st_size != file.size:
+                    raise SampleError(
+                        f"{file.path} has changed since it was opened: it had {file.size:,} bytes."
+                    )
+                flat = np.memmap(
+                    file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,)
+                )
+            except OSError as error:
+                raise SampleError(
+                    f"{file.path} cannot be read: {error.strerror or error}."
+                ) from error
+            self._maps[f] = np.lib.stride_tricks.sliding_window_view(
+                flat.view(np.ndarray), self.length + 1
+            )
+        return self._maps[f]
+
+    def take(self, ids: Sequence[int]) -> torch.Tensor:
+        """The windows of these ids: int64, one row of ``length`` + 1 tokens each."""
+        wanted = check_ids(ids, len(self))
+        files = np.searchsorted(self._starts, wanted, side="right") - 1
+        places = (wanted - self._starts[files]) * self.stride
+        out = np.empty((len(wanted), self.length + 1), dtype=np.int64)
+        if is_remote(self._files[0].path):
+            asked = []
+            for f, place in zip(files.tolist(), places.tolist(), strict=True):
+                file = self._files[f]
+                item = file.dtype.itemsize
+                asked.append(
+                    Place(
+                        file.path, file.offset + place * item, (self.length + 1) * item, file.size
+                    )
+                )
+            for row, raw, f in zip(out, self._store.read(asked), files.tolist(), strict=True):
+                row[:] = np.frombuffer(raw, dtype=self._files[f].dtype)
+            return torch.from_numpy(out)
+        if len(self._files) == 1:
+            out[:] = self._windows(0)[places]
+        else:
+            for f in np.unique(files).tolist():
+                rows = np.flatnonzero(files == f)
+                out[rows] = self._windows(f)[places[rows]]
+        return torch.from_numpy(out)
+
+    def read(self, ids: Sequence[int]) -> Batch:
+        """The samples of these ids, in this order: ``(inputs, targets)``, int64, the targets one
+        token further.
+
+        Raises:
+            SampleError: a file cannot be read; it is named.
+        """
+        rows = self.take(ids)
+        return Batch((rows[:, :-1], rows[:, 1:]))
+
+
+def tokens(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    length: int,
+    dtype: str | np.dtype[Any] | None = None,
+    *,
+    stride: int | None = None,
+    blocks: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TokenSource:
+    """Windows of tokens on disk: sample ``i`` is ``(inputs, targets)``, ``length`` tokens each, the
+    targets shifted by one.
+
+    Files are mapped into memory, not read into it. A window never goes over the end of a file.
+
+    Args:
+        path: a ``.npy`` file, or raw numbers one after the other (``train.bin``); a glob or a list
+            for several.
+        length: tokens of a sample.
+        dtype: of raw numbers, as ``"uint16"``; a ``.npy`` file knows its own.
+        stride: from one window's begin to the next; ``length`` where None, so that each token is a
+            target once.
+        blocks: whether the order goes by runs of 4 MiB (see :class:`Order`); None for remote files
+            only.
+        options: for fsspec.
+
+    Raises:
+        ArgumentError: no such file, not a whole number of tokens, or fewer than one window.
+
+    Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/text.bin"
+        >>> np.arange(9, dtype=np.uint16).tofile(path)
+        >>> inputs, targets = tokens(path, length=4, dtype="uint16")[1]
+        >>> inputs.tolist(), targets.tolist()
+        ([4, 5, 6, 7], [5, 6, 7, 8])
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ArgumentError(f"feed.tokens: length={length!r} must be a whole number, 1 or more.")
+    step = length if stride is None else stride
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ArgumentError(f"feed.tokens: stride={stride!r} must be a whole number, 1 or more.")
+    store = Store(options)
+    files: list[_File] = []
+    for one in expand(path, store, "feed.tokens"):
+        size = store.size(one)
+        if one.endswith(".npy"):
+            offset, shape, kind = npy_header(store, one, size)
+            if len(shape) != 1:
+                raise ArgumentError(
+                    f"feed.tokens: {one} has the shape {shape}; tokens stand in one row."
+                )
+            if dtype is not None and np.dtype(dtype) != kind:
+                raise ArgumentError(f"feed.tokens: {one} holds {kind}, not dtype={str(dtype)!r}.")
+            count = shape[0]
+        else:
+            if dtype is None:
+                raise ArgumentError(
+                    f'feed.tokens: {one} is raw numbers: say which, as dtype="uint16".'
+                )
+            kind, offset = np.dtype(dtype), 0
+            if size % kind.itemsize:
+                raise ArgumentError(
+                    f"feed.tokens: {one} has {size:,} bytes, which is no whole number of {kind} tokens."
+                )
+            count = size // kind.itemsize
+        if kind.kind not in "iu":
+            raise ArgumentError(f"feed.tokens: {one} holds {kind}; tokens are whole numbers.")
+        files.append(_File(one, offset, count, kind, size))
+    source = TokenSource(files, length, step, store, blocks)
+    if not len(source):
+        raise ArgumentError(
+            f"feed.tokens: {source.total:,} tokens in {files[0].path} are fewer than length + 1 = {length + 1:,}."
+        )
+    return source

@@ -1,0 +1,553 @@
+"""What is done to images: crops, sizes, flips, colour. On the CPU image by image, or on the device
+batch by batch.
+
+A transform draws its random numbers apart from using them: ``draw(height, width)`` asks
+:func:`ronde.feed.rng`, always on the CPU and for one sample, so that they do not depend on who
+computes the pixels. On the device, all that moves pixels (crop, size, window, flip) is one
+:class:`View` a sample, carried out as two batched matrix products: the same antialiased triangle
+filter, in the same order (rows first) and rounded at the same places as torch's
+``interpolate(uint8, antialias=True)`` and Pillow's ``resize`` on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ronde.data.named_stages import rng
+from ronde.world import ArgumentError
+
+__all__ = [
+    "IMAGENET",
+    "CenterCrop",
+    "ColorJitter",
+    "HorizontalFlip",
+    "Normalize",
+    "RandomResizedCrop",
+    "Resize",
+    "Transform",
+    "View",
+    "render",
+]
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of red, green and blue over ImageNet, in [0, 1]."""
+
+Drawn = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """Where the pixels of a result come from: a rectangle of the image, resized, of which a window
+    is seen, perhaps mirrored.
+
+    Attributes:
+        top, left, height, width: the rectangle, in pixels of the decoded image.
+        size: height and width that it is resized to; None where it is not resized.
+        y, x, rows, columns: the window of that.
+        flip: whether it is mirrored left to right.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+    size: tuple[int, int] | None
+    y: int
+    x: int
+    rows: int
+    columns: int
+    flip: bool = False
+
+    @classmethod
+    def whole(cls, height: int, width: int) -> View:
+        """All of an image, as it is."""
+        return cls(0, 0, height, width, None, 0, 0, height, width)
+
+    def cropped(self, top: int, left: int, height: int, width: int) -> View:
+        """A rectangle of what is seen."""
+        if self.flip:
+            left = self.columns - left - width
+        if self.size is None:
+            return replace(
+                self,
+                top=self.top + top,
+                left=self.left + left,
+                height=height,
+                width=width,
+                rows=height,
+                columns=width,
+            )
+        return replace(self, y=self.y + top, x=self.x + left, rows=height, columns=width)
+
+    def resized(self, height: int, width: int) -> View:
+        """What is seen, at another size."""
+        if (height, width) == (self.rows, self.columns):
+            return self
+        if self.size is not None:
+            raise ArgumentError(
+                "on_device=True: only one step may resize; leave one out, or compute on the CPU (on_device=False)."
+            )
+        return replace(self, size=(height, width), rows=height, columns=width)
+
+    def numbers(self) -> Drawn:
+        """What :func:`render` needs to know of it: 7 numbers."""
+        height, width = self.size or (self.height, self.width)
+        return (self.height, self.width, height, width, self.y, self.x, float(self.flip))
+
+
+class Transform:
+    """Base of what is done to one image; a user's own may be any callable instead.
+
+    Called with a ``uint8`` tensor 3 × height × width and gives another. A subclass overrides
+    :meth:`apply`, and :meth:`draw` if it is random; for ``on_device=True`` also :meth:`place` (it
+    moves pixels) or :meth:`on_batch` (it changes their values).
+    """
+
+    moves: ClassVar[bool] = False
+    """Whether it moves pixels."""
+    drawn: ClassVar[int] = 0
+    """How many numbers :meth:`draw` gives."""
+
+    @property
+    def result(self) -> tuple[int, int] | None:
+        """Height and width of every result; None where they depend on the image."""
+        return None
+
+    def draw(self, height: int, width: int) -> Drawn:
+        """The random numbers for an image of this size, from :func:`ronde.feed.rng`."""
+        return ()
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """The image, with these numbers."""
+        raise NotImplementedError
+
+    def place(self, view: View, drawn: Drawn) -> View:
+        """The same as :meth:`apply`, of where pixels come from."""
+        raise NotImplementedError
+
+    def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
+        """The same as :meth:`apply`, of a whole batch on the device.
+
+        Args:
+            images: batch × height × width × 3, floating-point values in 0 … 255.
+            drawn: batch × :attr:`drawn`.
+        """
+        raise NotImplementedError
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """The image, with numbers drawn for it."""
+        return self.apply(image, self.draw(image.shape[-2], image.shape[-1]))
+
+
+def pair(size: int | tuple[int, int], argument: str) -> tuple[int, int]:
+    """``size`` as (height, width); ``argument`` is its name in the error."""
+    found = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(found) != 2 or any(
+        isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found
+    ):
+        raise ArgumentError(
+            f"{argument}={size!r}: expected a whole number of pixels, or (height, width)."
+        )
+    return found[0], found[1]
+
+
+def resized(image: Tensor, height: int, width: int) -> Tensor:
+    """An antialiased bilinear resize of 3 × height × width, as Pillow's ``resize(…, BILINEAR)``."""
+    if image.shape[-2:] == (height, width):
+        return image
+    # As one image of a batch whose channels are innermost: torch then neither transposes what
+    # simplejpeg gave nor what it gives back.
+    return F.interpolate(
+        image.permute(1, 2, 0)[None].permute(0, 3, 1, 2),
+        (height, width),
+        mode="bilinear",
+        antialias=True,
+    )[0]
+
+
+@dataclass(frozen=True)
+class RandomResizedCrop(Transform):
+    """A random part of the image, of random shape, at a fixed size; torchvision's, with the same
+    distribution.
+
+    Args:
+        size: of the result, in pixels: one number or (height, width).
+        scale: least and greatest share of the image's area.
+        ratio: least and greatest width / height; logarithms are uniform.
+
+    Example:
+        >>> RandomResizedCrop(8)(torch.zeros(3, 20, 30, dtype=torch.uint8)).shape
+        torch.Size([3, 8, 8])
+    """
+
+    size: int | tuple[int, int]
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    moves: ClassVar[bool] = True
+    drawn: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        pair(self.size, "RandomResizedCrop(size)")
+        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
+            if not 0 < low <= high:
+                raise ArgumentError(
+                    f"RandomResizedCrop({name}={(low, high)}): expected two numbers above 0, the smaller one first."
+                )
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The size asked for."""
+        return pair(self.size, "size")
+
+    def draw(self, height: int, width: int) -> Drawn:
+        """Top, left, height and width of the part."""
+        area = height * width
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        numbers = rng()
+        for _ in range(10):
+            a, b, c, d = numbers.random(4).tolist()
+            part = area * (self.scale[0] + a * (self.scale[1] - self.scale[0]))
+            ratio = math.exp(low + b * (high - low))
+            w, h = round(math.sqrt(part * ratio)), round(math.sqrt(part / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                return (int(c * (height - h + 1)), int(d * (width - w + 1)), h, w)
+        # None fitted: the largest part in the middle whose shape is allowed.
+        w, h = width, height
+        if width / height < self.ratio[0]:
+            h = max(1, round(width / self.ratio[0]))
+        elif width / height > self.ratio[1]:
+            w = max(1, round(height * self.ratio[1]))
+        return ((height - h) // 2, (width - w) // 2, h, w)
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """Cut it out, and resize only that."""
+        top, left, h, w = (int(n) for n in drawn)
+        return resized(image[:, top : top + h, left : left + w], *self.result)
+
+    def place(self, view: View, drawn: Drawn) -> View:
+        """The part, resized."""
+        return view.cropped(*(int(n) for n in drawn)).resized(*self.result)
+
+
+@dataclass(frozen=True)
+class Resize(Transform):
+    """The whole image, smaller or larger.
+
+    Args:
+        shorter: pixels of its shorter side, the shape being kept; or (height, width).
+    """
+
+    shorter: int | tuple[int, int]
+    moves: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        pair(self.shorter, "Resize(shorter)")
+
+    @property
+    def result(self) -> tuple[int, int] | None:
+        """The size asked for, where it is (height, width)."""
+        return None if isinstance(self.shorter, int) else pair(self.shorter, "shorter")
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the result."""
+        if not isinstance(self.shorter, int):
+            return pair(self.shorter, "shorter")
+        if height <= width:
+            return self.shorter, max(1, int(self.shorter * width / height))
+        return max(1, int(self.shorter * height / width)), self.shorter
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """Resize it."""
+        return resized(image, *self.target(image.shape[-2], image.shape[-1]))
+
+    def place(self, view: View, drawn: Drawn) -> View:
+        """All that is seen, resized."""
+        return view.resized(*self.target(view.rows, view.columns))
+
+
+@dataclass(frozen=True)
+class CenterCrop(Transform):
+    """The middle of the image.
+
+    Args:
+        size: in pixels: one number or (height, width).
+    """
+
+    size: int | tuple[int, int]
+    moves: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        pair(self.size, "CenterCrop(size)")
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The size asked for."""
+        return pair(self.size, "size")
+
+    def _box(self, height: int, width: int) -> tuple[int, int, int, int]:
+        h, w = self.result
+        if h > height or w > width:
+            # No ArgumentError, which would end a training that skips bad samples: it is this
+            # image's fault. Whoever reads it names it.
+            raise ValueError(
+                f"CenterCrop({self.size}): the image is only {height} × {width} there (height × width); put a Resize before it."
+            )
+        return round((height - h) / 2), round((width - w) / 2), h, w
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """Cut it out."""
+        top, left, h, w = self._box(image.shape[-2], image.shape[-1])
+        return image[:, top : top + h, left : left + w]
+
+    def place(self, view: View, drawn: Drawn) -> View:
+        """The middle of what is seen."""
+        return view.cropped(*self._box(view.rows, view.columns))
+
+
+@dataclass(frozen=True)
+class HorizontalFlip(Transform):
+    """Mirrored left to right, with a probability.
+
+    Args:
+        p: the probability.
+    """
+
+    p: float = 0.5
+    moves: ClassVar[bool] = True
+    drawn: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p <= 1:
+            raise ArgumentError(f"HorizontalFlip(p={self.p}): expected a probability, 0 … 1.")
+
+    def draw(self, height: int, width: int) -> Drawn:
+        """1 to mirror, 0 not to."""
+        return (float(rng().random() < self.p),)
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """Mirror it, or not."""
+        return image.flip(-1) if drawn[0] else image
+
+    def place(self, view: View, drawn: Drawn) -> View:
+        """Mirror what is seen, or not."""
+        return replace(view, flip=view.flip != bool(drawn[0]))
+
+
+_GREY = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's mode L
+
+
+def _grey(images: Tensor) -> Tensor:
+    return (images @ torch.tensor(_GREY, dtype=images.dtype, device=images.device))[..., None]
+
+
+@dataclass(frozen=True)
+class ColorJitter(Transform):
+    """Brightness, contrast and saturation, each by a random factor, always in this order.
+
+    A factor is uniform in [max(0, 1 - x), 1 + x]; values are cut off at 0 and 255 after each, and
+    rounded once at the end. torchvision shuffles the order and rounds after each.
+
+    Args:
+        brightness, contrast, saturation: 0 leaves it as it is.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    drawn: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        for name in ("brightness", "contrast", "saturation"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(
+                    f"ColorJitter({name}={getattr(self, name)}): expected 0 or more."
+                )
+
+    def draw(self, height: int, width: int) -> Drawn:
+        """The three factors."""
+        u = rng().random(3).tolist()
+        spans = (self.brightness, self.contrast, self.saturation)
+        return tuple(
+            max(0.0, 1 - x) + r * (1 + x - max(0.0, 1 - x)) for x, r in zip(spans, u, strict=True)
+        )
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """With these factors."""
+        values = image.permute(1, 2, 0).contiguous().to(torch.float32)
+        return self._jittered(values, list(drawn)).to(image.dtype).permute(2, 0, 1)
+
+    def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
+        """With each image's own factors."""
+        return self._jittered(
+            images, [drawn[:, k].to(images.dtype).view(-1, 1, 1, 1) for k in range(3)]
+        )
+
+    def _jittered(self, values: Tensor, factors: Sequence[Any]) -> Tensor:
+        brightness, contrast, saturation = factors
+        if self.brightness:
+            values = (values * brightness).clamp_(0, 255)
+        if self.contrast:
+            mean = _grey(values).mean((-3, -2, -1), keepdim=True)
+            values = (values * contrast).add_(mean * (1 - contrast)).clamp_(0, 255)
+        if self.saturation:
+            grey = _grey(values)
+            values = (values * saturation).add_(grey * (1 - saturation)).clamp_(0, 255)
+        return values.round_() if self.brightness or self.contrast or self.saturation else values
+
+
+@functools.lru_cache(maxsize=16)
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Means and deviations in 0 … 255, as long as a row of pixels: arithmetic on an innermost
+    dimension of 3 is slow on a CPU.
+    """
+    found = [
+        (torch.tensor(values, dtype=torch.float32) * 255).repeat(width).to(device)
+        for values in (mean, std)
+    ]
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Normalize(Transform):
+    """``(pixel / 255 - mean) / std`` by channel: floating-point numbers instead of bytes.
+
+    As the last step it is always done on the device, whatever computes the rest: bytes are a
+    quarter of the way there.
+
+    Args:
+        mean: of red, green and blue, in [0, 1].
+        std: standard deviation, likewise.
+    """
+
+    mean: tuple[float, float, float] = IMAGENET[0]
+    std: tuple[float, float, float] = IMAGENET[1]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(s > 0 for s in self.std):
+            raise ArgumentError(
+                f"Normalize(mean={self.mean}, std={self.std}): expected three numbers each, std above 0."
+            )
+
+    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+        """Of one image, ``float32``."""
+        return self.normalized(image[None], torch.float32)[0]
+
+    def normalized(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of batch × 3 × height × width with values in 0 … 255; the result has its channels
+        innermost in memory (``channels_last``).
+        """
+        n, _, height, width = images.shape
+        rows = images.permute(0, 2, 3, 1)
+        mean, std = _constants(self.mean, self.std, width, images.device)
+        if images.device.type == "cpu":
+            found = torch.empty((n, height, width, 3), dtype=torch.float32)
+            for one, out in zip(
+                rows, found.view(n, height, width * 3), strict=True
+            ):  # an image at a time stays in the cache
+                out.view(height, width, 3).copy_(one)
+                out.sub_(mean).div_(std)
+        else:
+            found = rows.to(torch.float32, memory_format=torch.contiguous_format).view(
+                n, height, width * 3
+            )
+            found = (
+                found.sub_(mean).div_(std)
+                if images.dtype != torch.float32
+                else (found - mean).div_(std)
+            )
+            found = found.view(n, height, width, 3)
+        return found.to(dtype).permute(0, 3, 1, 2)
+
+
+def _filter(
+    source: Tensor, target: Tensor, first: Tensor, mirrored: Tensor | None, count: int, padded: int
+) -> tuple[Tensor, Tensor]:
+    """The weights of an antialiased bilinear resize along one axis, as whole numbers: torch's and
+    Pillow's are, for bytes.
+
+    Args:
+        source, target: pixels before and after, for each image.
+        first: the first pixel after that is wanted.
+        mirrored: whether the wanted ones are in reverse.
+        count: how many are wanted.
+        padded: pixels before, of all images alike; those from ``source`` on weigh nothing.
+
+    Returns:
+        The weights, batch × count × padded, and the number by which each image's are too large, a
+        power of two. Sums of weighted bytes stay below 2^24: ``float32`` holds them exactly, in
+        whatever order they are added.
+    """
+    wide = torch.float32 if source.device.type == "mps" else torch.float64
+    at = torch.arange(count, dtype=wide, device=source.device)[None]
+    if mirrored is not None:
+        at = torch.where(mirrored[:, None] > 0, count - 1 - at, at)
+    # The first pixel of all goes along: those at the border weigh the most, and the largest weight
+    # decides how finely they are rounded.
+    at = torch.cat([torch.zeros_like(source, dtype=wide)[:, None], at + first.to(wide)[:, None]], 1)
+    scale = (source.to(wide) / target.to(wide))[:, None]
+    middle = (at + 0.5) * scale
+    whole = middle.floor()
+    pixels = torch.arange(padded, dtype=torch.float32, device=source.device)
+    apart = (pixels - whole[:, :, None].to(torch.float32)).add_(
+        (0.5 - (middle - whole))[:, :, None].to(torch.float32)
+    )
+    weights = 1 - apart.div_(scale.clamp(min=1.0)[:, :, None].to(torch.float32)).abs_()
+    weights = weights.clamp_(min=0).masked_fill_(pixels >= source[:, None, None], 0)
+    weights /= weights.sum(2, keepdim=True)
+    # The finest power of two with which the largest weight, rounded, still fits into 15 bits.
+    most = weights.amax((1, 2), keepdim=True)
+    fine = torch.full_like(most, 2.0**22)
+    for k in range(21, -1, -1):
+        fine = torch.where((most * 2.0 ** (k + 1) + 0.5).floor() >= 2.0**15, 2.0**k, fine)
+    return weights[:, 1:].mul_(fine).add_(0.5).floor_(), fine
+
+
+def render(pixels: Tensor, views: Tensor, rows: int, columns: int) -> Tensor:
+    """Resize, cut and mirror a batch of rectangles of different sizes, where they are.
+
+    Args:
+        pixels: batch × height × width × 3 ``uint8``: each rectangle in the upper left corner,
+            anything beyond it.
+        views: batch × 7, what :meth:`View.numbers` gave.
+        rows, columns: of every result.
+
+    Returns:
+        batch × rows × columns × 3, whole numbers 0 … 255 as ``float32``.
+    """
+    n, height, width, _ = pixels.shape
+    h, w, new_h, new_w, y, x, flip = views.to(torch.float32).unbind(1)
+    across, fine_across = _filter(w, new_w, x, flip, columns, width)
+    down, fine_down = _filter(h, new_h, y, None, rows, height)
+    # What lies beyond a rectangle weighs nothing, but must be a number: bytes always are.
+    values = (
+        pixels.permute(0, 2, 1, 3)
+        .to(torch.float32, memory_format=torch.contiguous_format)
+        .view(n, width, height * 3)
+    )
+    half = (
+        torch.bmm(across, values)
+        .div_(fine_across)
+        .add_(0.5)
+        .floor_()
+        .clamp_(0, 255)
+        .view(n, columns, height, 3)
+    )
+    half = half.permute(0, 2, 1, 3).reshape(n, height, columns * 3)
+    return (
+        torch.bmm(down, half)
+        .div_(fine_down)
+        .add_(0.5)
+        .floor_()
+        .clamp_(0, 255)
+        .view(n, rows, columns, 3)
+    )

@@ -1,0 +1,838 @@
+"""From what the doctor measured to what it says: pure arithmetic over rates, no process and no
+clock.
+
+What a stage costs is what taking it out gains, one at a time, in points: hundredths of the
+synthetic rate. Where several stages overlap,
+such gains need not add up to the gap: the largest keeps its own, the others share what is left of
+the gap by their gains, and what each would gain by itself is said beside it where the two differ.
+Where they follow each other, each alone gains little and all together a lot: then what is left is
+shared by the time that each takes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge", "shares"]
+
+HEALTHY_POINTS = 7.0
+"""A gap up to this is called healthy, in points."""
+
+_WARMED = 1.25  # times as fast in the later rounds as in the earlier ones: no noise
+_SURELY = 5.0  # points that it must have at least, for all the noise
+_EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
+_ENOUGH = 3  # rounds: of so many, one may be far off
+_AT_ONCE = 1.25  # times the fastest of the others: a reading so much faster is no noise
+_SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
+_STRAGGLER_POINTS = 5.0
+# of the time that is lost: what the stages' own times must account for, to share it out among them
+_EXPLAINED = 0.7
+# two halves of the same arm that differ by more say nothing, however small the gap; nor does a
+# wider interval
+_UNCLEAR = 0.10
+# of the gap: a stage that costs less is not called its cause while most of it is not accounted for
+_NAMED = 0.2
+# degrees of freedom that the noise of all arms counts for, beside that of the two that are compared
+_PRIOR = 2
+
+# Two-sided 95 % of Student's t, by degrees of freedom.
+_T95 = (
+    math.inf,
+    12.71,
+    4.30,
+    3.18,
+    2.78,
+    2.57,
+    2.45,
+    2.36,
+    2.31,
+    2.26,
+    2.23,
+    2.20,
+    2.18,
+    2.16,
+    2.14,
+    2.13,
+    2.12,
+    2.11,
+    2.10,
+    2.09,
+    2.09,
+)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with the interval in which it lies, 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class StageSeen:
+    """One stage, as it was timed.
+
+    Attributes:
+        name: of the stage.
+        where: ``loading``, or ``step`` where the training process does it between two batches (a
+            copy, the finish on the device).
+        cpu_seconds, wall_seconds: of one sample, in the thread that did it.
+        wall_by_rank: wall seconds of one sample on each rank; 0 where a rank did none.
+        bytes: read for one sample.
+        removable: whether it could be taken out.
+        contains: stages that go with it when it is taken out.
+    """
+
+    name: str
+    where: str = "loading"
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    wall_by_rank: tuple[float, ...] = ()
+    bytes: float = 0.0
+    removable: bool = True
+    contains: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was measured.
+
+    Attributes:
+        workers, loaders: training processes, and loaders of each (0: samples are read in the
+            training process).
+        executor: ``none``, ``threads`` or ``processes``.
+        cores: that the workers of this node may use.
+        rounds: one dictionary per round, arm -> samples per second of all ranks. Arms:
+            ``synthetic``, ``real``, ``beside``, ``limited``, ``replayed``, and ``without:STAGE``.
+        alone: per round, samples per second of each rank by itself; empty with one worker, or where
+            it cannot be measured.
+        waits: per real round, seconds per step that each rank waits for its batch.
+        arm_waits: arm -> the usual wait of the rank that waits longest, in the round in which it
+            was shortest.
+        step_seconds: of one synthetic step; ``real_step_seconds`` of a real one without its wait.
+        stages: as timed.
+        collate_seconds: CPU time of one sample in the training process itself, to be told from the
+            way between processes; None if not measured.
+        loading: samples per second of all loaders while nothing trains; None if not measured.
+        startup_seconds: to the first batch.
+        loaders_threads: share of the loaders' CPU time that was spent outside the threads that
+            read.
+        block_seconds: of one step, by lines within ``with stage(…)`` in the training process, which
+            cannot be taken out.
+        cold: what was found about storage, if asked.
+        order: ``seconds`` that the script's sampler takes to draw an epoch's order, and the
+            ``share`` of the epoch; None where it is little.
+        notes: sentences to pass on.
+    """
+
+    workers: int
+    loaders: int
+    executor: str
+    cores: int
+    batch: int
+    rounds: tuple[Mapping[str, float], ...]
+    stages: tuple[StageSeen, ...] = ()
+    alone: tuple[tuple[float, ...], ...] = ()
+    waits: tuple[tuple[float, ...], ...] = ()
+    arm_waits: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    real_step_seconds: float | None = None
+    collate_seconds: float | None = None
+    loading: float | None = None
+    startup_seconds: float = 0.0
+    loaders_threads: float = 0.0
+    block_seconds: Mapping[str, float] = field(default_factory=dict)
+    cold: Mapping[str, Any] | None = None
+    order: Mapping[str, float] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of it; ``values`` is the JSON of ``ronde doctor``, still without scale, walls
+    and prescriptions.
+    """
+
+    values: dict[str, Any]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing needs a cure."""
+        return bool(self.values["healthy"])
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is said."""
+        found: str | None = self.values["refused"]
+        return found
+
+
+def _t95(freedom: int) -> float:
+    return _T95[freedom] if freedom < len(_T95) else 2.0
+
+
+def _column(seen: Seen, arm: str) -> list[float]:
+    return [r[arm] for r in seen.rounds if arm in r]
+
+
+def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
+    """Standard deviation of one window as a share of the ceiling, over all arms, and its degrees of
+    freedom.
+
+    What makes a whole round slower is no noise: arms are only compared within one. Each rate is its
+    arm's times its round's; what is left over counts (least squares of the logarithms).
+    """
+    arms = sorted({a for r in seen.rounds for a in r})
+    cells = [
+        (arms.index(a), k, v) for k, r in enumerate(seen.rounds) for a, v in r.items() if v > 0
+    ]
+    columns = np.zeros((len(cells), len(arms) + len(seen.rounds)))
+    for row, (arm, k, _) in enumerate(cells):
+        columns[row, arm] = columns[row, len(arms) + k] = 1.0
+    logs = np.log([v for _, _, v in cells])
+    found, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
+    freedom = len(cells) - int(rank)
+    if freedom < 1:
+        return 0.05, 1
+    rates = np.exp([found[arm] + found[len(arms) :].mean() for arm, _, _ in cells]) / ceiling
+    residuals = (logs - columns @ found) * rates
+    return math.sqrt(float((residuals**2).sum()) / freedom), freedom
+
+
+def shares(seen: Seen, arm: str) -> list[float]:
+    """An arm's rate as a share of the ceiling of the same round, round by round."""
+    return [r[arm] / r["synthetic"] for r in seen.rounds if arm in r and r.get("synthetic")]
+
+
+def _middle(seen: Seen, arm: str) -> float | None:
+    values = _column(seen, arm)
+    return statistics.median(values) if values else None
+
+
+def _same_arm(seen: Seen, arm: str) -> float:
+    """How much an arm differs from itself: every second round against the others, as a share."""
+    values = _column(seen, arm)
+    if len(values) < 2:
+        return 0.0
+    one, other = (
+        statistics.median(values[::2]),
+        statistics.median(values[1::2]),
+    )  # as the gap is: of five or more, one may be far off
+    return abs(one - other) / max(one, other)
+
+
+class _Judge:
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        synthetic, real = _middle(seen, "synthetic"), _middle(seen, "real")
+        assert synthetic is not None and real is not None
+        # What the training process does within a step under a stage's name is input too, and blocks
+        # cannot be taken out of the ceiling.
+        blocked = sum(seen.block_seconds.values())
+        self.factor = 1.0
+        if blocked:
+            step = seen.batch / synthetic
+            self.factor = step / max(step - blocked, 0.05 * step)
+        self.ceiling = synthetic * self.factor
+        self.real = real
+        self.noise, self.freedom = _noise(seen, self.ceiling)
+        paired = [
+            1.0 - r["real"] / (r["synthetic"] * self.factor)
+            for r in seen.rounds
+            if "real" in r and "synthetic" in r
+        ]
+        self.gap = statistics.median(paired) if paired else 1.0 - real / self.ceiling
+        # Loaders that nobody waits for can gain nothing but what they disturb.
+        waits = [max(r) for r in seen.waits]
+        waited = statistics.median(waits) if waits else 0.0
+        step = seen.batch / real
+        self.unwaited = seen.batch / max(step - waited, 0.01 * step)
+        self.half = self._half(paired)
+
+    def _half(self, differences: Sequence[float]) -> float:
+        """Half of the interval, 95 %, in which the mean of differences within rounds lies.
+
+        Few rounds tell little about their own spread, and arms are not all equally noisy: both
+        count.
+        """
+        n = len(differences)
+        prior = min(self.freedom, _PRIOR)
+        own = statistics.variance(differences) * (n - 1) if n > 1 else 0.0
+        freedom = prior + max(0, n - 1)
+        return _t95(freedom) * math.sqrt((prior * 2 * self.noise**2 + own) / freedom / max(1, n))
+
+    def lift(self, arm: str) -> Interval | None:
+        """Points gained by an arm over the real one, measured in the same rounds."""
+        found = [
+            (r[arm] - r["real"]) / self.ceiling
+            for r in self.seen.rounds
+            if arm in r and "real" in r
+        ]
+        if not found:
+            return None
+        value = statistics.median(found)
+        without, real = shares(self.seen, arm), shares(self.seen, "real")
+        if without and len(real) >= _ENOUGH:
+            # The real rate was measured in more rounds than the arm: with all of them, one that is
+            # far off counts less.
+            value = (statistics.median(without) - statistics.median(real)) / self.factor
+        half = self._half(found)
+        return Interval(100 * value, 100 * (value - half), 100 * (value + half))
+
+    # -- the input ---------------------------------------------------------------------
+
+    def modelled(self, stage: StageSeen) -> float:
+        """Points that a stage would gain, by its share of the time that samples take; where it was
+        not or cannot be taken out.
+        """
+        seen = self.seen
+        if stage.wall_seconds <= 0:
+            return 0.0
+        if stage.where == "step" or seen.loaders == 0:
+            per_sample = 1.0 / self.real
+            shorter = per_sample - stage.wall_seconds / seen.workers
+            rate = min(1.0 / shorter if shorter > 0 else self.ceiling, self.ceiling)
+        else:
+            # A loader has so long for a sample; what of it no stage accounts for stays.
+            each = seen.workers * seen.loaders / self.real
+            left = max(each - stage.wall_seconds, 0.02 * each)
+            rate = min(self.real * each / left, self.unwaited, self.ceiling)
+        return max(0.0, 100 * (rate - self.real) / self.ceiling)
+
+    def stages(self) -> list[dict[str, Any]]:
+        """A row for each stage, with what it gains by itself."""
+        seen = self.seen
+        rows = []
+        gap = 100 * max(0.0, self.gap)
+        spread = 100 * self.noise
+        for stage in seen.stages:
+            lift = self.lift(f"without:{stage.name}")
+            measured = lift is not None
+            if lift is None:
+                value = self.modelled(stage)
+                if stage.name == "python":
+                    value = self._python(stage, value)
+                lift = Interval(value, value - spread - 0.3 * value, value + spread + 0.3 * value)
+            elif stage.contains:
+                # What goes with it is not its own: by the time that each takes.
+                inner = sum(s.wall_seconds for s in seen.stages if s.name in stage.contains)
+                own = stage.wall_seconds / max(stage.wall_seconds + inner, 1e-12)
+                lift = Interval(lift.value * own, lift.low * own, lift.high * own)
+            each = seen.workers * (seen.loaders if stage.where == "loading" and seen.loaders else 1)
+            alone = min(max(lift.value, 0.0), gap)
+            rows.append(
+                {
+                    "name": stage.name,
+                    "capacity_samples_per_second": each / stage.wall_seconds
+                    if stage.wall_seconds > 0
+                    else None,
+                    "cpu_ms_per_sample": 1e3 * stage.cpu_seconds,
+                    "wall_ms_per_sample": 1e3 * stage.wall_seconds,
+                    "bytes_per_sample": stage.bytes,
+                    "where": stage.where,
+                    "alone_points": alone,
+                    "lost_points": alone,
+                    "low": min(max(lift.low, 0.0), gap),
+                    "high": min(max(lift.high, 0.0), gap),
+                    "measured": measured,
+                    "note": ""
+                    if measured or alone < 1
+                    else "by its share of the time"
+                    if stage.removable
+                    else "timed; it cannot be taken out",
+                }
+            )
+        return rows
+
+    def _python(self, stage: StageSeen, by_time: float) -> float:
+        """What is left of making a sample cannot be taken out by itself: all of them can, and what
+        the others do not explain is its own.
+        """
+        whole = self.lift("replayed")
+        if whole is None:
+            return by_time
+        own = [
+            s
+            for s in self.seen.stages
+            if s.where == "loading" and s.name not in ("collate", "transport")
+        ]
+        total = sum(s.wall_seconds for s in own)
+        share = stage.wall_seconds / total if total else 0.0
+        return max(0.0, whole.value) if share > 0.8 else min(by_time, max(0.0, whole.value))
+
+    def transport(self, rows: list[dict[str, Any]]) -> None:
+        """What is lost while samples are only replayed through the real loaders: their way between
+        processes, and collating them.
+        """
+        seen = self.seen
+        if seen.executor != "processes":
+            return
+        # Whatever is taken out, the way stays: it costs no more than the shortest wait that is
+        # left.
+        left, spread = math.inf, 100 * self.noise
+        for arm in (
+            "replayed",
+            *(f"without:{s.name}" for s in seen.stages if s.where == "loading"),
+        ):
+            wait = seen.arm_waits.get(arm)
+            if wait is not None and _middle(seen, arm) is not None:
+                step = seen.batch / self.ceiling
+                left = min(left, 100 * wait / (step + wait))
+        if left == math.inf:
+            return
+        points = min(left, 100 * max(0.0, self.gap))
+        collate = next((r for r in rows if r["name"] == "collate"), None)
+        if collate is not None:
+            # Collating in a loading process also copies into memory that both see: that is the way,
+            # not the collating.
+            in_loader, taken = collate["cpu_ms_per_sample"], collate["alone_points"]
+            on_the_way = 0.0
+            if seen.collate_seconds is not None and in_loader > 0.3 * collate["wall_ms_per_sample"]:
+                on_the_way = max(0.0, 1.0 - 1e3 * seen.collate_seconds / in_loader)
+            if on_the_way > 0.3:
+                points += taken * on_the_way
+                collate["alone_points"] = collate["lost_points"] = taken * (1.0 - on_the_way)
+            elif "replayed" in seen.arm_waits and "without:collate" not in seen.arm_waits:
+                points = max(0.0, points - taken)  # it was still collated there
+        points = min(points, 100 * max(0.0, self.gap))
+        half = spread
+        rows.append(
+            {
+                "name": "transport",
+                "capacity_samples_per_second": None,
+                "cpu_ms_per_sample": None,
+                "wall_ms_per_sample": None,
+                "bytes_per_sample": 0.0,
+                "where": "loading",
+                "alone_points": points,
+                "lost_points": points,
+                "low": max(0.0, points - half),
+                "high": points + half,
+                "measured": True,
+                "note": "",
+            }
+        )
+
+    def neighbour(self) -> dict[str, Any] | None:
+        """The step's own slowness while loaders run."""
+        beside = _middle(self.seen, "beside")
+        synthetic = _middle(self.seen, "synthetic")
+        if beside is None or synthetic is None:
+            return None
+        slowdown = synthetic / beside
+        # What the step loses to the loaders in the real training too; the rest of that it waits.
+        step = self.seen.batch / self.real
+        slower = self.seen.batch / beside - self.seen.batch / synthetic
+        if (
+            self.seen.workers == 1
+            and self.seen.real_step_seconds is not None
+            and self.seen.step_seconds
+        ):
+            slower = min(slower, self.seen.real_step_seconds - self.seen.step_seconds)
+        rate = min(self.seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
+        if self.seen.loading is not None:
+            rate = min(
+                rate, max(self.real, self.seen.loading)
+            )  # a faster step would not be fed faster than that
+        return {
+            "slowdown": slowdown,
+            "points": max(0.0, 100 * (rate - self.real) / self.ceiling),
+            "cause": "",
+        }
+
+    # -- the workers -------------------------------------------------------------------
+
+    def workers(self) -> tuple[float, float | None, dict[str, Any] | None]:
+        """Points lost to exchange; the ideal rate; a rank whose step is slower than the others'."""
+        seen = self.seen
+        if seen.workers == 1 or not seen.alone:
+            return 0.0, None, None
+        each = [statistics.median(r[k] for r in seen.alone) for k in range(seen.workers)]
+        usual = statistics.median_high(each)  # of two, the faster: the other may be the straggler
+        ideal = usual * seen.workers
+        slowest = min(each)
+        synthetic = self.ceiling
+        # In time: the usual step, what the slowest adds to it, and what all of them then need to
+        # come together.
+        usual_step, slowest_step, together = (
+            seen.workers / ideal,
+            1.0 / slowest,
+            seen.workers / synthetic,
+        )
+        exchange_step = max(0.0, together - slowest_step)
+        slower = usual / slowest
+        lost = 100 * (1.0 - (usual_step + exchange_step) / max(together, slowest_step))
+        if slower < _SLOWER or lost < max(_STRAGGLER_POINTS, 200 * self.noise):
+            # Ranks that differ by chance: what is lost between them is lost to keeping step.
+            mean_step = 1.0 / statistics.fmean(each)
+            return max(0.0, 100 * (1.0 - mean_step / together)), ideal, None
+        exchange = 100 * exchange_step / (usual_step + exchange_step)
+        return (
+            exchange,
+            ideal,
+            {"rank": each.index(slowest), "slower": slower, "points": lost, "stage": "step"},
+        )
+
+    def slow_loader(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """A rank whose samples take longer than the others': all wait for it."""
+        seen = self.seen
+        if seen.workers == 1:
+            return None
+        walls = np.array(
+            [
+                [
+                    s.wall_by_rank[k]
+                    for s in seen.stages
+                    if s.where == "loading" and len(s.wall_by_rank) == seen.workers
+                ]
+                for k in range(seen.workers)
+            ]
+        )
+        if walls.size == 0:
+            return None
+        totals = walls.sum(axis=1)
+        usual = statistics.median_low(totals.tolist())
+        worst = int(totals.argmax())
+        if usual <= 0 or totals[worst] < 1.3 * usual:
+            return None
+        waits = (
+            [statistics.median(r[k] for r in seen.waits) for k in range(seen.workers)]
+            if seen.waits
+            else []
+        )
+        step = seen.batch / self.real
+        excess_seconds = (totals[worst] - usual) * seen.batch / seen.workers / max(1, seen.loaders)
+        if excess_seconds < 0.05 * step or (
+            waits and (waits[worst] < max(waits) or waits[worst] < 0.3 * self.gap * step)
+        ):
+            return None  # it does not matter, or is not what they wait for
+        # As the others are: each rank feeds itself, the slowest decides.
+        loaders = max(1, seen.loaders)
+        if seen.loaders:
+            better = min(self.ceiling, seen.workers * loaders / usual)
+        else:
+            better = 1.0 / (1.0 / self.real - (totals[worst] - usual) / seen.workers)
+        gained = min(100 * self.gap, 100 * (better - self.real) / self.ceiling)
+        if gained < max(_STRAGGLER_POINTS, 0.5 * 100 * self.gap):
+            return None
+        names = [
+            s.name
+            for s in seen.stages
+            if s.where == "loading" and len(s.wall_by_rank) == seen.workers
+        ]
+        excess = walls[worst] - np.median(np.delete(walls, worst, axis=0), axis=0)
+        return {
+            "rank": worst,
+            "slower": float(totals[worst] / usual),
+            "points": gained,
+            "stage": names[int(excess.argmax())],
+        }
+
+
+def _settle(rows: list[dict[str, Any]], gap: float) -> None:
+    """Gains that overlap: the largest keeps its own, the others share what is left of the gap."""
+    ordered = sorted(rows, key=lambda r: -r["alone_points"])
+    if not ordered:
+        return
+    left = gap - ordered[0]["alone_points"]
+    others = sum(r["alone_points"] for r in ordered[1:])
+    for row in ordered[1:]:
+        if others > left:
+            row["lost_points"] = max(0.0, row["alone_points"] * max(0.0, left) / others)
+        if row["alone_points"] - row["lost_points"] > 3:
+            row["note"] = (
+                row["note"] + "; " if row["note"] else ""
+            ) + f"{row['alone_points']:.0f} if it alone were free"
+            row["high"] = max(row["high"], row["alone_points"])
+        row["low"] = min(row["low"], row["lost_points"])
+
+
+def _share_rest(
+    rows: list[dict[str, Any]], seen: Seen, j: _Judge, cause: dict[str, Any] | None
+) -> None:
+    """Stages that follow each other: no single one brings back much, all of them together do. What
+    is left of the gap is shared by the time that each takes, if their times account for it."""
+    timed = [r for r in rows if r["where"] == "loading" and r["wall_ms_per_sample"]]
+    left = 100 * j.gap - sum(r["lost_points"] for r in rows)
+    if (
+        cause is None
+        or cause["stage"] not in {r["name"] for r in timed}
+        or left < max(10.0, 25 * j.gap)
+    ):
+        return
+    total = sum(r["wall_ms_per_sample"] for r in timed) / 1e3
+    available = seen.workers * (
+        seen.loaders / j.real if seen.loaders else 1 / j.real - 1 / j.ceiling
+    )
+    if total < _EXPLAINED * available:
+        return
+    for row in timed:
+        alone = row["alone_points"]
+        row["lost_points"] += left * row["wall_ms_per_sample"] / 1e3 / total
+        row["high"] = max(row["high"], row["lost_points"])
+        if row["lost_points"] - alone > 3:
+            row["note"] = f"{alone:.0f} if it alone were free"
+    first = max(timed, key=lambda r: r["lost_points"])
+    cause.update(stage=first["name"], points=first["lost_points"])
+
+
+def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
+    """Points that another cause accounts for are not counted twice."""
+    for row in sorted(rows, key=lambda r: -r["lost_points"]):
+        taken = min(points, row["lost_points"])
+        row["lost_points"] -= taken
+        row["low"] = min(row["low"], row["lost_points"])
+        points -= taken
+        if points <= 0:
+            return
+
+
+def judge(seen: Seen) -> Verdict:
+    """What the measurements say.
+
+    Args:
+        seen: at least two rounds with ``synthetic`` and ``real``.
+
+    Example:
+        >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i, "without:decode": 995.0} for i in range(4))
+        >>> stages = (StageSeen("decode", wall_seconds=0.003), StageSeen("read", wall_seconds=0.0001))
+        >>> found = judge(Seen(1, 2, "processes", 2, 16, rounds, stages)).values
+        >>> found["healthy"], found["cause"]["stage"], round(found["gap"], 2)
+        (False, 'decode', 0.4)
+    """
+    j = _Judge(seen)
+    gap = max(0.0, j.gap)
+    exchange, ideal, straggler = j.workers()
+    rows = j.stages()
+    j.transport(rows)
+    for name, seconds in seen.block_seconds.items():
+        for row in rows:
+            if row["name"] == name:
+                row["alone_points"] = row["lost_points"] = max(
+                    row["alone_points"], min(100 * gap, 100 * seconds * j.real / seen.batch)
+                )
+    _settle(rows, 100 * gap)
+    neighbour = j.neighbour()
+    limited = j.lift("limited")
+    slow_loader = j.slow_loader(rows) if straggler is None else None
+
+    healthy_input = 100 * gap <= HEALTHY_POINTS
+    cause: dict[str, Any] | None = None
+    if not healthy_input:
+        cause = _cause(seen, j, rows, neighbour, limited, slow_loader)
+    if slow_loader is not None and cause is not None and cause["stage"] == "straggler":
+        straggler = slow_loader
+    if cause is not None and cause["stage"] != "straggler":
+        _share_rest(rows, seen, j, cause)
+    # What is lost between workers is lost of the steps, and of the real training as much less as it
+    # waits for its input.
+    between = max(
+        exchange if exchange >= _EXCHANGE_POINTS else 0.0, straggler["points"] if straggler else 0.0
+    )
+    if cause is None or (cause["stage"] != "straggler" and cause["points"] < between * (1.0 - gap)):
+        if straggler is not None and straggler["points"] >= exchange:
+            cause = {"stage": "straggler", "points": straggler["points"], "rank": straggler["rank"]}
+        elif exchange >= _EXCHANGE_POINTS:
+            cause = {"stage": "exchange", "points": exchange}
+    left = (
+        100 * gap
+        - sum(r["lost_points"] for r in rows)
+        - (neighbour["points"] if neighbour is not None else 0.0)
+    )
+    if (
+        cause is not None
+        and cause["stage"] in {r["name"] for r in rows}
+        and cause["points"] < _NAMED * 100 * gap
+        and left > 50 * gap
+    ):
+        cause = {"stage": "unexplained", "points": left}  # the largest of small ones is not why
+    claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
+    refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
+    healthy = healthy_input and cause is None and refused is None
+    rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
+    return Verdict(
+        {
+            "workers": seen.workers,
+            "loaders": seen.loaders,
+            "executor": seen.executor,
+            "cores": seen.cores,
+            "batch": seen.batch,
+            "samples_per_second": {"synthetic": j.ceiling, "real": j.real, "alone": ideal},
+            "gap": gap,
+            "gap_low": max(0.0, j.gap - j.half),
+            "gap_high": max(gap, min(1.0, j.gap + j.half)),
+            "rounds": len(_column(seen, "real")),
+            "noise": j.noise,
+            "healthy": healthy,
+            "refused": refused,
+            "cause": None if refused else cause,
+            "stages": rows,
+            "exchange_points": exchange,
+            "straggler": straggler,
+            "neighbour": neighbour,
+            "startup_seconds": seen.startup_seconds,
+            "order": dict(seen.order) if seen.order else None,
+            "cold": dict(seen.cold) if seen.cold else None,
+            "notes": list(seen.notes),
+        }
+    )
+
+
+_ORDER = [
+    "read",
+    "decode",
+    "augment",
+    "python",
+    "collate",
+    "transport",
+    "copy",
+    "finish",
+    "oversubscription",
+]
+
+
+def _cause(
+    seen: Seen,
+    j: _Judge,
+    rows: list[dict[str, Any]],
+    neighbour: dict[str, Any] | None,
+    limited: Interval | None,
+    slow_loader: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """What the gap is due to most; points that belong to it are taken from what else shows them."""
+    gap = 100 * j.gap
+    top = max(rows, key=lambda r: r["lost_points"], default=None)
+    best = top["lost_points"] if top is not None else 0.0
+    slows = (
+        neighbour["points"] if neighbour is not None else 0.0
+    )  # more than their compute threads account for: they burn something else
+    if (
+        limited is not None
+        and _surely(seen, limited)
+        and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2, slows))
+    ):
+        points = min(gap, limited.value)
+        note = f"in {top['name']}" if top is not None and best > 0 else ""
+        _hand_over(rows, points)
+        if neighbour is not None:
+            neighbour["points"] = max(0.0, min(neighbour["points"], gap - points))
+            neighbour["cause"] = "threads of the loaders"
+        rows.append(
+            {
+                "name": "oversubscription",
+                "capacity_samples_per_second": None,
+                "cpu_ms_per_sample": None,
+                "wall_ms_per_sample": None,
+                "bytes_per_sample": 0.0,
+                "where": "loading",
+                "alone_points": points,
+                "lost_points": points,
+                "low": max(0.0, limited.low),
+                "high": min(gap, limited.high),
+                "measured": True,
+                "note": f"compute threads of the loaders{', ' + note if note else ''}",
+            }
+        )
+        return {
+            "stage": "oversubscription",
+            "points": points,
+            "within": top["name"] if top is not None else None,
+        }
+    if slow_loader is not None:
+        _hand_over(rows, slow_loader["points"])
+        if neighbour is not None:
+            neighbour["points"] = max(0.0, min(neighbour["points"], gap - slow_loader["points"]))
+        return {
+            "stage": "straggler",
+            "points": slow_loader["points"],
+            "rank": slow_loader["rank"],
+            "within": slow_loader["stage"],
+        }
+    if (
+        neighbour is not None
+        and seen.executor == "processes"
+        and neighbour["points"] >= max(HEALTHY_POINTS / 2, 0.5 * gap)
+    ):
+        within = (
+            {"within": top["name"]} if top is not None and best >= 0.5 * neighbour["points"] else {}
+        )
+        _hand_over(rows, neighbour["points"])
+        neighbour["cause"] = _who_burns(seen, top)
+        return {"stage": "neighbour", "points": neighbour["points"], **within}
+    if neighbour is not None:
+        # The stage that is the cause also makes the step slower: it is counted there.
+        neighbour["points"] = max(0.0, min(neighbour["points"], gap - best))
+    if top is None or best < 1:
+        return {"stage": "unexplained", "points": gap}
+    return {"stage": top["name"], "points": best}
+
+
+def _surely(seen: Seen, limited: Interval) -> bool:
+    """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow
+    another, so that few rounds make a wide
+    interval: that each window without them, two at least, was faster than every one with them will
+    do, or one that was faster by far."""
+    few, many = _column(seen, "limited"), _column(seen, "real")
+    return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
+
+
+def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:
+    busiest = max(
+        (s for s in seen.stages if s.where == "loading"), key=lambda s: s.cpu_seconds, default=None
+    )
+    if busiest is None:
+        return ""
+    return (
+        f"{busiest.name} in {seen.workers * seen.loaders} loading processes on {seen.cores} cores"
+    )
+
+
+def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
+    """A gap that may be none, and one that may be large."""
+    if (
+        (100 * (gap - j.half) > _SURELY)
+        if not healthy
+        else (gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR)
+    ):
+        return None
+    return (
+        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to call it "
+        f"{'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds are needed (--rounds, --seconds)"
+    )
+
+
+def _refused(seen: Seen, j: _Judge, claimed: float) -> str | None:
+    same = {arm: _same_arm(seen, arm) for arm in ("synthetic", "real")}
+    # Both are counted in points of the ceiling, as the gap is.
+    worst = max(same["synthetic"] * (1.0 - j.gap), same["real"] * j.real / j.ceiling)
+    arm = (
+        "synthetic"
+        if same["synthetic"] * (1.0 - j.gap) >= same["real"] * j.real / j.ceiling
+        else "real"
+    )
+    if worst > max(claimed / 2, 0.0 if claimed else _UNCLEAR):
+        what = (
+            f"more than half of the {100 * claimed:.0f} that it would claim"
+            if claimed
+            else "too much to call it healthy"
+        )
+        values = _column(seen, arm)
+        early, late = (
+            statistics.median(values[: len(values) // 2]),
+            statistics.median(values[-(len(values) // 2) :]),
+        )
+        if arm == "real" and late > _WARMED * early:
+            return (
+                f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, {what}: something is kept after it was made "
+                "once (a cache that fills). The first epoch is as the beginning, later ones as the end; --seconds 240 sees more of that"
+            )
+        return f"the {arm} arm differs from itself by {100 * worst:.0f} points, {what}: the machine is disturbed, or samples differ too much"
+    return None

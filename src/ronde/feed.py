@@ -1,0 +1,152 @@
+"""Samples in, the public face: sources, order, transforms, caches, loading.
+
+    from ronde import feed
+
+    train_set = feed.images("photos/train", size=224)
+
+A name is imported from its room when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ronde.adapt.apply_settings import apply_settings, asked_settings, read_settings
+    from ronde.cache.cached import (
+        CachedDataset,
+        CachedSource,
+        CacheReport,
+        cached,
+        cached_dataset,
+        clear_cache,
+        report_cache,
+    )
+    from ronde.data.contract import Source, Step
+    from ronde.data.images import images
+    from ronde.data.named_stages import rng, rngs, stage
+    from ronde.data.order import Order, Quality, key_of, permute
+    from ronde.data.pack import Packed, pack, verify_pack
+    from ronde.data.pipeline import Pipeline
+    from ronde.data.sources.arrays import arrays
+    from ronde.data.sources.base import Sample
+    from ronde.data.sources.folder import folder
+    from ronde.data.sources.map_dataset import dataset
+    from ronde.data.sources.parquet import parquet
+    from ronde.data.sources.tar import tar
+    from ronde.data.sources.tokens import tokens
+    from ronde.data.tabular import table
+    from ronde.data.text import text
+    from ronde.data.transforms import (
+        IMAGENET,
+        CenterCrop,
+        ColorJitter,
+        HorizontalFlip,
+        Normalize,
+        RandomResizedCrop,
+        Resize,
+        Transform,
+    )
+    from ronde.loader.from_dataloader import Taken, default_workers, settings_of, take_over
+    from ronde.loader.loader import Feed, die_with_parent
+    from ronde.loader.reader import other_classes, pipeline_in
+    from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
+    from ronde.loader.synthetic import Synthetic, synthetic
+
+_HOMES = {
+    "ronde.adapt.apply_settings": "apply_settings asked_settings read_settings",
+    "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
+    "ronde.data.contract": "Source Step",
+    "ronde.data.images": "images",
+    "ronde.data.named_stages": "rng rngs stage",
+    "ronde.data.order": "Order Quality key_of permute",
+    "ronde.data.pack": "Packed pack verify_pack",
+    "ronde.data.pipeline": "Pipeline",
+    "ronde.data.sources.arrays": "arrays",
+    "ronde.data.sources.base": "Sample",
+    "ronde.data.sources.folder": "folder",
+    "ronde.data.sources.map_dataset": "dataset",
+    "ronde.data.sources.parquet": "parquet",
+    "ronde.data.sources.tar": "tar",
+    "ronde.data.sources.tokens": "tokens",
+    "ronde.data.tabular": "table",
+    "ronde.data.text": "text",
+    "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
+    "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
+    "ronde.loader.loader": "Feed die_with_parent",
+    "ronde.loader.reader": "other_classes pipeline_in",
+    "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
+    "ronde.loader.synthetic": "Synthetic synthetic",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "CacheReport",
+    "CachedDataset",
+    "CachedSource",
+    "CenterCrop",
+    "ColorJitter",
+    "Feed",
+    "FeedSettings",
+    "HorizontalFlip",
+    "IMAGENET",
+    "LoaderSettings",
+    "Normalize",
+    "Order",
+    "Packed",
+    "Pipeline",
+    "Quality",
+    "RandomResizedCrop",
+    "Resize",
+    "Sample",
+    "Source",
+    "Step",
+    "Synthetic",
+    "Taken",
+    "Transform",
+    "apply_settings",
+    "arrays",
+    "asked_settings",
+    "cached",
+    "cached_dataset",
+    "clear_cache",
+    "dataset",
+    "default_workers",
+    "die_with_parent",
+    "folder",
+    "images",
+    "key_of",
+    "other_classes",
+    "pack",
+    "parquet",
+    "permute",
+    "pipeline_in",
+    "read_settings",
+    "report_cache",
+    "rng",
+    "rngs",
+    "settings_file",
+    "settings_of",
+    "stage",
+    "synthetic",
+    "table",
+    "take_over",
+    "tar",
+    "text",
+    "tokens",
+    "verify_pack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ronde.feed' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,164 @@
+"""What a data set holds open: all who read a file that was opened once share its position in it,
+threads and forked processes alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from ronde.introspect.object_graph import _vars, parts, user_modules
+from ronde.introspect.random_state import restore_states, states
+
+__all__ = ["apart", "held_open", "let_go", "unchanged"]
+
+_FEW = 1000  # entries of what is copied
+
+_LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
+_CLOSED = (
+    "ZipInfo",
+    "TarInfo",
+    "Row",
+    "Empty",
+    "Reference",
+)  # what these libraries say of a file, and keep without it
+
+
+def _space(one: Any) -> dict[Any, Any]:
+    """Where it keeps things: the attributes of an object, the entries of a dictionary."""
+    return one if type(one) is dict else _vars(one)
+
+
+def _is_open(value: Any) -> bool:
+    if type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return type(value).__name__ not in _CLOSED
+    if not isinstance(value, io.IOBase) or isinstance(value, io.BytesIO | io.StringIO):
+        return False
+    try:
+        return value.readable() and value.fileno() > 2
+    except Exception:  # closed, or not a file: other libraries' objects say so in their own ways, an HTTPResponse by an AttributeError
+        return False
+
+
+def held_open(dataset: Any) -> str | None:
+    """What a data set, or what it is made of, holds open, in words: ``"Volumes.file
+    (BufferedReader)"``. None where nothing is found.
+
+    Ronde's own sources do not count: they read at a place, or open a file for each process.
+    """
+    for one in parts(dataset):
+        if type(one).__module__.partition(".")[0] == "ronde" or _is_open(one):
+            continue
+        inside = (
+            list(_space(one).items()) if type(one) not in (list, tuple) else list(enumerate(one))
+        )
+        for name, value in inside:
+            if _is_open(value):
+                place = (
+                    f"{type(one).__name__}.{name}"
+                    if type(one) not in (dict, list, tuple)
+                    else f"an entry {name!r}"
+                )
+                return f"{place} ({type(value).__name__})"
+    return None
+
+
+def apart(dataset: Any) -> Any:
+    """The data set to take samples of beforehand: a stream's copy, since the script's own shall
+    begin with its first; any other itself.
+
+    Tensors and large containers are shared, not copied. What cannot be copied (it holds a lock, or
+    a generator that has begun) is returned itself.
+    """
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    shared = {
+        id(v): v
+        for one in parts(dataset)
+        for v in _values(one)
+        if isinstance(v, torch.Tensor) or _is_large(v)
+    }
+    attempts: tuple[Callable[[], Any], ...] = (
+        lambda: copy.deepcopy(dataset, shared),
+        lambda: copy.copy(dataset),
+    )
+    for attempt in attempts:
+        with contextlib.suppress(Exception):
+            return attempt()
+    return dataset
+
+
+def _values(one: Any) -> list[Any]:
+    return list(one) if type(one) in (list, tuple) else list(_space(one).values())
+
+
+def _is_large(value: Any) -> bool:
+    try:
+        return hasattr(value, "__array_interface__") or len(value) > _FEW
+    except Exception:  # it has no length, or does not tell
+        return False
+
+
+@contextlib.contextmanager
+def let_go(dataset: Any) -> Iterator[None]:
+    """What a data set opens inside (a file, when the first sample is read) it will open again: each
+    process has its own then.
+    """
+    before = [(space, dict(space)) for one in parts(dataset) if (space := _space(one))]
+    try:
+        yield
+    finally:
+        for space, old in before:
+            for name, value in list(space.items()):
+                if old.get(name) is not value and any(_is_open(part) for part in parts(value)):
+                    if name in old:
+                        space[name] = old[name]
+                    else:
+                        del space[name]
+
+
+def _undo_draws(one: Any) -> Callable[[], Any] | None:
+    kind = type(one)
+    if issubclass(kind, np.random.Generator):
+        one = one.bit_generator
+        kind = type(one)
+    if issubclass(kind, np.random.BitGenerator):
+        return functools.partial(setattr, one, "state", one.state)
+    if issubclass(kind, np.random.RandomState):
+        return functools.partial(one.set_state, one.get_state(legacy=False))
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return functools.partial(one.setstate, one.getstate())
+    return (
+        functools.partial(one.set_state, one.get_state())
+        if issubclass(kind, torch.Generator)
+        else None
+    )
+
+
+@contextlib.contextmanager
+def unchanged(dataset: Any) -> Iterator[None]:
+    """What is drawn inside was never drawn (the process's generators, those that the data set
+    holds, and those of the user's modules), and what the data set opens inside was never opened."""
+    from ronde.introspect.open_handles import let_go  # which looks for parts, as is done here
+
+    before = states()
+    of_modules = (value for module in user_modules() for value in list(vars(module).values()))
+    undo = [
+        found for one in (*parts(dataset), *of_modules) if (found := _undo_draws(one)) is not None
+    ]
+    try:
+        with let_go(dataset):
+            yield
+    finally:
+        for put_back in undo:
+            put_back()
+        restore_states(before)

@@ -1,0 +1,352 @@
+"""Threads, processes or neither? Some samples are read, alone and by several threads at once, and
+what came of it decides.
+
+Two things count, both *without* the time in which the machine had no core for a thread
+(``/proc/thread-self/schedstat`` tells), since its
+cores may be busy with something else: how often a thread that wakes up beside one that reads finds
+Python's lock taken; and how many times longer a sample takes where several threads read.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+
+from ronde.introspect.open_handles import held_open, let_go, unchanged
+from ronde.introspect.random_state import Marks
+from ronde.loader.reader import Ask, Reader
+from ronde.loader.thread_workers import limit_compute_threads, limit_process_threads
+from ronde.world.tensors import parts
+
+__all__ = ["Trial", "choose", "try_out"]
+
+_TRIAL_SECONDS = 0.25
+_FEWEST = 4
+_BUDGET_SECONDS = 0.5
+_ROUND_SECONDS = (
+    0.06  # of its own time; twelve times what a thread keeps Python's lock that computes in Python
+)
+_LONGEST_ROUND_SECONDS = 0.25
+_FEWEST_IN_A_ROUND = 2
+_ROUNDS = 3
+_CHEAP_SECONDS = 10e-6  # a sample: a loading process costs twice that
+_CHEAP_BATCH_SECONDS = 0.3e-3
+_MOST_THREADS = 4
+_TICK_SECONDS = 1e-3
+_LOOK_SECONDS = 15e-3  # looking lets go of the lock: not more often than Python itself does
+_WAITED_SECONDS = 0.1e-3
+_MOST_HELD = 0.5
+_LEAST_GAIN = 0.4  # of what a further thread would give at best
+
+_FORKED_SECONDS = (
+    0.15  # that several processes read at once, to see whether they disturb each other
+)
+_PATIENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What some samples, read in the calling thread, have shown.
+
+    Attributes:
+        draws: from torch's, Python's or numpy's global generator.
+        seconds: for one sample, collating left out; 0 where none could be read.
+        collate_seconds: for one sample.
+    """
+
+    draws: bool
+    seconds: float = 0.0
+    collate_seconds: float = 0.0
+
+
+def try_out(reader: Reader, ask: Ask) -> Trial:
+    """Read some samples one by one, at most for a quarter of a second; the script's generators are
+    left as they were.
+
+    What fails here is left to whoever reads it in earnest.
+    """
+    with unchanged(reader.dataset):  # its own generators too
+        times: list[float] = []
+        samples: list[Any] = []
+        start = time.perf_counter()
+        marks = Marks()
+        for j in range(len(ask.ids)):
+            began = time.perf_counter()
+            try:
+                samples += list(reader.read(ask.part(j, j + 1)))
+            except Exception:
+                continue
+            now = time.perf_counter()
+            times.append(now - began)
+            if not marks.unmoved():
+                return Trial(True)
+            if len(times) >= _FEWEST and now - start > _TRIAL_SECONDS:
+                break
+        if not times:
+            return Trial(False)
+        collates: list[float] = []
+        try:
+            for _ in range(3):  # the first is slower
+                began = time.perf_counter()
+                reader.join(ask.part(0, len(samples)), samples)
+                collates.append(time.perf_counter() - began)
+                if collates[-1] > _TRIAL_SECONDS / 10:
+                    break
+        except Exception:
+            collates.append(0.0)
+        return Trial(not marks.unmoved(), statistics.median(times), min(collates) / len(samples))
+
+
+def _queued_seconds() -> float:
+    """Time that this thread was ready to run and no core was free for it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class _Round:
+    """Threads that read at once: when they began, and whether they shall stop."""
+
+    def __init__(self, n: int) -> None:
+        self.start = 0.0
+        self.over = False
+        self.barrier = threading.Barrier(n, self._begin)
+
+    def _begin(self) -> None:
+        self.start = time.perf_counter()
+
+
+class _Timed(threading.Thread):
+    """Reads some samples one by one, again and again for some time."""
+
+    def __init__(
+        self, reader: Reader, ask: Ask, together: _Round, compute_threads: int | None
+    ) -> None:
+        super().__init__(daemon=True, name="ronde-trial")
+        self.reader, self.ask, self.together, self.compute_threads = (
+            reader,
+            ask,
+            together,
+            compute_threads,
+        )
+        self.values: list[Any] = []
+        self.seconds = 0.0
+        self.failed = False
+
+    def run(self) -> None:
+        if self.compute_threads is not None:
+            limit_compute_threads(self.compute_threads)
+        together, n, count, look = self.together, len(self.ask.ids), 0, 0.0
+        together.barrier.wait()
+        queued = _queued_seconds()
+        try:
+            while count < _FEWEST_IN_A_ROUND or not together.over:
+                found = self.reader.read(self.ask.part(count % n, count % n + 1))
+                if count < n:
+                    self.values += list(found)
+                count += 1
+                spent = time.perf_counter() - together.start
+                if spent >= look:
+                    look = spent + _LOOK_SECONDS
+                    if (
+                        spent - (_queued_seconds() - queued) >= _ROUND_SECONDS
+                        or spent >= _LONGEST_ROUND_SECONDS
+                    ):
+                        together.over = True
+        except Exception:
+            self.failed = together.over = True
+        # From the common beginning: who waits for Python's lock from the first moment on has waited
+        # too.
+        self.seconds = max(
+            1e-9, time.perf_counter() - together.start - (_queued_seconds() - queued)
+        ) / max(1, count)
+
+
+def _tick() -> float:
+    """Asleep for a moment, this thread then needs Python's lock to go on: how long does that
+    take?
+    """
+    queued, start = _queued_seconds(), time.perf_counter()
+    time.sleep(_TICK_SECONDS)
+    return time.perf_counter() - start - (_queued_seconds() - queued)
+
+
+def _together(
+    reader: Reader,
+    asks: Sequence[Ask],
+    compute_threads: int | None,
+    ticks: list[float] | None = None,
+) -> list[_Timed]:
+    together = _Round(len(asks))
+    threads = [_Timed(reader, ask, together, compute_threads) for ask in asks]
+    for thread in threads:
+        thread.start()
+    while ticks is not None and threads[0].is_alive():
+        ticks.append(_tick())
+    for thread in threads:
+        thread.join()
+    return threads
+
+
+def _differs(a: Any, b: Any) -> bool:
+    """Whether two samples hold different values; what cannot be compared does not count."""
+    if type(a) is not type(b):
+        return True
+    if isinstance(a, torch.Tensor):
+        return (
+            a.shape != b.shape
+            or a.dtype != b.dtype
+            or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        )
+    if isinstance(a, np.ndarray):
+        return bool(
+            a.shape != b.shape
+            or a.dtype != b.dtype
+            or (a.dtype != object and a.tobytes() != b.tobytes())
+        )
+    if (held := parts(a)) is not None and (other := parts(b)) is not None:
+        return held.keys() != other.keys() or any(_differs(v, other[k]) for k, v in held.items())
+    return isinstance(a, bytes | str | int | bool) and a != b
+
+
+def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: int) -> bool:
+    """Whether ``n`` forked processes that read at once find what one thread found. True where
+    processes are not forked.
+    """
+    if not hasattr(os, "fork") or torch.multiprocessing.get_start_method(allow_none=True) not in (
+        None,
+        "fork",
+    ):
+        return True
+
+    def look() -> bool:
+        limit_process_threads(1)
+        end, rounds = time.monotonic() + _FORKED_SECONDS, 0
+        while rounds < 2 or time.monotonic() < end:
+            for j, value in enumerate(expected):
+                if _differs(next(iter(reader.read(ask.part(j, j + 1)))), value):
+                    return False
+            rounds += 1
+        return True
+
+    children = []
+    for _ in range(n):
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a fork beside threads: as a DataLoader's
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = 0 if look() else 1
+            finally:
+                os._exit(status)
+        children.append(child)
+    alike, limit = True, time.monotonic() + _PATIENCE_SECONDS
+    try:
+        while children and time.monotonic() < limit:
+            ended, status = os.waitpid(children[0], os.WNOHANG)
+            if ended:
+                children.pop(0)
+                alike &= status == 0
+            else:
+                time.sleep(0.005)
+        return alike and not children
+    finally:
+        for child in (
+            children
+        ):  # it waits for a lock that another thread held when it was forked; or Ctrl-C came
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def choose(
+    reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None
+) -> tuple[str, str]:
+    """``(executor, why)`` for ``workers`` loaders.
+
+    Args:
+        ask: some samples as they will be read.
+        trial: what :func:`try_out` found of them.
+        batch: samples of a micro-batch.
+    """
+    if workers < 1:
+        return "none", "no loading threads or processes are asked for"
+    if (held := held_open(reader.dataset)) is not None:
+        return "none", (
+            f"the data set holds {held} open, whose place in it threads and forked processes would share; open it when the first "
+            "sample is read, and each process has its own"
+        )
+    if trial.draws:
+        return (
+            "processes",
+            "samples draw from torch's, random's or numpy's global generator, which threads share",
+        )
+    each = trial.seconds + trial.collate_seconds
+    if each and (each < _CHEAP_SECONDS or each * batch < _CHEAP_BATCH_SECONDS):
+        return "none", f"a sample takes {each * 1e6:.1f} µs"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "threads", "this Python has no global lock"
+    n = max(2, min(workers, _MOST_THREADS))
+    with let_go(reader.dataset):
+        found, why, values = _by_threads(reader, ask, each, n, compute_threads)
+    if values and not _alike_in_processes(reader, ask, values, n):
+        return "none", f"{why}, and when several processes did"
+    return found, why
+
+
+def _by_threads(
+    reader: Reader, ask: Ask, each: float, n: int, compute_threads: int | None
+) -> tuple[str, str, list[Any]]:
+    """``(executor, why, samples)`` after ``n`` threads have read; the samples where threads found
+    others than one thread alone.
+    """
+    undisturbed = statistics.median(_tick() for _ in range(15))
+    ticks: list[float] = []
+    alone: list[float] = []
+    beside: list[float] = []
+    start = time.perf_counter()
+    for k in range(_ROUNDS):
+        (one,) = _together(reader, [ask], compute_threads, ticks)
+        many = _together(reader, [ask] * n, compute_threads)
+        if one.failed or any(t.failed for t in many):
+            return "processes", "a sample could not be read in a thread", []
+        if k == 0 and any(
+            _differs(a, b) for t in many for a, b in zip(t.values, one.values, strict=False)
+        ):
+            return (
+                "processes",
+                "samples were not the same when several threads read them at once",
+                one.values,
+            )
+        alone.append(one.seconds)
+        beside.append(statistics.mean(t.seconds for t in many))
+        if time.perf_counter() - start > _BUDGET_SECONDS:
+            break
+    held_share = (
+        sum(t > undisturbed + _WAITED_SECONDS for t in ticks) / len(ticks) if ticks else 0.0
+    )
+    times = n * min(alone) / min(beside)  # what else the machine does only makes either longer
+    if held_share >= _MOST_HELD:
+        return (
+            "processes",
+            f"samples hold Python's lock {held_share:.0%} of the time; {each * 1e3:.2g} ms a sample",
+            [],
+        )
+    said = f"{n} threads read {times:.1f} × what one reads; {each * 1e3:.2g} ms a sample"
+    return ("threads" if times >= 1 + _LEAST_GAIN * (n - 1) else "processes"), said, []

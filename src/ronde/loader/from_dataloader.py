@@ -1,0 +1,287 @@
+"""Take over a user's Dataset or DataLoader: its data set, batch size, collate function, processes
+and order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
+
+from ronde.data.contract import Source
+from ronde.data.order import Order, key_of
+from ronde.introspect.random_state import restore_states, seed_all, states
+from ronde.loader.reader import pipeline_in
+from ronde.loader.settings import LoaderSettings
+from ronde.world import ArgumentError, threads_per_worker, world
+
+__all__ = ["Taken", "default_workers", "settings_of", "take_over"]
+
+_OPTIONS = (
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A data source as Ronde reads it.
+
+    Attributes:
+        notes: what the user should know.
+        fingerprint: of the samples, their number and their order, where the source has one.
+    """
+
+    dataset: Dataset[Any]
+    order: Order
+    settings: LoaderSettings
+    batch_size: int | None
+    drop_last: bool
+    notes: tuple[str, ...] = ()
+    fingerprint: str | None = None
+
+
+def _length(dataset: Any, argument: str) -> int:
+    kind = type(dataset).__name__
+    try:
+        n = len(dataset)
+    except (TypeError, NotImplementedError):
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentError(
+                f"{argument} is an IterableDataset without a length ({kind}), so an epoch, a global batch and a place to resume "
+                "from are not defined. Give it a __len__ (how many samples one pass yields), or use a map-style Dataset "
+                "(__len__ and __getitem__)."
+            ) from None
+        if not hasattr(dataset, "__getitem__"):
+            raise ArgumentError(
+                f"{argument} must be a torch Dataset or DataLoader, found {kind}, which has neither __len__ nor __getitem__."
+            ) from None
+        raise ArgumentError(f"{argument} ({kind}) has no length: give it a __len__.") from None
+    if n == 0:
+        raise ArgumentError(
+            f"{argument} ({kind}) is empty: its length is 0. Look at the path or the filter that it is made from."
+        )
+    return int(n)
+
+
+def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
+    """The user's sampler as a pure function of (seed, epoch), the same on every rank."""
+
+    def draw(epoch: int) -> Sequence[int]:
+        before = states()
+        key = key_of(seed, 4, epoch)
+        try:
+            seed_all(key)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(key)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return [int(i) for i in sampler]
+        finally:
+            restore_states(before)
+
+    return draw
+
+
+def _order(data: Any, n: int, seed: int, shuffle: bool) -> Order:
+    """Ronde's own order; by blocks where a source says that it is best read so."""
+    blocks = getattr(data, "blocks", None) if shuffle and hasattr(data, "fingerprint") else None
+    if isinstance(blocks, tuple):
+        return Order(
+            n, seed, True, blocks=blocks, window=int(getattr(data, "window", Order.window))
+        )
+    return Order(n, seed, shuffle)
+
+
+def _order_of(
+    loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool
+) -> tuple[Order, list[str]]:
+    # With batch_sampler=BatchSampler(…), the sampler that counts is inside it.
+    sampler: Any = (
+        loader.batch_sampler.sampler
+        if type(loader.batch_sampler) is BatchSampler
+        else loader.sampler
+    )
+    ready_made = (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
+    )
+    if shuffle is not None:
+        if not (
+            ready_made
+            or isinstance(sampler, SequentialSampler | DistributedSampler)
+            or isinstance(loader.dataset, IterableDataset)
+        ):
+            raise ArgumentError(
+                f"shuffle={shuffle} contradicts the sampler of {argument} ({type(sampler).__name__}), which decides the order: give one of them."
+            )
+        return _order(loader.dataset, n, seed, shuffle), []
+    if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
+        return Order(n, seed, False), []  # each sample once: in which order does not matter
+    if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
+        return Order(n, seed, False), []
+    if ready_made:
+        return _order(loader.dataset, n, seed, True), []
+    if isinstance(sampler, DistributedSampler):
+        return _order(loader.dataset, n, seed, bool(sampler.shuffle)), [
+            f"the DistributedSampler of {argument} is not used: ronde deals the samples out, and none is repeated"
+        ]
+    if not isinstance(sampler, Sized):
+        raise ArgumentError(
+            f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it a __len__."
+        )
+    return Order(
+        n,
+        seed,
+        True,
+        draw=_draws(sampler, seed),
+        length=len(sampler),
+        sampler=type(sampler).__qualname__,
+    ), []
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    found = getattr(dataset, "fingerprint", None)
+    return found if isinstance(found, str) else None
+
+
+def default_workers(local_size: int | None = None) -> int:
+    """Loaders for each training worker where nobody says how many: this node's cores shared out, at
+    most 8.
+    """
+    return min(8, threads_per_worker(world().local_size if local_size is None else local_size))
+
+
+def settings_of(dataset: Any) -> LoaderSettings:
+    """How a data set without a DataLoader is read: a pipeline says so itself, anything else in the
+    training process.
+    """
+    pipeline = pipeline_in(dataset)
+    if pipeline is None:
+        own = isinstance(dataset, Source) and isinstance(dataset, Dataset)
+        return (
+            LoaderSettings(num_workers=default_workers(), executor="auto")
+            if own
+            else LoaderSettings()
+        )
+    return LoaderSettings(
+        pipeline.collate,
+        default_workers(),
+        executor="auto",
+        finish=pipeline.finish,
+        on_error=pipeline.on_error,
+        max_skipped=pipeline.max_skipped,
+    )
+
+
+def take_over(
+    data: Any,
+    *,
+    seed: int,
+    batch_size: int | None,
+    shuffle: bool | None,
+    shuffle_dataset: bool,
+    drop_last: bool,
+    argument: str = "data",
+    evaluate: bool = False,
+) -> Taken:
+    """Read what a user gave as data.
+
+    Args:
+        data: a Dataset, or a DataLoader whose settings are taken over.
+        batch_size: what the user asked for beside it, or None.
+        shuffle: what the user asked for beside it, or None to follow the DataLoader.
+        shuffle_dataset: whether a bare Dataset is shuffled where nothing was asked.
+        evaluate: it is read to evaluate: shuffling is left out, a sampler that chooses is not.
+
+    Raises:
+        ArgumentError: empty, without a length, or a DataLoader whose batches cannot be taken over.
+    """
+    if not isinstance(data, DataLoader):
+        n = _length(data, argument)
+        if shuffle and isinstance(data, IterableDataset):
+            raise ArgumentError(
+                f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible."
+            )
+        chosen = shuffle_dataset if shuffle is None else shuffle
+        order = _order(data, n, seed, chosen and not isinstance(data, IterableDataset))
+        return Taken(
+            data, order, settings_of(data), batch_size, drop_last, fingerprint=_fingerprint(data)
+        )
+
+    n = _length(data.dataset, argument)
+    if isinstance(data.dataset, IterableDataset) and shuffle:
+        raise ArgumentError(
+            f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible."
+        )
+    if data.batch_size is None and data.batch_sampler is None:
+        own_size = None
+    elif type(data.batch_sampler) not in (BatchSampler, type(None)):
+        raise ArgumentError(
+            f"{argument} has a batch_sampler of its own ({type(data.batch_sampler).__name__}), which decides what a batch holds; "
+            "ronde deals each global batch out by itself. Give a DataLoader with batch_size= and, if needed, sampler=."
+        )
+    else:
+        own_size = (
+            data.batch_sampler.batch_size
+            if type(data.batch_sampler) is BatchSampler
+            else data.batch_size
+        )
+    if batch_size is not None and own_size not in (None, 1, batch_size):
+        raise ArgumentError(
+            f"two batch sizes: batch_size={batch_size} and the DataLoader's batch_size={own_size}. Both mean global samples per "
+            "optimizer step: give one of them."
+        )
+    order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
+    known = inspect.signature(DataLoader.__init__).parameters
+    options = {
+        name: getattr(data, name) for name in _OPTIONS if name in known and hasattr(data, name)
+    }
+    if not options.get("pin_memory_device"):
+        options.pop("pin_memory_device", None)
+    workers = data.num_workers
+    if not workers:
+        options.pop("persistent_workers", None)  # nobody chose that
+    if isinstance(data.dataset, IterableDataset) and workers > 1:
+        notes.append(
+            f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order"
+        )
+    # A loader that does not batch converts single samples: where ronde batches, they are collated.
+    collate = default_collate if data.collate_fn is default_convert else data.collate_fn
+    settings = dataclasses.replace(
+        settings_of(data.dataset),
+        num_workers=workers,
+        options=options,
+        init=data.worker_init_fn,
+        executor=None,
+    )
+    if collate is not default_collate or settings.collate is default_collate:
+        settings = dataclasses.replace(settings, collate=collate)
+    leave_out = drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
+    return Taken(
+        data.dataset,
+        order,
+        settings,
+        batch_size or own_size,
+        leave_out,
+        tuple(notes),
+        _fingerprint(data.dataset),
+    )

@@ -1,0 +1,206 @@
+"""Loading processes: torch's DataLoader, with one that died told by name, and never in the middle
+of an optimizer step.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.util import get_temp_dir
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ronde.loader.reader import Raised
+from ronde.loader.receiver import Reading, Receiver
+from ronde.world import FeedError, world
+
+__all__ = ["batches", "end"]
+
+_DYING_SECONDS = 2.0
+
+_ours: set[int] = set()  # pids, also of processes that stay from one epoch to the next
+_waiting = 0  # readers that are asking for a batch right now
+_theirs: Any = None  # torch's handler of SIGCHLD
+
+
+def _on_child(number: int, frame: Any) -> None:
+    """torch raises an error wherever the training happens to be, as in the middle of an optimizer
+    step: not for ours.
+
+    The dead process is found when the next batch is asked for.
+    """
+    try:
+        _theirs(number, frame)
+    except RuntimeError as error:
+        pid = re.search(r"pid\D*(\d+)", str(error))
+        if pid is None or int(pid.group(1)) not in _ours or _waiting:
+            raise
+
+
+def _settle_signal() -> None:
+    global _theirs
+    if threading.current_thread() is not threading.main_thread():
+        return
+    found = signal.getsignal(signal.SIGCHLD)
+    if (
+        found is not _on_child
+        and getattr(found, "__module__", "") == "torch.utils.data._utils.signal_handling"
+    ):
+        _theirs = found
+        signal.signal(signal.SIGCHLD, _on_child)
+
+
+def _shared_memory() -> str:
+    with suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")
+        return f" (/dev/shm: {usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f})"
+    return ""
+
+
+def _advice(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return (
+            "by hand, or by the system for want of memory (dmesg tells). Load with fewer processes, a smaller prefetch, or threads, which share "
+            "their memory"
+        )
+    if code == -signal.SIGBUS:
+        return f"most likely shared memory was full{_shared_memory()}. Enlarge it (docker run --shm-size=8g), lower prefetch, or load with threads"
+    if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
+        return "a library that the data set uses crashed. Read once in the training process (feed setting executor: none) to see where"
+    if code < 0:
+        return "somebody sent it. Look at what else runs on this machine"
+    return "the data set, or a library that it uses, ended the process. Read once in the training process (feed setting executor: none) to see where"
+
+
+def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
+    """What to say if one of the processes has ended by itself.
+
+    Args:
+        failed: a batch that was asked for did not come. Status 0 is then no end like another:
+            otherwise it is that of processes whose epoch has been read to its end, while the
+            training still has batches of theirs.
+    """
+    for k, worker in enumerate(workers):
+        code = None if worker.is_alive() else worker.exitcode
+        if code is None or (code == 0 and not failed):
+            continue
+        how = f"ended with exit status {code}"
+        if code < 0:
+            how = f"was killed by signal {-code}"
+            with suppress(ValueError):
+                how += f" ({signal.Signals(-code).name})"
+        return FeedError(
+            f"loading process {k} of {len(workers)} (pid {worker.pid}) of training rank {world().rank} {how}: {_advice(code)}."
+        )
+    return None
+
+
+def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
+    """The process that an error comes from; one that is dying is not dead at once."""
+    suspicious = not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker")
+    until = time.monotonic() + (_DYING_SECONDS if suspicious else 0.0)
+    while (dead := _died(workers, True)) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return dead
+
+
+def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
+    """Go through a DataLoader.
+
+    Args:
+        loader: whose processes load.
+        receiver: takes each batch but the first, ahead of the training.
+
+    Raises:
+        FeedError: one of its processes died; which, of which rank, of what, and what to do.
+    """
+    global _waiting
+    if loader.num_workers == 0:
+        for batch in loader:
+            yield _checked(batch)
+        return
+    iterator = _begin(loader)
+    workers = list(getattr(iterator, "_workers", ()))
+    _settle_signal()
+    _ours.update(worker.pid for worker in workers)
+    stay, failed = loader.persistent_workers, False
+    reading: Reading | None = None
+    try:
+        while True:
+            if (dead := _died(workers)) is not None:
+                raise dead
+            try:
+                _waiting += 1
+                try:
+                    batch = next(iterator) if reading is None else reading.take()
+                finally:
+                    _waiting -= 1
+                # The first one is asked for here: a sampler of the script's own then draws in this
+                # thread.
+                if reading is None and not loader.pin_memory:
+                    reading = receiver.read(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                if (dead := _who_died(workers, error)) is not None:
+                    raise dead from error
+                raise
+            yield _checked(batch)
+            del batch
+    except Exception:
+        stay, failed = False, True
+        raise
+    finally:
+        at_rest = reading is None or reading.close(0.0 if failed else _DYING_SECONDS)
+        if not at_rest:  # its thread waits for a batch that does not come
+            stay = False
+            receiver.leave()
+        if not stay:
+            # Now, not when it is collected: an error's traceback may hold it, and what is collected
+            # as part of a cycle cannot tell its processes to end, but waits 5 s for each.
+            loader._iterator = None
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+            if not at_rest:
+                iterator._worker_result_queue.close()  # type: ignore[attr-defined]  # then it notices, within seconds
+
+
+def _begin(loader: DataLoader[Any]) -> Any:
+    """An iterator over its processes, with those that stayed, if they are there.
+
+    Ctrl-C, which the script has caught, ends them with status 0: that is no error, and others take
+    their place.
+    """
+    stayed = list(getattr(loader._iterator, "_workers", ()))
+    # theirs too then, and removed when this process ends; each would leave one of its own behind
+    get_temp_dir()
+    if all(worker.is_alive() for worker in stayed):
+        try:
+            return iter(loader)
+        except RuntimeError:  # they ended just now
+            if not stayed:
+                raise
+    dead = _died(stayed)
+    end(loader)
+    if dead is not None:
+        raise dead
+    return iter(loader)
+
+
+def end(loader: DataLoader[Any] | None) -> None:
+    """End processes that stayed."""
+    iterator = loader._iterator if loader is not None else None
+    if loader is not None and iterator is not None:
+        loader._iterator = None
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+def _checked(batch: Any) -> Any:
+    if type(batch) is Raised:
+        raise batch.error()
+    return batch

@@ -1,0 +1,567 @@
+"""Reads micro-batches: each sample under its own key, bad ones by name. The same bits in whatever
+process or thread it is done.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+from ronde.data import named_stages
+from ronde.data.contract import Bad
+from ronde.data.named_stages import sample_key, sample_keys, stage
+from ronde.data.order import Order, key_of
+from ronde.data.pipeline import Pipeline
+from ronde.data.randomness import KeyedRandomness
+from ronde.introspect.random_state import restore_states, states
+from ronde.world import ArgumentError, RondeError, SampleError
+
+if TYPE_CHECKING:
+    from ronde.loader.settings import LoaderSettings
+
+__all__ = ["Ask", "Raised", "Reader", "StreamReader", "pipeline_in", "sendable"]
+
+_MOST_STAND_INS = 16
+_JUDGES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One micro-batch to read, or a part of one: consecutive positions of an epoch.
+
+    Attributes:
+        start: the first position.
+        ids: the indices that stand there.
+        upto: where the global batch that it ends stops: so far a stream is read, by every worker. 0
+            where more of it is to come.
+    """
+
+    epoch: int
+    start: int
+    ids: list[int]
+    upto: int = 0
+
+    def part(self, low: int, high: int) -> Ask:
+        """Some of its samples."""
+        return Ask(self.epoch, self.start + low, self.ids[low:high])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error on purpose, on its way out of a loading process, where it would lose its type and
+    its one-line text.
+
+    Attributes:
+        traceback: of the error and of those that caused it, as text.
+        notes: what was added to it.
+    """
+
+    kind: type[RondeError]
+    text: str
+    traceback: str
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: RondeError) -> Raised:
+        """Of an error that was caught in the loading process."""
+        return cls(
+            type(error),
+            str(error),
+            "".join(traceback.format_exception(error)),
+            tuple(getattr(error, "__notes__", ())),
+        )
+
+    def error(self) -> RondeError:
+        """The error again, in the training process."""
+        found = self.kind(self.text)
+        for note in self.notes:
+            found.add_note(note)
+        found.__cause__ = _InLoader(self.traceback)
+        return found
+
+
+class _InLoader(Exception):
+    """A traceback that a loading process has sent; shown as the cause of an error."""
+
+    def __str__(self) -> str:
+        return f"in a loading process:\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """A stand-in, and what it stands in for."""
+
+    sample: Any
+    bad: Bad
+
+
+def sendable(error: Exception) -> Exception:
+    """The error, or one that says the same and can be sent out of a loading process.
+
+    torch sends an error's type, in a thread of its own: where that fails, nothing is sent, and the
+    training would wait for ever.
+    """
+    kind = type(error)
+    try:
+        ForkingPickler.dumps(kind)
+    except Exception:  # a class within a function, or whatever its own way of being pickled raises
+        found = RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            found.add_note(note)
+        found.__cause__ = error
+        return found
+    return error
+
+
+def _stack(samples: list[Any]) -> Any:
+    """``default_collate`` of tuples of tensors, without its search for what they are; 1 µs a sample
+    less.
+    """
+    first = samples[0]
+    if (
+        type(first) is tuple
+        and all(type(value) is torch.Tensor for value in first)
+        and get_worker_info() is None
+    ):
+        try:
+            return [torch.stack(column) for column in zip(*samples, strict=True)]
+        except (TypeError, ValueError, RuntimeError):
+            pass  # samples differ: default_collate knows how, or says why not
+    return default_collate(samples)
+
+
+def _form(value: Any) -> Any:
+    """What samples must have in common to be stacked."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+    if isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype))
+    if isinstance(value, dict):
+        return tuple((k, _form(v)) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_form(v) for v in value)
+    return type(value).__name__
+
+
+def _shown(form: Any) -> str:
+    """A form as a person reads it: ``(3, 32, 32) float32``."""
+    if (
+        isinstance(form, tuple)
+        and len(form) == 2
+        and isinstance(form[0], tuple)
+        and isinstance(form[1], str)
+    ):
+        return f"{list(form[0])} {form[1]}"
+    if isinstance(form, tuple):
+        return "(" + ", ".join(_shown(f) for f in form) + ")"
+    return str(form)
+
+
+def pipeline_in(dataset: Any) -> Pipeline | None:
+    """The pipeline that a data set is, or is a part of."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, Pipeline) else None
+
+
+def other_classes(train: Any, test: Any) -> str | None:
+    """How the names of two data sets' classes disagree about a label, where both have ``classes``;
+    None where they agree.
+
+    Example:
+        >>> from types import SimpleNamespace as Data
+        >>> other_classes(Data(classes=["ant", "bee", "cat"]), Data(classes=["ant", "cat"]))
+        "label 1 is 'cat' here, and 'bee' in the training data"
+        >>> other_classes(Data(classes=["ant", "bee", "cat"]), Data(classes=["ant", "bee"]))
+    """
+    known, found = _classes(train), _classes(test)
+    if known is None or found is None:
+        return None
+    for label, name in enumerate(found):
+        if label >= len(known):
+            return (
+                f"label {label} is {name!r} here, and the training data have {len(known)} classes"
+            )
+        if known[label] != name:
+            return f"label {label} is {name!r} here, and {known[label]!r} in the training data"
+    return None
+
+
+def _classes(dataset: Any) -> list[Any] | None:
+    for _ in range(8):  # as deep as wrappers go
+        try:
+            found, within = (
+                getattr(dataset, "classes", None),
+                (getattr(dataset, "source", None), getattr(dataset, "dataset", None)),
+            )
+        except Exception:  # a property of the script's own that cannot be read now
+            return None
+        if isinstance(found, list | tuple) and all(isinstance(name, str | int) for name in found):
+            return list(found)
+        dataset = next((each for each in within if each is not None), None)
+    return None
+
+
+class Reader(Dataset[Any]):
+    """Reads an :class:`Ask` as a collated batch.
+
+    With ``skip``, a batch comes as ``(batch, skipped)``: the second a list of ``(id, text)``.
+
+    Args:
+        dataset: map-style.
+        settings: its collate function, and what is done about bad samples.
+        order: which sample stands where.
+        seed: key of the randomness.
+        evaluate: a bad sample is left out; otherwise another stands in for it.
+
+    Attributes:
+        given: the data set; ``dataset`` is what a probe has put around it, if there is one.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        order: Order,
+        seed: int,
+        evaluate: bool = False,
+    ) -> None:
+        self.dataset = self.given = dataset
+        self.seed = seed
+        self.evaluate = evaluate
+        self.skip = settings.on_error == "skip"
+        self.by_position = order.draw is not None
+        self.order = order if self.skip and order.draw is not None else None
+        self.n = order.n
+        collate = settings.collate
+        self.stacks = collate is default_collate
+        self.collate = _stack if self.stacks else collate
+        self.randomness = KeyedRandomness(seed)
+        # Rows of tensors are picked by one index each, not one by one: the same bits as collating
+        # them.
+        self.rows = dataset.tensors if type(dataset) is TensorDataset and self.stacks else None
+        self.one_by_one = False
+        self._usual: Any = None
+        self.probe = settings.probe
+        if self.probe is not None:  # last: what the data set is was looked at above
+            self.dataset, self.collate = self.probe.attach(dataset, self.collate)
+
+    @property
+    def many(self) -> Callable[[Sequence[int]], Any] | None:
+        """The data set's ``__getitems__``, where it has one."""
+        return getattr(self.dataset, "__getitems__", None)
+
+    # -- one micro-batch ---------------------------------------------------------------
+
+    def __getitem__(self, ask: Ask) -> Any:
+        return (
+            self._one(ask) if self.probe is None else self.probe.make(self._one, ask, len(ask.ids))
+        )
+
+    def _gather(self, ids: list[int]) -> Any:
+        assert self.rows is not None
+        index = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+        return [rows[index] for rows in self.rows]
+
+    def _one(self, ask: Ask) -> Any:
+        if self.rows is not None:
+            return (
+                self._gather if named_stages.listener is None else stage("collate")(self._gather)
+            )(ask.ids)
+        if get_worker_info() is None:
+            return self.batch(ask)
+        try:
+            return self.batch(ask)
+        except Exception as error:
+            sent = sendable(error)
+            if isinstance(sent, RondeError):
+                return Raised.of(sent)
+            if sent is error:
+                raise
+            raise sent  # noqa: B904  # with its cause
+
+    def batch(self, ask: Ask) -> Any:
+        """The batch, whatever the data set draws from."""
+
+        def read_one(j: int) -> Any:
+            return self.read(ask.part(j, j + 1))[0]
+
+        def read_all() -> Any:
+            return self.join(ask, self.read(ask))
+
+        def collate(samples: list[Any]) -> Any:
+            return self.join(ask, samples)
+
+        return self.randomness.batch(ask.epoch, self._keys(ask), read_one, read_all, collate)
+
+    def _keys(self, ask: Ask) -> Sequence[int]:
+        # A sampler may draw a sample several times in an epoch: each time its augmentation is
+        # another one.
+        return range(ask.start, ask.start + len(ask.ids)) if self.by_position else ask.ids
+
+    def keys(self, ask: Ask, purpose: int) -> sample_keys:
+        """The keys of its samples, for one purpose."""
+        seed, epoch, keys = self.seed, ask.epoch, self._keys(ask)
+        return sample_keys(len(ask.ids), lambda j: key_of(seed, purpose, epoch, keys[j]))
+
+    def read(self, ask: Ask) -> Any:
+        """The samples, not collated. Several threads may do this at once, where the data set
+        can.
+        """
+        ids = ask.ids
+        with self.keys(ask, 1) as at:
+            if self.skip:
+                return self._tolerant(ask, at)
+            many = self.many
+            if many is not None and not (self.one_by_one and len(ids) > 1):
+                try:
+                    samples = many(ids)
+                except StopIteration as error:
+                    raise self._ended(ids) from error
+                except Exception as error:
+                    self._note(error, ids)
+                    raise
+                if not at.unclear:
+                    return samples
+                self.one_by_one = True  # rng() was asked for where it is not known of which sample
+            if many is not None:
+                return [self.read(ask.part(j, j + 1))[0] for j in range(len(ids))]
+            samples = []
+            dataset: Any = self.dataset
+            i = -1
+            try:
+                for j, i in enumerate(ids):
+                    at.at = j
+                    samples.append(dataset[i])
+            except StopIteration as error:
+                raise self._ended([i]) from error
+            except Exception as error:
+                self._note(error, [i])
+                raise
+            return samples
+
+    def _note(self, error: Exception, ids: Sequence[int]) -> None:
+        if not isinstance(error, SampleError):
+            shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
+            error.add_note(
+                f"while sample{'s' if len(ids) > 1 else ''} {shown} of the data set {'were' if len(ids) > 1 else 'was'} read"
+            )
+
+    def _ended(self, ids: Sequence[int]) -> RuntimeError:
+        """Instead of a StopIteration, which means to torch, and to every generator that it passes,
+        that nothing more comes.
+        """
+        error = RuntimeError("the data set, or its collate function, raised StopIteration")
+        self._note(error, ids)
+        return error
+
+    def join(self, ask: Ask, samples: Any) -> Any:
+        """A batch of samples that :meth:`read` gave."""
+        skipped: list[tuple[int, str]] = []
+        if self.skip and type(samples) is list:
+            good: list[Any] = []
+            for one in samples:
+                if type(one) is Bad:
+                    skipped.append((one.id, one.text))
+                    continue
+                if type(one) is _Replaced:
+                    skipped.append((one.bad.id, one.bad.text))
+                    one = one.sample
+                good.append(one)
+            samples = good or [
+                self._stand_in(ask, 0)
+            ]  # nothing is left of it: something of a batch's shape, which counts for nothing
+        try:
+            with sample_keys(1, lambda _: key_of(self.seed, 2, ask.epoch, self._keys(ask)[0])):
+                batch = (
+                    self.collate(samples)
+                    if named_stages.listener is None
+                    else stage("collate")(self.collate)(samples)
+                )
+        except StopIteration as error:
+            raise self._ended(ask.ids) from error
+        except Exception as error:
+            self._explain(error, ask, samples)
+            raise
+        return (batch, skipped) if self.skip else batch
+
+    def _explain(self, error: Exception, ask: Ask, samples: Any) -> None:
+        """Say which samples a collate function refused."""
+        if (
+            isinstance(error, RondeError)
+            or type(samples) is not list
+            or len(samples) != len(ask.ids)
+        ):
+            return
+        forms = [_form(s) for s in samples]
+        usual = Counter(forms).most_common(1)[0][0]
+        odd = [j for j, form in enumerate(forms) if form != usual]
+        pipeline = pipeline_in(self.dataset)
+        if not odd or len(odd) == len(samples):
+            self._note(error, ask.ids)
+            return
+        name = (
+            pipeline.name(ask.ids[odd[0]])
+            if pipeline is not None and pipeline is self.dataset
+            else None
+        )
+        text = (
+            f"sample {ask.ids[odd[0]]}{f' ({name})' if name else ''}, stage collate: it is {_shown(forms[odd[0]])}, where the others are "
+            f"{_shown(usual)}"
+        )
+        if pipeline is not None:
+            raise SampleError(f"{text}: {error}") from error
+        error.add_note(text)
+
+    # -- bad samples -------------------------------------------------------------------
+
+    def _attempt(self, ids: Sequence[int]) -> Any:
+        """Samples, with a :class:`Bad` for each that cannot be made."""
+        dataset: Any = self.dataset
+        if isinstance(dataset, Pipeline):
+            return dataset.attempt(ids)
+        keys = named_stages.current_keys()
+        found = []
+        for j, i in enumerate(ids):
+            if keys is not None and keys.n == len(ids):
+                keys.at = j
+            try:
+                found.append(dataset[i])
+            except ArgumentError:
+                raise
+            except Exception as error:
+                found.append(Bad.of(int(i), None, "read", error))
+        return found
+
+    def _tolerant(self, ask: Ask, at: sample_keys) -> Any:
+        usual = self._usual_form() if self.stacks else None
+        samples = None
+        if not self.one_by_one or len(ask.ids) == 1:
+            samples = self._attempt(ask.ids)
+            if at.unclear:
+                self.one_by_one = True
+                samples = None
+        if samples is None:
+            return [self.read(ask.part(j, j + 1))[0] for j in range(len(ask.ids))]
+        if type(samples) is not list:
+            return samples
+        for j, one in enumerate(samples):
+            bad = one if type(one) is Bad else self._unusual(ask.ids[j], one, usual)
+            if bad is not None:
+                samples[j] = bad if self.evaluate else _Replaced(self._stand_in(ask, j), bad)
+        return samples
+
+    def _unusual(self, i: int, sample: Any, usual: Any) -> Bad | None:
+        if usual is None or (form := _form(sample)) == usual:
+            return None
+        pipeline = pipeline_in(self.dataset)
+        name = pipeline.name(i) if pipeline is not None and pipeline is self.dataset else None
+        return Bad(
+            i,
+            f"sample {i}{f' ({name})' if name else ''}: it is {_shown(form)}, where others are {_shown(usual)}",
+        )
+
+    def _usual_form(self) -> Any:
+        """The form that most of the first few samples have: the same judges whoever asks."""
+        if self._usual is None:
+            before = states()
+            try:
+                with sample_key(key_of(self.seed, 8)):
+                    forms: Counter[Any] = Counter()
+                    for i in range(self.n):
+                        one = self._attempt([i])
+                        if type(one) is list and type(one[0]) is not Bad:
+                            forms[_form(one[0])] += 1
+                        if sum(forms.values()) == _JUDGES or i >= 8 * _JUDGES:
+                            break
+                self._usual = forms.most_common(1)[0][0] if forms else ()
+            finally:
+                restore_states(before)
+        return self._usual or None
+
+    def _stand_in(self, ask: Ask, j: int) -> Any:
+        """Another sample for the j-th: which one is a function of seed, epoch and that sample."""
+        key, reasons = self._keys(ask)[j], []
+        usual = self._usual_form() if self.stacks else None
+        for attempt in range(_MOST_STAND_INS):
+            draw = key_of(self.seed, 6, ask.epoch, key, attempt)
+            if self.order is None:
+                i = draw % self.n
+            else:  # only what the script's sampler has drawn
+                at = draw % self.order.epoch_samples
+                i = int(self.order.ids(ask.epoch, at, at + 1)[0])
+            with sample_key(key_of(self.seed, 1, ask.epoch, key, attempt + 1)):
+                one = self._attempt([i])[0]
+            bad = one if type(one) is Bad else self._unusual(i, one, usual)
+            if bad is None:
+                return one
+            reasons.append(bad.text)
+        raise SampleError(
+            f"{_MOST_STAND_INS} samples in a row cannot be used, so none is left to stand in for sample {ask.ids[j]}; the last one: {reasons[-1]}"
+        )
+
+
+class StreamReader(IterableDataset[Any]):
+    """Reads a data set that can only be iterated: every worker reads it all and keeps its own
+    positions.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        length: int,
+    ) -> None:
+        self.dataset = self.given = dataset
+        self.collate = collate
+        self.seed = seed
+        self.length = length
+        self.asks: list[Ask] | Iterator[Ask] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise RuntimeError("an IterableDataset is read by at most one loading process")
+        stream = iter(self.dataset)
+        position = 0
+        held: Any = None
+        for ask in self.asks:
+            samples: list[Any] = []
+            for wanted in ask.ids:
+                # A dummy repeats a position that was just passed: the last sample serves.
+                while position <= wanted:
+                    held, position = self._next(stream, position), position + 1
+                samples.append(held)
+            while (
+                position < ask.upto
+            ):  # a stream that goes on over epochs is at the same place on every worker, as with one process
+                held, position = self._next(stream, position), position + 1
+            yield self.collate(samples)
+
+    def _next(self, stream: Iterator[Any], position: int) -> Any:
+        try:
+            return next(stream)
+        except StopIteration:
+            raise ArgumentError(
+                f"the data set says that its length is {self.length}, but it ended after {position} samples"
+            ) from None
+        except Exception as error:
+            if get_worker_info() is None:
+                raise
+            raise sendable(error)  # noqa: B904  (its cause is in it)

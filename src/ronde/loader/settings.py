@@ -1,0 +1,217 @@
+"""How samples are fetched, as a settings file says: never which samples, nor in what order."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from torch.utils.data import (
+    default_collate,
+)
+
+from ronde.world import ArgumentError
+
+__all__ = ["FeedSettings", "settings_file", "LoaderSettings"]
+
+Executor = Literal["auto", "none", "threads", "processes"]
+
+_REMOVED = {
+    "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a __getitems__ that indexes its rows at once."
+}
+
+
+@dataclass(frozen=True)
+class FeedSettings:
+    """What ``ronde doctor --apply`` writes and ``ronde run`` reads. None: as the script has it.
+
+    Args:
+        executor: ``none`` reads in the training process; ``threads`` where the work lets go of
+            Python's lock; ``processes`` where it does not; ``auto`` finds out.
+        workers: threads or processes that load, for each worker.
+        prefetch: batches that each of them may be ahead.
+        threads: compute threads (OpenMP, BLAS, OpenCV) inside each of them.
+        pin_memory: page-locked batches, for a GPU.
+        decoder: of JPEG images: ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``.
+        decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller,
+            in ``feed.images``. It changes pixels slightly.
+        cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain
+            Dataset that draws no random numbers.
+        cache_in: ``memory`` (shared by the workers of a node) or a folder on a local disk.
+        cache_bytes: the most that it may hold.
+        pack: a pack of the folder that a ``ronde.feed`` pipeline reads; see ``ronde pack``.
+        device_augment: normalise and augment on the device.
+        echo: how many times each batch is trained on, 1 or more. It changes the training.
+    """
+
+    executor: Executor | None = None
+    workers: int | None = None
+    prefetch: int | None = None
+    threads: int | None = None
+    pin_memory: bool | None = None
+    decoder: str | None = None
+    decode_to_size: bool | None = None
+    cache: Literal["read", "decode"] | None = None
+    cache_in: str | None = None
+    cache_bytes: int | None = None
+    pack: str | None = None
+    device_augment: bool | None = None
+    echo: int | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FeedSettings:
+        """From what :meth:`to_dict` gave.
+
+        Raises:
+            ArgumentError: a name or a value that is not known.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name in _REMOVED:
+                raise ArgumentError(f"feed setting {name!r} was removed. {_REMOVED[name]}")
+            if name not in known:
+                raise ArgumentError(
+                    f"feed setting {name!r} is not known: choose among {', '.join(sorted(known))}."
+                )
+        found = cls(**values)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ArgumentError for a value that cannot be used."""
+        for name, allowed in (
+            ("executor", ("auto", "none", "threads", "processes")),
+            ("cache", ("read", "decode")),
+        ):
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ArgumentError(
+                    f"feed setting {name}: {value!r} is not known: choose one of {', '.join(allowed)}."
+                )
+        for name, least in (
+            ("workers", 0),
+            ("prefetch", 1),
+            ("threads", 1),
+            ("cache_bytes", 1),
+            ("echo", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < least
+            ):
+                raise ArgumentError(
+                    f"feed setting {name}: {value!r} must be a whole number, {least} or more."
+                )
+        for name in ("pin_memory", "decode_to_size", "device_augment"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ArgumentError(f"feed setting {name}: {value!r} must be true or false.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is set, as plain values."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+    def merged(self, other: FeedSettings) -> FeedSettings:
+        """These settings, with what ``other`` sets instead."""
+        return FeedSettings.from_dict({**self.to_dict(), **other.to_dict()})
+
+    def save(self, path: Path, comment: str = "") -> None:
+        """Write them as YAML, whole or not at all."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
+        lines = "".join(f"# {line}\n" for line in comment.splitlines())
+        temporary.write_text(lines + yaml.safe_dump(self.to_dict(), sort_keys=False))
+        temporary.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> FeedSettings:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: no such file, or not a settings file.
+        """
+        try:
+            values = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ArgumentError(
+                f"the feed settings {path} cannot be read: {error.strerror}."
+            ) from None
+        except UnicodeDecodeError:
+            raise ArgumentError(f"the feed settings {path} are no text in UTF-8.") from None
+        except yaml.YAMLError as error:
+            raise ArgumentError(
+                f"the feed settings {path} are not YAML: {str(error).splitlines()[0]}."
+            ) from None
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise ArgumentError(
+                f"the feed settings {path} must be names and values, found {type(values).__name__}."
+            )
+        try:
+            return cls.from_dict(values)
+        except ArgumentError as error:
+            raise ArgumentError(f"{path}: {error}") from None
+
+
+def settings_file(script: str) -> Path:
+    """Where the settings of a script are kept: ``train.py`` -> ``train.feed.yaml``, beside it; a
+    module's in the working folder.
+
+    Example:
+        >>> settings_file("jobs/train.py").as_posix()
+        'jobs/train.feed.yaml'
+    """
+    path = Path(script)
+    return (
+        path.with_name(f"{path.stem}.feed.yaml")
+        if path.suffix == ".py"
+        else Path(f"{script}.feed.yaml")
+    )
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How samples are fetched, never which: taken over from a user's DataLoader or pipeline, and
+    from feed settings.
+
+    Attributes:
+        collate: makes a batch of a list of samples.
+        num_workers: threads or processes that load.
+        options: further options of torch's DataLoader, for processes.
+        init: the user's ``worker_init_fn``, for processes.
+        executor: ``none``, ``threads``, ``processes`` or ``auto``; None: processes where there are
+            workers.
+        prefetch: batches that each worker may be ahead; None for 2.
+        threads: compute threads inside each; None: 1 in loading threads, as torch has it in
+            processes.
+        finish: done to each batch after it has reached the device.
+        on_error: of a bad sample, ``raise`` or ``skip``.
+        max_skipped: largest share of an epoch's samples that may be skipped.
+        echo: how many times each batch is trained on.
+        probe: looks on wherever samples are read: ``attach(dataset, collate)``, ``install()`` and
+            ``uninstall()``, and can be pickled.
+    """
+
+    collate: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    init: Callable[[int], None] | None = None
+    executor: Executor | None = None
+    prefetch: int | None = None
+    threads: int | None = None
+    finish: Callable[[Any], Any] | None = None
+    on_error: Literal["raise", "skip"] = "raise"
+    max_skipped: float = 0.01
+    echo: int = 1
+    probe: Any = None
+
+    @property
+    def chosen(self) -> Executor:
+        """The executor that is asked for."""
+        if self.executor is None:
+            return "processes" if self.num_workers else "none"
+        return self.executor if self.num_workers else "none"

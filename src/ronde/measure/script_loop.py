@@ -1,0 +1,66 @@
+"""Does a script go through its steps itself? Read in its source: ``ronde plan`` ends at
+``distribute``, before the loop begins.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from ronde.introspect.object_graph import user_modules
+
+__all__ = ["own_loop"]
+
+
+def own_loop() -> str | None:
+    """Where the script calls ``run.backward(loss)`` and ``run.update()``: it owns its loop, and a
+    pipeline, where a step is one call, cannot be carried out under it.
+
+    Returns:
+        File and line, as ``train.py:31``; None where there is no such call, or ``run.step(batch)``
+        is called too.
+
+    Example:
+        >>> own_loop() is None
+        True
+    """
+    found: str | None = None
+    for module in user_modules():
+        file = getattr(module, "__file__", None)
+        line, steps = _look(file) if file else (None, False)
+        if steps:
+            return None  # it may be the one or the other
+        if line is not None and found is None:
+            found = f"{Path(str(file)).name}:{line}"
+    return found
+
+
+def _look(file: str) -> tuple[int | None, bool]:
+    """The line of a ``run.backward(loss)`` beside which there is a ``run.update()``, and whether
+    there is a ``run.step(batch)``.
+    """
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, ValueError, SyntaxError):  # typed in, or not Python
+        return None, False
+    called: dict[str, dict[str, int]] = {"backward": {}, "update": {}, "step": {}}
+    for node in ast.walk(tree):
+        if not (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in called
+        ):
+            continue
+        # self.backward(…) is the script's own; loss.backward() and optimizer.step() are called with
+        # nothing.
+        owner = ast.unparse(node.func.value).rpartition(".")[2]
+        if owner != "self" and bool(node.args or node.keywords) == (node.func.attr != "update"):
+            called[node.func.attr].setdefault(owner, node.lineno)
+    lines = [
+        line
+        for run, line in called["backward"].items()
+        if run in called["update"] and run not in called["step"]
+    ]
+    return min(lines, default=None), any(
+        run in called["backward"] or run == "run" for run in called["step"]
+    )

@@ -1,0 +1,206 @@
+"""Every storage that a computation makes, entered when it appears and crossed out when it goes,
+with the unit that was at work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ronde.world.tensors import tensors_in
+
+__all__ = ["Entry", "Ledger", "bytes_of", "storages"]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Of its elements, whether it holds them or shares them."""
+    return int(tensor.numel()) * tensor.element_size()
+
+
+def storages(value: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
+    """Every storage in a value, with a tensor that it holds."""
+    for tensor in tensors_in(value):
+        if tensor.layout is torch.strided:
+            yield tensor.untyped_storage(), tensor
+        elif tensor.layout is torch.sparse_coo:
+            with torch.no_grad():
+                for part in (tensor._indices(), tensor._values()):
+                    yield part.untyped_storage(), part
+
+
+def _workspace(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a kernel takes for itself while it runs, where that is known.
+
+    Convolutions on CPUs (oneDNN) reorder what they read and what they write into blocks of
+    channels.
+    """
+    name = getattr(func, "__name__", "")
+    if not name.startswith("convolution") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return 0
+    tensors = [t for t in args[:3] if isinstance(t, torch.Tensor)]
+    if not tensors or tensors[0].device.type != "cpu" or tensors[0].dtype != torch.float32:
+        return 0
+    if name.startswith("convolution_backward"):
+        gradient, read = bytes_of(args[0]), bytes_of(args[1])
+        return gradient + read
+    return bytes_of(args[0]) + sum(bytes_of(t) for t in tensors_in(result))
+
+
+_recurrent: dict[
+    tuple[Any, ...], tuple[float, float]
+] = {}  # shapes -> bytes, and bytes a step of the sequence
+
+
+def _recurrent_workspace(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int] | None:
+    """Of a recurrent layer on CPUs (oneDNN), bytes that it keeps for its backward pass, and that
+    this fills; fake ones say none.
+
+    How much it reserves nothing but the layer itself knows: it is run for real on two and on four
+    steps of a sequence. The forward pass fills the gates, the cells and a copy of the input
+    (measured: 5 hidden + 1 input each step), the backward pass the rest.
+    """
+    if (
+        "mkldnn_rnn_layer.default" not in str(func)
+        or len(result) < 4
+        or not isinstance(result[0], torch._subclasses.FakeTensor)
+    ):
+        return None
+    key = tuple((tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else str(a) for a in args)
+    if key not in _recurrent:
+        sizes = []
+        for steps in (2, 4):
+            real = [
+                torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
+                for a in args
+            ]
+            real[0] = torch.zeros((steps, *args[0].shape[1:]), dtype=args[0].dtype)
+            sizes.append(func(*real, **kwargs)[3].nbytes)
+        per_step = (sizes[1] - sizes[0]) / 2
+        _recurrent[key] = (sizes[0] - 2 * per_step, per_step)
+    fixed, per_step = _recurrent[key]
+    total = int(fixed + per_step * args[0].shape[0])
+    filled = bytes_of(args[0]) + 5 * bytes_of(result[0])
+    return min(filled, total), max(0, total - filled)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One storage.
+
+    Attributes:
+        size: bytes.
+        unit, phase: which made it, and in which pass.
+        floating: whether it can take gradients.
+        last_read: the last unit that read it in the forward pass; its maker where none did.
+        read_bytes: of the largest tensor read from it.
+        alive: whether it is still there.
+    """
+
+    size: int
+    unit: int
+    phase: str
+    floating: bool
+    last_read: int
+    read_bytes: int = 0
+    alive: bool = True
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Enters every storage that appears, and what is alive at once."""
+
+    def __init__(self, known: Iterator[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit, self.phase = 0, "forward"
+        self.live = 0
+        self.peaks: dict[tuple[str, int], int] = {}
+        self.entries: list[Entry] = []
+        self.readers: dict[
+            int, set[int]
+        ] = {}  # a known storage -> units that read it in the forward pass
+        self._by_key: dict[int, Entry] = {}
+        self._refs: dict[int, Any] = {}
+        self._rests: dict[
+            tuple[int, ...], int
+        ] = {}  # shape of a recurrent layer's input -> bytes its backward pass fills
+        self._known = {s._cdata: s for t in known for s, _ in storages(t)}
+
+    def enter(self, unit: int, phase: str) -> None:
+        """``unit`` is at work from here on."""
+        self.unit, self.phase = unit, phase
+        self._mark()
+
+    def _mark(self, workspace: int = 0) -> None:
+        key = (self.phase, self.unit)
+        if self.live + workspace > self.peaks.get(key, -1):
+            self.peaks[key] = self.live + workspace
+
+    def _gone(self, key: int, entry: Entry) -> Callable[[Any], None]:
+        def callback(_: Any) -> None:
+            if entry.alive:
+                entry.alive = False
+                self.live -= entry.size
+            if self._by_key.get(key) is entry:
+                del self._by_key[key]
+                self._refs.pop(key, None)
+
+        return callback
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.phase == "forward":
+            for storage, tensor in storages((args, kwargs)):
+                key = storage._cdata
+                entry = self._by_key.get(key)
+                if entry is not None:
+                    if self.unit > entry.unit:
+                        entry.last_read = max(entry.last_read, self.unit)
+                        entry.read_bytes = max(entry.read_bytes, min(entry.size, bytes_of(tensor)))
+                elif key in self._known:
+                    self.readers.setdefault(key, set()).add(self.unit)
+        result = func(*args, **kwargs)
+        hidden = _recurrent_workspace(func, args, kwargs, result)
+        for storage, tensor in storages(result):
+            key = storage._cdata
+            if key in self._known:
+                continue
+            known = self._by_key.get(key)
+            if known is not None:
+                if storage.nbytes() > known.size and known.alive:
+                    self.live += storage.nbytes() - known.size
+                    known.size = storage.nbytes()
+                continue
+            size = storage.nbytes()
+            if hidden is not None and tensor is result[3]:
+                size, rest = hidden
+                self._rests[tuple(args[0].shape)] = rest + sum(
+                    bytes_of(a) for a in args[1:5] if isinstance(a, torch.Tensor)
+                )
+            entry = Entry(
+                size,
+                self.unit,
+                self.phase,
+                tensor.is_floating_point() or tensor.is_complex(),
+                self.unit,
+            )
+            self._by_key[key] = entry
+            self._refs[key] = weakref.ref(storage, self._gone(key, entry))
+            self.entries.append(entry)
+            self.live += entry.size
+        workspace = _workspace(func, args, result)
+        if self._rests and "mkldnn_rnn_layer_backward" in str(func):
+            workspace = self._rests.get(tuple(args[0].shape), 0)
+        self._mark(workspace)
+        return result
+
+    def entry(self, tensor: torch.Tensor) -> Entry | None:
+        """What is known of a tensor's storage."""
+        return (
+            self._by_key.get(tensor.untyped_storage()._cdata)
+            if tensor.layout is torch.strided
+            else None
+        )

@@ -1,0 +1,189 @@
+"""Parameters that another worker of the pipeline holds: a shape and a type, but no values.
+
+A worker keeps the weights of its own stages. The others must not pass for zeros: a norm that a
+script logs, or a moving average that it keeps, would be wrong without a word. Shape, type and
+device can be read, and freezing, casting, copying the model and ``state_dict()`` work. Everything
+else is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ronde.world import PlanError
+
+__all__ = ["Keeper", "absent", "element", "let_go"]
+
+# Attributes of a tensor that show its values, and functions that do not.
+_VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
+_ABOUT = {
+    "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
+    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement", "numel",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+}  # fmt: skip
+# What Module.to() and state_dict() call: the result has no values either.
+_ALIKE = {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
+
+
+@dataclass(eq=False)
+class Keeper:
+    """Shared by the absent parameters of one model.
+
+    Attributes:
+        plan: under which others hold them, as a person writes it.
+        open: whether the pipeline itself is at work, which may do anything with them.
+        parameters: the absent ones.
+    """
+
+    plan: str
+    open: bool = False
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Give the parameters their own class for now: fake tensors take no class that they do not
+        know.
+        """
+        classes = [(p, p.__class__) for p in self.parameters]
+        try:
+            for p, kind in classes:
+                p.__class__ = kind.__mro__[2]
+            yield
+        finally:
+            for p, kind in classes:
+                p.__class__ = kind
+
+
+class _Absent:
+    """A tensor or parameter without values: refuses what would read or write them."""
+
+    __slots__ = ()
+    _ronde_keeper: Keeper
+    _ronde_name: str
+    _ronde_stage: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        one = next(_absent_in((*args, *kwargs.values())), None)
+        with torch._C.DisableTorchFunctionSubclass():
+            if one is None or one._ronde_keeper.open:
+                return func(*args, **kwargs)
+            name, attribute = (
+                func.__name__,
+                getattr(getattr(func, "__self__", None), "__name__", ""),
+            )
+            if name == "__get__" and attribute not in _VALUES:
+                return _alike(one, one) if attribute == "data" else func(*args)
+            if (
+                name == "__set__"
+                and absent(args[0])
+                and (
+                    attribute == "data"
+                    if absent(args[1])
+                    else attribute in ("grad", "requires_grad")
+                )
+            ):
+                return func(*args)
+            if name in _ABOUT:
+                return func(*args, **kwargs)
+            if name in _ALIKE and one is args[0]:
+                made = func(element(one.dtype, one.device), *args[1:], **kwargs)
+                return _alike(one, made) if isinstance(made, torch.Tensor) else made
+        raise _refusal(one)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = _alike(self, self)
+            if isinstance(self, nn.Parameter):
+                made = nn.Parameter(
+                    made.as_subclass(torch.Tensor), requires_grad=self.requires_grad
+                )
+                let_go(made, self._ronde_name, self._ronde_stage, Keeper(self._ronde_keeper.plan))
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"<{self._ronde_name!r}, {list(self.shape)}: held by another worker, stage {self._ronde_stage}>"  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _without_values(kind: type) -> Any:
+    return type(kind.__name__, (_Absent, kind), {"__slots__": ()})
+
+
+def absent(value: Any) -> bool:
+    """Whether another worker holds its values."""
+    return isinstance(value, _Absent)
+
+
+def let_go(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
+    """Mark a parameter as held by another worker. It stays the same object, for whoever has it.
+
+    Args:
+        parameter: one element stands for all of it already.
+        name: in the model, for errors.
+        stage: of the pipeline, for errors.
+        keeper: shared by all of a model's.
+    """
+    parameter._ronde_keeper, parameter._ronde_name, parameter._ronde_stage = keeper, name, stage  # type: ignore[attr-defined]
+    parameter.__class__ = _without_values(type(parameter))
+    keeper.parameters.append(parameter)
+
+
+def _absent_in(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _Absent):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _absent_in(value)
+
+
+def _refusal(one: Any) -> PlanError:
+    return PlanError(
+        f"The script reads or writes {one._ronde_name!r} itself, which belongs to stage {one._ronde_stage}: under "
+        f"plan={one._ronde_keeper.plan!r} another worker holds its values. model.state_dict(keep_vars=True) has the parameters of this "
+        "worker (a moving average: docs/checkpoints.md), run.export(path) writes the whole model; or use a plan under which every worker "
+        "holds all: replicate, or shard='optimizer'."
+    )
+
+
+def element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Stands for all of an absent tensor: NaN, where the type has that, so that a read that torch
+    does not show us is seen.
+    """
+    return torch.full(
+        (),
+        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _alike(one: Any, like: Any) -> Any:
+    made = (
+        element(like.dtype, like.device)
+        .expand(one.shape)
+        .as_subclass(_without_values(torch.Tensor))
+    )
+    made._ronde_keeper, made._ronde_name, made._ronde_stage = (
+        one._ronde_keeper,
+        one._ronde_name,
+        one._ronde_stage,
+    )
+    return made

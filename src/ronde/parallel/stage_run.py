@@ -1,0 +1,652 @@
+"""Run one stage of a forward pass: the script's own Python runs, and what belongs to other stages
+is left out.
+
+Every stage runs the same lines. An event (a module's call, or a torch function between such calls)
+of an earlier stage is not
+carried out: what it would have made is a *ghost* with the right shape, or the tensor itself where
+that was sent here. The pass is
+left where the next stage begins. No graph is captured: loops, branches on shapes or on the batch,
+tuples, dictionaries and caches of the model's own work as they do on one device.
+
+What is computed from the batch and constants alone is computed by every stage, as often as the
+script says, and is not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ronde.capture.follow import as_tuple, aside, whole_size
+from ronde.capture.intercept import NUMBERS, Interceptor, data_shaped
+from ronde.capture.trace import Event, Given, Trace, Value
+from ronde.world import PlanError
+from ronde.world.tensors import Opaque, build, flatten, tensors_in
+
+__all__ = ["Diverged", "Guards", "Program", "StageRun", "has_guards", "program"]
+
+_tokens = itertools.count(1)
+
+
+class Diverged(PlanError):
+    """The forward pass took another path than when it was followed."""
+
+
+class _Left(BaseException):
+    """The next stage's first event comes. Not an Exception: the model's own ``except`` shall not
+    catch it.
+    """
+
+
+@dataclass(eq=False)
+class Program:
+    """A forward pass cut into stages, for micro-batches of one shape.
+
+    Attributes:
+        events: ``(stage, event)``, as coarse as the cut allows.
+        values: tensors that the events make.
+        bounds: number of the first event after each stage.
+        sends: per stage, the values that it hands to the next one: what it made, or was handed
+            itself.
+        gradients: per stage, those of ``sends`` that take gradients.
+        cloned: values that a later stage changes in place.
+        reached: identities of the parameters that the loss's gradient arrives at.
+        replaced: a value that came from another by a change in place -> that one, and the stage.
+        kept: ``(module, attribute)`` where the forward pass keeps something from one pass to the
+            next.
+        erratic: its path may depend on what it computes: the shapes that it makes are compared with
+            those that were seen.
+        sized: it looks at sizes that depend on what is in an activation.
+        loose: some event reads what was made out of sight.
+        writes: ``(stage, parameter)`` where the pass changes one in place.
+    """
+
+    events: list[tuple[int, Event]]
+    values: list[Value]
+    bounds: list[int]
+    sends: list[tuple[int, ...]]
+    gradients: list[tuple[int, ...]]
+    cloned: frozenset[int]
+    reached: frozenset[int] = frozenset()
+    replaced: dict[int, tuple[int, int]] = field(default_factory=dict)
+    kept: tuple[tuple[nn.Module, str], ...] = ()
+    erratic: bool = False
+    sized: bool = False
+    loose: bool = False
+    writes: tuple[tuple[int, nn.Parameter], ...] = ()
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Those that a stage uses, each once."""
+        return list({id(p): p for s, e in self.events if s == stage for p in e.parameters}.values())
+
+    def modules(self, stage: int) -> list[nn.Module]:
+        """Modules that run as a whole in a stage, or whose buffers it changes, each once."""
+        mine = [e for s, e in self.events if s == stage]
+        found = [e.module for e in mine if e.module is not None] + [
+            e.buffer[0] for e in mine if e.buffer is not None
+        ]
+        return list({id(m): m for m in found}.values())
+
+
+def program(trace: Trace, bounds: Sequence[int]) -> Program:
+    """Cut a pass before the events ``bounds`` (numbers of the trace's events, ascending)."""
+    # Of what every stage computes, only whole modules are counted: the rest may come as it likes.
+    events = [
+        (stage, e) for stage, e in trace.coarse(list(bounds)) if not e.shared or e.kind == "call"
+    ]
+    stages = len(bounds) + 1
+    stop = [0] * stages
+    for i, (stage, _) in enumerate(events):
+        stop[stage] = i + 1
+    for stage in range(1, stages):
+        stop[stage] = max(stop[stage], stop[stage - 1])
+    made_in: dict[int, int] = {}
+    needed: dict[int, int] = {}  # value -> last stage that reads it
+    changed_in: dict[int, int] = {}  # memory -> last stage that changes it in place
+    values = trace.values
+    replaced = {
+        v.index: (v.before, sum(b <= v.maker for b in bounds))
+        for v in values
+        if v.before >= 0 and not v.shared
+    }
+    for stage, event in events:
+        if event.shared:
+            continue
+        for value in event.reads:
+            needed[value] = stage
+        for _, new in event.changes:
+            made_in[new] = stage
+        for storage in event.changed_storages:
+            changed_in[storage] = stage
+        for value in event.made:
+            made_in.setdefault(value, stage)
+            if values[value].kind != "tensor":
+                needed[value] = stages - 1
+    for value in made_in:
+        if values[value].readers and values[value].readers[-1] >= len(trace.events):
+            needed[value] = stages - 1  # the pass returns it
+    sends: list[tuple[int, ...]] = []
+    for stage in range(stages - 1):
+        sends.append(
+            tuple(
+                sorted(
+                    v
+                    for v, s in made_in.items()
+                    if s <= stage < needed.get(v, 0) and not values[v].shared
+                )
+            )
+        )
+    sends.append(())
+    takes_gradient = [tuple(v for v in row if values[v].requires_grad) for row in sends]
+    cloned = frozenset(
+        v
+        for v, s in made_in.items()
+        if values[v].storage and changed_in.get(values[v].storage, -1) > s
+    )
+    reached = set(trace.reached)
+    taken = False
+    for _, event in events:
+        taken = (
+            taken
+            or event.erratic
+            or (not event.shared and any(values[v].kind != "tensor" for v in event.made))
+        )
+        # Another time it may use parameters that it did not use when it was followed: what has a
+        # gradient is known then.
+        if event.erratic and any(
+            values[v].reached for v in (*event.made, *(new for _, new in event.changes))
+        ):
+            reached |= {id(p) for p in event.parameters if p.requires_grad}
+    sized, loose = any(e.sized for _, e in events), any(e.loose for _, e in events)
+    writes = tuple(
+        (sum(b <= i for b in bounds), p) for i, e in enumerate(trace.events) for p in e.writes
+    )
+    return Program(
+        events,
+        values,
+        stop,
+        sends,
+        takes_gradient,
+        cloned,
+        frozenset(reached),
+        replaced,
+        trace.kept,
+        taken,
+        sized,
+        loose,
+        writes,
+    )
+
+
+class StageRun(Interceptor):
+    """One forward pass of one stage on one micro-batch.
+
+    Args:
+        program: the pass.
+        stage: which one.
+        received: values handed on by the stage before, by number.
+
+    Attributes:
+        sent: what the next stage needs, by number; complete after :meth:`run`.
+        result: what the whole pass returns, on the last stage.
+    """
+
+    def __init__(self, program: Program, stage: int, received: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.program = program
+        self.sizes = program.sized
+        self.stage = stage
+        self.received = received
+        self.sent: dict[int, torch.Tensor] = {}
+        self.result: Any = None
+        self._events = program.events
+        self._values = program.values
+        self._wanted = set(program.sends[stage])
+        self._at = 0
+        self._stop = program.bounds[stage]
+        self._last = stage == len(program.bounds) - 1
+        self._token = next(_tokens)  # marks tensors that this run made or was handed
+        self._objects: dict[int, torch.Tensor] = {}  # value -> the tensor that stands for it here
+        self._handed_out: dict[int, int] = {}
+        self._memory: set[int] = set()
+        self._kept: list[Any] = []
+        for value, tensor in received.items():
+            tensor._ronde_run = self._token  # type: ignore[attr-defined]
+            at: int | None = value
+            while (
+                at is not None
+            ):  # what it was before earlier stages changed it in place is the same object
+                self._objects[at] = tensor
+                old, where = program.replaced.get(at, (-1, stage))
+                at = old if where < stage and not self._values[old].shared else None
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """``call()``, as far as this stage goes.
+
+        Raises:
+            Diverged: the pass takes another path than when it was followed.
+        """
+        for value in self._wanted:
+            if value in self.received:
+                self.sent[value] = self.received[
+                    value
+                ]  # made by an earlier stage, read by a later one
+        if not self._last and (
+            self._stop == 0 or (self.stage and self._stop == self.program.bounds[self.stage - 1])
+        ):
+            return None  # nothing to do here
+        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
+        try:
+            with self:
+                self.result = call()
+        except _Left:
+            return None
+        finally:
+            for module, name, was in kept:
+                if isinstance(_held(module, name), FakeTensor):
+                    _put_back(module, name, was)
+        if self._at < (len(self._events) if self._last else self._stop):
+            raise Diverged(
+                f"the forward pass ended where {self._events[self._at][1].where} was expected. {_ADVICE}"
+            )
+        return self.result
+
+    # -- events ------------------------------------------------------------------------
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See :class:`Interceptor`."""
+        if self._at >= len(self._events):
+            return self.plain_call(module, args, kwargs)
+        stage, event = self._events[self._at]
+        if event.module is not module:
+            return self.plain_call(module, args, kwargs)
+        if self._at >= self._stop:
+            raise _Left
+        self._at += 1
+        if stage == self.stage or event.shared:
+            with self.pause():
+                return self._carry_out(event, module, args, kwargs)
+        if event.leaves or event.changes:
+            return self._ghostly(event, args, kwargs)
+        return build([], event.shape)
+
+    def on_function(
+        self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
+    ) -> Any:
+        """See :class:`Interceptor`."""
+        name = what[0]
+        counted = what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values()))
+        if self._at >= len(self._events):
+            if counted:
+                raise Diverged(f"the forward pass calls {name} after where it ended. {_ADVICE}")
+            return function(*args, **kwargs)
+        stage, event = self._events[self._at]
+        if not counted and (event.name != name or not self._unmarked(event, args)):
+            result = function(
+                *args, **kwargs
+            )  # from the batch and constants: every stage computes it
+            if self.program.loose:
+                for tensor in tensors_in(result):
+                    if getattr(tensor, "_ronde_run", 0) != self._token:
+                        tensor._ronde_run = -self._token  # type: ignore[attr-defined]
+            return result
+        if self._at >= self._stop:
+            raise _Left
+        if event.name != name or event.kind != "op":
+            raise Diverged(
+                f"the forward pass calls {name} where {event.where} was expected. {_ADVICE}"
+            )
+        self._at += 1
+        if stage == self.stage:
+            return self._carry_out(event, function, args, kwargs)
+        return self._ghostly(event, args, kwargs)
+
+    def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """See :class:`Interceptor`. A stage that lacks the tensor is told the size that it has this
+        time.
+        """
+        if not any(self._unknown_size(t) for t in args if isinstance(t, torch.Tensor)):
+            return function(*args, **kwargs)
+        name = what[0]
+        if self._at >= len(self._events):
+            raise Diverged(
+                f"the forward pass looks at the {name} of a tensor after where it ended. {_ADVICE}"
+            )
+        stage, event = self._events[self._at]
+        if self._at >= self._stop:
+            raise _Left
+        if event.name != name or not event.sized:
+            raise Diverged(
+                f"the forward pass looks at the {name} of a tensor where {event.where} was expected. {_ADVICE}"
+            )
+        self._at += 1
+        if stage == self.stage:
+            return whole_size(self._carry_out(event, as_tuple(function), args, kwargs), name)
+        return whole_size(self._ghostly(event, args, kwargs), name)
+
+    def _unknown_size(self, tensor: torch.Tensor) -> bool:
+        """Whether its size depends on what is in an activation."""
+        if isinstance(tensor, FakeTensor):
+            value = self._handed_out.get(id(tensor))
+            return value is not None and self._values[value].data_shaped
+        return getattr(tensor, "_ronde_sized", 0) == self._token
+
+    def _counts(self, given: Any) -> bool:
+        """Whether something given was made by an event, or is a parameter."""
+        token = self._token
+        for value in given:
+            kind = type(value)
+            if kind is torch.Tensor:
+                if getattr(value, "_ronde_run", 0) == token or (
+                    self._memory and _memory(value) in self._memory
+                ):
+                    return True
+            elif kind is int or kind is float or value is None or kind is bool or kind is str:
+                continue
+            elif isinstance(value, torch.Tensor):
+                if (
+                    isinstance(value, FakeTensor | nn.Parameter)
+                    or getattr(value, "_ronde_run", 0) == token
+                ):
+                    return True
+                if self._memory and _memory(value) in self._memory:
+                    return True
+            elif kind is tuple or kind is list:
+                if self._counts(value):
+                    return True
+            elif any(self._counts((t,)) for t in tensors_in(value)):
+                return True
+        return False
+
+    def _unmarked(self, event: Event, args: Any) -> bool:
+        """Whether an event may take what nobody marked: a buffer that it changes, or what was made
+        out of sight.
+        """
+        if event.buffer is not None:
+            module, name = event.buffer
+            return any(t is module._buffers.get(name) for t in tensors_in(args))
+        if not event.loose:
+            return False
+        unseen = [v for v in (self._values[r] for r in event.reads) if v.why_not]
+        for t in tensors_in(args):
+            if getattr(t, "_ronde_run", 0) == -self._token:
+                continue  # a constant: this run made it
+            if t.grad_fn is not None or any(
+                (tuple(t.shape), t.dtype, t.requires_grad) == (v.shape, v.dtype, v.requires_grad)
+                for v in unseen
+            ):
+                return True
+        return False
+
+    def _carry_out(self, event: Event, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not event.shared:
+            self._no_ghosts(event, args, kwargs)
+        result = function(*args, **kwargs)
+        if event.shared:
+            return result
+        if event.changes:
+            inputs = _inputs(args, kwargs)
+            for place, value in event.changes:
+                self._mark(inputs[place])
+                if value in self._wanted:
+                    self._send(event, value, inputs[place])
+        token = self._token
+        if (event.hands_on or self.program.erratic) and not event.opaque:
+            self._compare(event, result)
+        elif type(result) is torch.Tensor:
+            result._ronde_run = token  # type: ignore[attr-defined]
+        else:
+            for tensor in tensors_in(result):
+                if isinstance(tensor, FakeTensor):
+                    raise Diverged(
+                        f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                    )
+                if not isinstance(tensor, nn.Parameter):
+                    tensor._ronde_run = token  # type: ignore[attr-defined]
+        if not self._wanted.isdisjoint(event.made):
+            if event.shape is None and len(event.made) == 1 and isinstance(result, torch.Tensor):
+                self._send(event, event.made[0], result)
+            else:
+                made = iter(event.made)
+                for leaf, mark in zip(flatten(result)[0], event.leaves, strict=True):
+                    if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor):
+                        value = next(made)
+                        if value in self._wanted:
+                            self._send(event, value, leaf)
+        return result
+
+    def _compare(self, event: Event, result: Any) -> None:
+        """Mark what an event made, leaf by leaf: a constant that is handed on stays one. Where the
+        path may depend on what is computed, what stands for the leaves in other stages must be like
+        them."""
+        strict = self.program.erratic
+        try:
+            leaves, shape = flatten(result)
+            same = shape == event.shape and len(leaves) == len(event.leaves)
+        except Opaque:
+            leaves, same = [], False
+        if not same and (strict or len(leaves) != len(event.leaves)):
+            raise Diverged(
+                f"{event.where} returns something else than when the pass was followed. {_ADVICE}"
+            )
+        made = iter(event.made)
+        for leaf, mark in zip(leaves, event.leaves, strict=True):
+            value = (
+                self._values[next(made)]
+                if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor)
+                else None
+            )
+            if not isinstance(leaf, torch.Tensor):
+                constant = isinstance(leaf, bool | int | float | str | None)
+                if (
+                    strict
+                    and constant
+                    and (leaf != mark and leaf == leaf if value is None else value.kind == "tensor")
+                ):
+                    raise Diverged(
+                        f"{event.where} returns {leaf!r}; when the pass was followed it was {_told(mark)}. {_ADVICE}"
+                    )
+                continue
+            if isinstance(leaf, FakeTensor):
+                raise Diverged(
+                    f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                )
+            if isinstance(leaf, nn.Parameter) or (value is not None and value.shared):
+                continue
+            leaf._ronde_run = self._token  # type: ignore[attr-defined]
+            if value is None:
+                if strict:
+                    raise Diverged(
+                        f"{event.where} returns a tensor; when the pass was followed it was {_told(mark)}. {_ADVICE}"
+                    )
+            elif value.data_shaped:
+                leaf._ronde_sized = self._token  # type: ignore[attr-defined]
+            elif strict and leaf.shape != value.shape:
+                self._another_shape(event, leaf, value)
+
+    def _another_shape(self, event: Event, made: torch.Tensor, value: Value) -> NoReturn:
+        raise Diverged(
+            f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
+            f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
+        )
+
+    def _send(self, event: Event, number: int, made: Any) -> None:
+        value = self._values[number]
+        if value.kind == "number":
+            made = torch.tensor(made, dtype=value.dtype)
+        elif value.kind == "array":
+            made = torch.from_numpy(made.copy())
+        if tuple(made.shape) != value.shape or made.dtype != value.dtype:
+            self._another_shape(event, made, value)
+        self.sent[number] = made
+
+    def _no_ghosts(self, event: Event, args: Any, kwargs: Any) -> None:
+        """Nothing that is read may be missing."""
+        for given in (args, kwargs.values()) if kwargs else (args,):
+            for value in given:
+                if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
+                    continue
+                for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+                    if isinstance(tensor, FakeTensor) and (
+                        event.kind == "op" or self._handed_out.get(id(tensor), -1) in event.reads
+                    ):
+                        raise Diverged(
+                            f"{event.where} takes a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                        )
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        """Changed in place by an event: it, and what shares its memory, is no constant any more."""
+        if getattr(tensor, "_ronde_run", 0) != self._token and not isinstance(tensor, FakeTensor):
+            tensor._ronde_run = self._token  # type: ignore[attr-defined]
+            self._memory.add(_memory(tensor))
+            self._kept.append(tensor)
+
+    def _ghostly(self, event: Event, args: Any, kwargs: Any) -> Any:
+        """What an event of another stage would have returned."""
+        if event.changes:
+            inputs = _inputs(args, kwargs)
+            for place, value in event.changes:
+                tensor = inputs[place]
+                if isinstance(tensor, FakeTensor) or tensor is self._objects.get(value):
+                    continue
+                self._mark(tensor)
+                held = self.received.get(value)
+                if held is not None:  # a constant that earlier stages filled in
+                    with torch.set_grad_enabled(held.requires_grad):
+                        tensor.copy_(held)
+        if event.shape is None and len(event.leaves) == 1 and isinstance(event.leaves[0], Value):
+            return self._stand_in(event.leaves[0])
+        leaves = []
+        for leaf in event.leaves:
+            if isinstance(leaf, Value):
+                leaves.append(self._stand_in(leaf))
+            elif isinstance(leaf, Given):
+                leaves.append(
+                    _inputs(args, kwargs)[leaf.place]
+                    if leaf.tensor
+                    else (*args, *kwargs.values())[leaf.place]
+                )
+            else:
+                leaves.append(leaf)
+        return build(leaves, event.shape)
+
+    def _stand_in(self, value: Value) -> Any:
+        held = self._objects.get(value.index)
+        if value.kind != "tensor":
+            held = value.ghost if held is None else held
+            return held.item() if value.kind == "number" else held.numpy()
+        if held is not None:
+            return held
+        ghost = value.ghost
+        self._handed_out[id(ghost)] = value.index
+        return ghost
+
+
+class Guards(StageRun):
+    """What a forward pass reads out of the batch on its way: numbers, and sizes that depend on what
+    is in it. Nothing else is computed.
+
+    A path may depend on them, as where a mask that masks nothing is left out. They are functions of
+    the batch alone, so every worker finds the same ones.
+
+    Args:
+        program: the pass.
+        until: how many to read; all of them where None.
+    """
+
+    def __init__(self, program: Program, until: int | None = None) -> None:
+        super().__init__(program, -1, {})
+        self.found: list[Any] = []
+        self._until = until
+
+    def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """What ``call()`` reads, as far as it takes the path that was followed."""
+        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
+        try:
+            with aside(), self:
+                call()
+        except (
+            _Left,
+            Exception,
+        ):  # another path, or what makes no sense without values: it ends there
+            pass
+        finally:
+            for module, name, was in kept:
+                if isinstance(_held(module, name), FakeTensor):
+                    _put_back(module, name, was)
+        return tuple(self.found)
+
+    def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """See :class:`Interceptor`."""
+        if self._at < len(self._events):
+            event = self._events[self._at][1]
+            if event.module is module and event.shared:
+                self._at += 1
+                return self.plain_call(module, args, kwargs)
+        return super().on_call(module, args, kwargs)
+
+    def on_function(
+        self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
+    ) -> Any:
+        """See :class:`Interceptor`."""
+        name = what[0]
+        told = name in NUMBERS or data_shaped(name, args)
+        counted = told and (
+            what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values()))
+        )
+        result = super().on_function(function, args, kwargs, what)
+        if told and not counted:
+            tensors = tensors_in(result)
+            self.found.append(
+                (name, [tuple(t.shape) for t in tensors] if tensors else _plain(result))
+            )
+            if len(self.found) == self._until:
+                raise _Left
+        return result
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if type(value).__module__ == "numpy" else value
+
+
+def has_guards(trace: Trace) -> bool:
+    """Whether a pass reads anything out of the batch that its path may depend on."""
+    return any(
+        e.shared and (e.name in NUMBERS or any(trace.values[v].data_shaped for v in e.made))
+        for e in trace.events
+    )
+
+
+_ADVICE = (
+    "A pipeline needs a forward pass whose path depends on the batch alone, not on randomness, on activations, or on how often "
+    "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of one stage, or use another plan."
+)
+
+
+def _told(mark: Any) -> str:
+    return "a tensor" if isinstance(mark, Value | Given) else repr(mark)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    return module._buffers[name] if name in module._buffers else module.__dict__.get(name)
+
+
+def _put_back(module: nn.Module, name: str, was: Any) -> None:
+    if name in module._buffers:
+        module._buffers[name] = was
+    else:
+        module.__dict__[name] = was

@@ -1,0 +1,264 @@
+"""What a strategy is: how one plan carries out forward, backward and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+__all__ = [
+    "Compute",
+    "Flags",
+    "Part",
+    "Scale",
+    "Strategy",
+    "Work",
+    "backward",
+    "forget_frozen",
+    "part_gradients",
+    "scale_gradients",
+    "trainable",
+]
+
+Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+"""Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum,
+weight)``.
+"""
+
+Scale = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A micro-batch's place in its global batch.
+
+    Attributes:
+        samples: samples of this micro-batch; 0 if the worker only takes part in the exchange.
+        global_samples: samples of the global batch, over all workers.
+        last: whether it is this worker's last micro-batch of the step.
+    """
+
+    samples: int
+    global_samples: int
+    last: bool
+
+
+@dataclass
+class Work:
+    """What a plan is carried out on.
+
+    Attributes:
+        model: the script's own module.
+        optimizer: the script's own optimizer; a strategy changes which parameters it holds, never
+            which object it is.
+        compute: forward and loss of one micro-batch, ``compute(batch)`` -> ``(mean, None)`` or
+            ``(sum, weight)``.
+        sample: ``sample(n)`` -> a micro-batch of ``n`` samples of the data set, on this worker's
+            device; no randomness is used up.
+        sizes: of the micro-batches that an epoch has, in samples.
+        tensor_plan: module name -> how torch's ``parallelize_module`` shall split it, where the
+            script says so itself.
+        groups: names of the parameters of each of the optimizer's groups, as the script made them,
+            whoever holds them later.
+        tied: names in the model's state that share another's tensor -> the first name of it, before
+            anything was split.
+        fill: gives a model that was built on meta its values, see :mod:`ronde.parallel.meta_init`;
+            None where it has them.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    compute: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]]
+    sample: Callable[[int], Any]
+    tensor_plan: Mapping[str, Any] | None = None
+    sizes: tuple[int, ...] = ()
+    groups: list[list[str]] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    fill: Callable[[Callable[[str], bool]], None] | None = None
+
+
+class Strategy:
+    """One plan carried out on one model: what each of them must be able to do, and what most do
+    alike.
+
+    Attributes:
+        model: the script's own module.
+        local_loss: this worker's own part of the last step's loss, None if it had no samples.
+        parameters: those that take gradients and are updated here.
+        holds_result: whether the outputs and the loss of a forward pass are on this worker (under a
+            pipeline: on its last one).
+        counts: whether this worker is the one of its replica that counts in an evaluation.
+        run_empty_inference: whether a worker without samples of an evaluation's batch runs a
+            stand-in: its layers gather parameters of all.
+        whole_step: whether forward and backward of all micro-batches are one call (a pipeline): a
+            script cannot own its loop then.
+    """
+
+    model: nn.Module
+    local_loss: torch.Tensor | None = None
+    parameters: list[nn.Parameter]
+    holds_result: bool = True
+    counts: bool = True
+    run_empty_inference: bool = False
+    whole_step: bool = False
+
+    def step(
+        self,
+        micros: Sequence[Any],
+        parts: Sequence[Part],
+        compute: Callable[[Any], Any],
+        scale: Scale | None,
+    ) -> None:
+        """Forward and backward of all micro-batches of one step; :meth:`finish` comes after it."""
+        for micro, part in zip(micros, parts, strict=True):
+            self.micro(partial(compute, micro), part, scale)
+
+    def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
+        """Forward and backward of one micro-batch. ``scale`` multiplies the loss for half-precision
+        gradients.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> torch.Tensor:
+        """Complete the exchange: gradients are those of the global mean. Returns the global loss,
+        0-d, on every rank.
+        """
+        raise NotImplementedError
+
+    def clip(self, max_norm: float) -> None:
+        """Scale all gradients, of all workers together, so that their norm is at most
+        ``max_norm``.
+        """
+        part_gradients(self.parameters)
+        nn.utils.clip_grad_norm_(self.parameters, max_norm)
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """In half precision: where one worker's gradients are not finite, no worker updates. Called
+        where workers hold different parts.
+        """
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = next(
+            iter(found), self.parameters[0].device if self.parameters else torch.device("cpu")
+        )
+        flag = torch.zeros(1, device=device)
+        for value in found.values():
+            flag += value.to(device).reshape(1)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        found.update({d: flag.to(d).clamp(max=1.0) for d in (found or [device])})
+
+    def updated(self) -> None:
+        """After the optimizer's step."""
+
+    def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
+        """``call(batch)``, a forward pass without gradients. None on a worker that does not hold
+        the result.
+        """
+        return call(batch)
+
+    def start_epoch(self) -> None:
+        """Bring buffers that drifted apart together."""
+
+    def before_batch(self, present: bool) -> None:
+        """Before the script sees a batch: no forward pass of its step has run. ``present``: its
+        first micro-batch has samples.
+        """
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Take note of parameters that were frozen, thawed or replaced. Returns whether any
+        were.
+        """
+        return False
+
+    def expect(self, present: bool) -> None:
+        """The next forward pass, which the script runs by itself, has samples or is of a
+        stand-in.
+        """
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (under a pipeline: of the rank that has them)."""
+
+    def owns(self, name: str) -> bool:
+        """Whether this worker holds that parameter or buffer (all of it, or its shard), by its name
+        in ``model.state_dict()``.
+        """
+        return True
+
+    def loaded(self) -> None:
+        """After weights, buffers and optimizer state were put back from a checkpoint."""
+
+
+class Flags:
+    """Which parameters there are and which take gradients, to see cheaply whether that has
+    changed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._flags = [p.requires_grad for p in self._parameters]
+
+    def changed(self) -> bool:
+        """Whether one was frozen or thawed."""
+        return [p.requires_grad for p in self._parameters] != self._flags
+
+
+def forget_frozen(model: nn.Module) -> None:
+    """A parameter that was frozen has no gradient from before: the optimizer would go on with
+    it.
+    """
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.grad = None
+
+
+def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters that take gradients, each once, by the name it has first."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    """``torch.autograd.backward`` without its checks, 20 µs a call: the shapes are known to match
+    here.
+    """
+    _engine_run_backward(
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """Give each its own gradient, where two gradients share their memory.
+
+    Backward passes of views are views: after ``(a.reshape(6) + b.reshape(6)).sum().backward()``,
+    ``a.grad`` and ``b.grad`` are the same memory (torch 2.13), and what is added to one, in place,
+    is added to both.
+    """
+    seen: set[int] = set()
+    for t in tensors:
+        grad = t.grad
+        if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+            continue
+        memory = grad.untyped_storage().data_ptr()
+        if memory in seen:
+            t.grad = grad.clone()
+        elif memory:
+            seen.add(memory)
+
+
+def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply all gradients by a 0-d tensor, in place."""
+    dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(
+            dense,
+            factor.to(dense[0].dtype) if all(g.dtype == dense[0].dtype for g in dense) else factor,
+        )
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad.mul_(factor)

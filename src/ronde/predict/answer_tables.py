@@ -1,0 +1,259 @@
+"""The tables of an answer, for terminals of any width: a narrow one goes without columns, and gets
+lines at last. No number is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from ronde.predict.prediction import Prediction
+from ronde.predict.search import Found
+
+__all__ = ["Fitted", "memory", "seconds", "size", "stages", "times"]
+
+_STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
+_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_WIDTHS = (38, 28, 20, 0)  # of a text column: it is made narrower before a column is left out
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table that fits.
+
+    Attributes:
+        columns: heads, the row's own name first.
+        rows: a cell for each.
+        words: columns of text, which may have several lines; they break between parts of a name
+            alone.
+        dropped: columns that a narrow terminal goes without, in this order.
+        styles: of each row; none where there are none.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: tuple[str, ...]
+    dropped: tuple[str, ...]
+    styles: tuple[str, ...] = ()
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """As many columns as there is room for."""
+        free = options.update(max_width=10_000)
+        left_out: list[str] = []
+        for name in ("", *self.dropped):
+            if name:
+                left_out.append(name)
+            for width in _WIDTHS:
+                table = self._table(left_out, width)
+                if Measurement.get(console, free, table).maximum <= options.max_width:
+                    yield table
+                    if left_out:
+                        yield Text(
+                            f"left out, for want of room: {', '.join(left_out)}; --json has them",
+                            style="dim",
+                        )
+                    return
+        for row in self.rows:  # lines, which wrap between words
+            told = [f"{head} {cell}" for head, cell in zip(self.columns, row, strict=True) if cell]
+            yield Text(", ".join(told))
+
+    def _table(self, left_out: Sequence[str], width: int) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        shown = [k for k, head in enumerate(self.columns) if head not in left_out]
+        for k in shown:
+            head = self.columns[k]
+            table.add_column(head, justify="left" if head in self.words else "right", no_wrap=True)
+        for n, row in enumerate(self.rows):
+            cells: list[Text] = []
+            for k in shown:
+                cell = _wrapped(row[k], width) if self.columns[k] in self.words else row[k]
+                cells.append(Text(cell, style=_STYLES.get(cell, "")))
+            table.add_row(*cells, style=self.styles[n] if self.styles else None)
+        return table
+
+
+def _wrapped(name: str, width: int) -> str:
+    """A plan's words or a module's name in lines of so many columns at most, or of one part each
+    where a part is longer.
+
+    Example:
+        >>> _wrapped("pipeline=2, schedule=zero-bubble", 24).splitlines()
+        ['pipeline=2,', 'schedule=zero-bubble']
+        >>> _wrapped("does not fit", 0)
+        'does not fit'
+    """
+    if name in _STYLES:
+        return name
+    lines = [""]
+    for part in re.findall(r".+?(?:, |× |[.+]|$)", name):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def size(count: float) -> str:
+    """Bytes, with three digits and the unit that suits them.
+
+    Example:
+        >>> size(232), size(1020 * 1024), size(1010 * 1024), size(1.5 * 2**30)
+        ('232 B', '0.996 MiB', '1010 KiB', '1.5 GiB')
+    """
+    for unit, scale in _UNITS:
+        if count >= 0.995 * scale:
+            return (
+                f"{count / scale:.3g} {unit}"
+                if count < 999 * scale
+                else f"{count / scale:.0f} {unit}"
+            )
+    return f"{count:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """A time, with three digits and the unit that suits it."""
+    if abs(value) >= 1:
+        return f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
+    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def times(found: Found) -> Fitted:
+    """The best plan of each family: how long it takes, and whether it fits."""
+    rows = []
+    for p in found.families.values():
+        rows.append(
+            (
+                p.plan.spec.replace(",", ", "),
+                seconds(p.step_seconds),
+                f"{p.samples_per_second:,.4g}"
+                if p.samples_per_second < 1e4
+                else f"{p.samples_per_second:,.0f}",
+                f"{p.speedup:.1f}×",
+                f"{100 * p.efficiency:.0f} %",
+                f"{100 * p.bubble:.0f} %" if p.plan.pipeline > 1 else "–",
+                size(p.exchanged_bytes) if p.exchanged_bytes else "–",
+                p.verdict,
+            )
+        )
+    columns = ("plan", "step", "samples/s", "speed-up", "eff.", "bubble", "sent", "verdict")
+    return Fitted(
+        columns,
+        tuple(rows),
+        ("plan", "verdict"),
+        ("eff.", "bubble", "sent", "samples/s", "speed-up"),
+    )
+
+
+def memory(found: Found) -> Fitted:
+    """What each of them holds, by kind, in one unit: that of the largest number. The device's own
+    memory has its own: it may be far larger.
+    """
+    families = list(found.families.values())
+    most = max((p.memory_bytes for p in families), default=0.0)
+    unit, scale = next(
+        ((unit, scale) for unit, scale in _UNITS if most >= 0.995 * scale), ("bytes", 1)
+    )
+    rows = []
+    for p in families:
+        m = p.memory
+        other = m["transient"] + m["communication"] + m["base"]
+        cells = (
+            m["parameters"],
+            m["gradients"],
+            m["optimizer"],
+            m["activations"],
+            m["buffers"],
+            other,
+            p.memory_bytes,
+        )
+        capacity = (
+            (size(p.capacity_bytes), f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %")
+            if p.capacity_bytes
+            else ("?", "?")
+        )
+        rows.append((p.plan.family, *(_number(v / scale) for v in cells), *capacity))
+    columns = (
+        f"{unit} per device",
+        "param.",
+        "grad.",
+        "optim.",
+        "activ.",
+        "buffers",
+        "other",
+        "sum",
+        "of",
+        "used",
+    )
+    return Fitted(
+        columns,
+        tuple(rows),
+        columns[:1],
+        ("buffers", "other", "activ.", "grad.", "param.", "optim.", "of"),
+    )
+
+
+def _number(value: float) -> str:
+    return (
+        "–"
+        if value == 0
+        else "<0.01"
+        if value < 0.005
+        else f"{value:.1f}"
+        if value >= 9.95
+        else f"{value:.2f}"
+    )
+
+
+def stages(best: Prediction, most: int = 16) -> Fitted:
+    """The stages of a pipeline, the slowest in bold; the first and the last ones where there are
+    too many.
+    """
+    every = list(best.stages)
+    shown = every if len(every) <= most else [*every[: most - 2], *every[-2:]]
+    slowest = max((r.forward_seconds + r.backward_seconds for r in every), default=0.0)
+    columns = (
+        "stage",
+        "worker",
+        "from",
+        "to",
+        "units",
+        "forward",
+        "backward",
+        "memory",
+        "in flight",
+        "sends",
+    )
+    rows, styles = [], []
+    for k, row in enumerate(shown):
+        if len(every) > most and k == most - 2:
+            rows.append(("…", *[""] * (len(columns) - 1)))
+            styles.append("")
+        rows.append(
+            (
+                str(row.stage),
+                str(row.worker),
+                row.first,
+                row.last,
+                str(row.units),
+                seconds(row.forward_seconds),
+                seconds(row.backward_seconds),
+                size(row.memory_bytes),
+                str(row.in_flight),
+                size(row.send_bytes) if row.send_bytes else "–",
+            )
+        )
+        styles.append("bold" if row.forward_seconds + row.backward_seconds == slowest else "")
+    return Fitted(
+        columns,
+        tuple(rows),
+        ("from", "to"),
+        ("units", "sends", "in flight", "to", "worker", "from"),
+        tuple(styles),
+    )

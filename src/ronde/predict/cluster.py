@@ -1,0 +1,319 @@
+"""What a cluster gives, as data: its devices, and how long each collective takes, inside a node and
+across nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from ronde.plan import fields
+from ronde.world import ArgumentError
+
+__all__ = ["Added", "Cluster", "Collective", "Fit", "Scope"]
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+Scope = Literal["node", "cluster"]
+"""Inside one node, or over a group with workers on several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One collective by its own fit: ``seconds = alpha + bytes / beta`` (Hockney 1994), at the
+    group size it was measured at.
+
+    Attributes:
+        alpha: seconds before the first byte.
+        beta: bytes per second, of the whole tensor that each rank holds (all-reduce, broadcast,
+            send), or that each rank ends with (all-gather) or begins with (reduce-scatter).
+        ranks: group size it was measured at. Other sizes are scaled by the ring's formula.
+        residual: relative error of the fit over its own points.
+        assumed: whether it comes from a data sheet or a formula instead of a measurement.
+    """
+
+    alpha: float
+    beta: float
+    ranks: int = 2
+    residual: float = 0.0
+    assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What the runtime adds to a collective: hooks, and copies into and out of flat buffers.
+
+    Attributes:
+        call: seconds each time.
+        tensor: seconds for each tensor that is exchanged with others.
+        byte: seconds for each byte.
+    """
+
+    call: float = 0.0
+    tensor: float = 0.0
+    byte: float = 0.0
+
+    def __call__(self, size: float, tensors: float, calls: float = 1.0) -> float:
+        """Seconds for so much; nothing for no bytes."""
+        return self.call * calls + self.tensor * tensors + self.byte * size if size > 0 else 0.0
+
+    def times(self, factor: float) -> Added:
+        """All of it so many times as long."""
+        return Added(self.call * factor, self.tensor * factor, self.byte * factor)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Attributes:
+        name: under which corrections are kept.
+        nodes: how many.
+        devices_per_node: workers that fit on one.
+        device: kind, for example ``"cpu"``, ``"NVIDIA H100 80GB"``.
+        memory_bytes: of one device.
+        speed: how much faster a device runs this than the one the costs were measured on; 1 where
+            it is the same.
+        speed_is_estimate: whether ``speed`` comes from efficiency curves instead of a measurement.
+        links: collective -> scope -> fit.
+        overlap: share of an exchange that can hide behind computation, 0 to 1 (CPU and gloo: 0 for
+            sharded parameters).
+        interference: factor on computation while an exchange runs (1 = none).
+        action_seconds: what the runtime adds to each forward or backward of a micro-batch in a
+            pipeline.
+        base_bytes: what a worker holds before any model.
+        source: where the numbers come from.
+        corrections: family of plans -> measured / predicted step time, from runs on this cluster.
+        bucket_overlap: as ``overlap``, for the buckets of whole gradients that replicas exchange
+            during the backward pass.
+        host_bytes_per_second: between a device and the host's memory, for offload; 0 where not
+            measured (then 12e9 is assumed).
+        noise: relative disturbance seen while the links were measured, 0 to 1.
+        added: what the runtime adds: to gathering a block's parameters (``"gather"``) and reducing
+            its gradients (``"reduce"``, both FSDP2), to a bucket of gradients (``"bucket"``, DDP),
+            to sending parameters that were updated (``"update"``, ZeRO-1), to a pass of a
+            micro-batch in a pipeline (``"action"``), and a step of one (``"pipeline"``), to an
+            all-reduce within a divided block (``"tensor"``). Empty where it runs beside the
+            device's work.
+    """
+
+    name: str = "this machine"
+    nodes: int = 1
+    devices_per_node: int = 1
+    device: str = "cpu"
+    memory_bytes: float = 0.0
+    speed: float = 1.0
+    speed_is_estimate: bool = False
+    links: dict[str, dict[str, Fit]] = field(default_factory=dict)
+    overlap: float = 0.0
+    interference: float = 1.0
+    action_seconds: float = 0.001
+    base_bytes: float = 0.0
+    source: str = ""
+    corrections: dict[str, float] = field(default_factory=dict)
+    bucket_overlap: float = 1.0
+    host_bytes_per_second: float = 0.0
+    noise: float = 0.0
+    added: dict[str, Added] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """How many in all."""
+        return self.nodes * self.devices_per_node
+
+    def correction(self, family: str, workers: int = 2) -> float:
+        """What a predicted step time of this family of plans is multiplied by; where none has run
+        here, what those that have were, in the geometric mean.
+
+        One device alone has none: what was not predicted of several is mostly what is between them.
+
+        What disturbs a run (a busy host, say) disturbs a run of any: a family would otherwise be
+        chosen for not having been tried.
+
+        Example:
+            >>> here = Cluster(corrections={"replicate": 4.0, "shard": 1.0})
+            >>> here.correction("replicate"), here.correction("pipeline"), Cluster().correction("pipeline")
+            (4.0, 2.0, 1.0)
+        """
+        if workers == 1:
+            return 1.0
+        found = self.corrections.get(family)
+        return (
+            statistics.geometric_mean(self.corrections.values())
+            if found is None and self.corrections
+            else found or 1.0
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    def notes(self) -> list[str]:
+        """What its links leave open, and what is taken instead (see
+        :func:`ronde.predict.collectives.collective`); nothing where it has none at all.
+        """
+        if not self.links:
+            return []
+        told = []
+        absent = [kind for kind in _COLLECTIVES if not self.links.get(kind)]
+        if "all_reduce" in absent:
+            free = [kind for kind in absent if kind != "all_reduce"]
+            plans = "replicate and tensor" + "".join(
+                f", {_PLANS[kind]}" for kind in _PLANS if kind in free
+            )
+            told.append(
+                f"links lack {', '.join(absent)}: taken as free, so these plans cannot be judged: {plans}"
+            )
+        elif absent:
+            told.append(f"links lack {', '.join(absent)}: estimated from all_reduce")
+        there = [kind for kind in _COLLECTIVES if self.links.get(kind)]
+        for scope, needed, said, other in (
+            ("node", self.devices_per_node > 1, "inside a node", "those between nodes are"),
+            ("cluster", self.nodes > 1, "between nodes", "those inside a node are"),
+        ):
+            lacking = [kind for kind in there if scope not in self.links[kind]]
+            if needed and lacking:
+                which = "" if lacking == there else f" for {', '.join(lacking)}"
+                told.append(
+                    f"no links {said} are given{which} (scope {scope!r}): {other} taken for them"
+                )
+        return told
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "a cluster") -> Cluster:
+        """The cluster of plain values.
+
+        Args:
+            values: as :meth:`to_dict` gives them, or as people write them.
+            source: whose they are, for errors.
+
+        Raises:
+            ArgumentError: a name is not known, or a value cannot be meant: it names ``source``, the
+                field, and what is expected.
+        """
+        fields.known(source, "the field", values, _FIELDS)
+        made: dict[str, Any] = {}
+        for name, value in values.items():
+            made[name] = _FIELDS[name](f"{source}: {name}", value)
+        return cls(**made)
+
+    def save(self, path: str | Path) -> None:
+        """Write YAML."""
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read YAML."""
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise ArgumentError(f"cluster file {path} cannot be read: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentError(f"{path} is not YAML: {error}") from None
+        if not isinstance(values, dict):
+            raise ArgumentError(
+                f"{path} holds no cluster: expected YAML with names and values, as 'ronde bench cluster' writes"
+            )
+        return cls.from_dict(values, str(path))
+
+
+# What each field may be. A fit that cannot be meant, as one with a beta of 0, would make its
+# exchange seem free.
+
+
+def _links(where: str, value: Any) -> dict[str, dict[str, Fit]]:
+    if value is None:  # "links:" with nothing below it
+        return {}
+    found: dict[str, dict[str, Fit]] = {}
+    by_kind = fields.mapping(
+        where, value, f"collectives with their fits: {', '.join(_COLLECTIVES)}"
+    )
+    fields.known(where, "the collective", by_kind, _COLLECTIVES)
+    for kind, scopes in by_kind.items():
+        at = f"{where}.{kind}"
+        by_scope = fields.mapping(at, scopes, "a fit under node, under cluster, or under both")
+        if not by_scope:
+            raise ArgumentError(
+                f"{at} is empty: expected a fit under node, under cluster, or under both."
+            )
+        fields.known(at, "the scope", by_scope, get_args(Scope))
+        found[kind] = {scope: _fit(f"{at}.{scope}", fit) for scope, fit in by_scope.items()}
+    return found
+
+
+def _fit(where: str, value: Any) -> Fit:
+    given = fields.mapping(
+        where, value, "a fit: alpha in seconds, beta in bytes a second, and the ranks it holds for"
+    )
+    fields.known(where, "the field", given, _FIT)
+    for name in ("alpha", "beta"):
+        if name not in given:
+            raise ArgumentError(
+                f"{where} has no {name}: expected {'seconds before the first byte' if name == 'alpha' else 'bytes a second'}."
+            )
+    return Fit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
+
+
+def _added(where: str, value: Any) -> dict[str, Added]:
+    if value is None:
+        return {}
+    by_name = fields.mapping(where, value, f"names with call, tensor and byte: {', '.join(_ADDED)}")
+    fields.known(where, "the name", by_name, _ADDED)
+    found = {}
+    for name, each in by_name.items():
+        at = f"{where}.{name}"
+        given = fields.mapping(at, each, "call, tensor and byte, in seconds")
+        fields.known(at, "the field", given, [f.name for f in dataclasses.fields(Added)])
+        found[name] = Added(
+            **{part: _SECONDS(f"{at}.{part}", seconds) for part, seconds in given.items()}
+        )
+    return found
+
+
+def _corrections(where: str, value: Any) -> dict[str, float]:
+    if value is None:
+        return {}
+    found = fields.mapping(where, value, "families of plans with a factor each")
+    return {str(family): _FACTOR(f"{where}.{family}", factor) for family, factor in found.items()}
+
+
+_COLLECTIVES = get_args(Collective)
+_PLANS = {"all_gather": "shard", "broadcast": "shard=optimizer", "send": "pipeline"}
+"""Collective -> plans that need it. What needs a reduce-scatter needs an all-gather too."""
+_ADDED = ("gather", "reduce", "bucket", "update", "action", "pipeline", "tensor")
+_SECONDS = fields.number("a number of seconds, 0 or more")
+_SHARE = fields.number("a number from 0 to 1", most=1.0)
+_FACTOR = fields.number("a number above 0", above=True)
+_RATIO = fields.number("a number, 0 or more")
+_FIT: dict[str, fields.Reader] = {
+    "alpha": _SECONDS,
+    "beta": fields.number("a number of bytes a second, above 0", above=True),
+    "ranks": fields.whole(2),
+    "residual": _RATIO,
+    "assumed": fields.flag,
+}
+_FIELDS: dict[str, fields.Reader] = {
+    "name": fields.text,
+    "nodes": fields.whole(),
+    "devices_per_node": fields.whole(),
+    "device": fields.text,
+    "memory_bytes": fields.size,
+    "speed": _FACTOR,
+    "speed_is_estimate": fields.flag,
+    "links": _links,
+    "overlap": _SHARE,
+    "interference": fields.number("a number, 1 or more", least=1.0),
+    "action_seconds": _SECONDS,
+    "base_bytes": fields.size,
+    "source": fields.text,
+    "corrections": _corrections,
+    "bucket_overlap": _SHARE,
+    "host_bytes_per_second": fields.number("a number of bytes a second, 0 or more"),
+    "noise": _RATIO,
+    "added": _added,
+}

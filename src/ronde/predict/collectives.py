@@ -1,0 +1,169 @@
+"""Seconds of a collective over a group of workers, from the cluster's fits; and where each group of
+a layout stands.
+
+A fit is scaled from the group size it was measured at to another by the ring's formula (Patarasu
+and Yuan 2009; Thakur et al. 2005): n − 1 hops, and (n − 1)/n of the tensor through each link (twice
+both for an all-reduce, which cancels in the ratio). Away from the CPU the hops grow as log2 n
+instead where that is less, since NCCL has trees for small messages. A broadcast's hops grow as log2
+n.
+
+Fits over several nodes are those of a group with all devices of every node. A group with fewer
+members in each node shares the node's link with its sisters, which exchange at the same time: its
+bytes take that many times longer. A send between nodes is what one device gets while all devices of
+its node send.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ronde.plan.plan import Layout
+from ronde.predict.cluster import Cluster, Collective, Fit, Scope
+
+__all__ = ["Group", "Link", "boundary_crosses", "collective", "groups", "scaled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Seconds of one collective over one group: ``alpha + seconds_per_byte * bytes``, nothing for
+    no bytes.
+    """
+
+    alpha: float = 0.0
+    seconds_per_byte: float = 0.0
+    assumed: bool = False
+
+    def __call__(self, size: float) -> float:
+        """Seconds for so many bytes."""
+        return self.alpha + self.seconds_per_byte * size if size > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that exchange with each other, and where they stand.
+
+    Attributes:
+        ranks: how many.
+        scope: inside one node, or over several.
+        per_node: members in each node.
+        sisters: groups of the same kind that share a node's link.
+    """
+
+    ranks: int
+    scope: Scope
+    per_node: int
+    sisters: int
+
+    def sentence(self) -> str:
+        """Where it stands, in words."""
+        if self.ranks == 1:
+            return "alone"
+        if self.scope == "node":
+            return f"{self.ranks} inside a node"
+        return f"{self.ranks} across nodes, {self.per_node} in each"
+
+
+def scaled(fit: Fit, kind: Collective, ranks: int, device: str, sharing: float = 1.0) -> Link:
+    """A fit at another group size."""
+    if ranks <= 1:
+        return Link(assumed=fit.assumed)
+    measured = max(2, fit.ranks)
+    per_byte = sharing / fit.beta if fit.beta else 0.0
+    if kind == "send":
+        return Link(fit.alpha, per_byte, fit.assumed)
+    logarithmic = math.log2(ranks) / math.log2(measured)
+    if kind == "broadcast":
+        return Link(fit.alpha * logarithmic, per_byte, fit.assumed)
+    hops = (ranks - 1) / (measured - 1)
+    if device != "cpu" and ranks > measured:
+        hops = min(hops, logarithmic)
+    volume = ((ranks - 1) / ranks) / ((measured - 1) / measured)
+    return Link(fit.alpha * hops, per_byte * volume, fit.assumed)
+
+
+def collective(cluster: Cluster, kind: Collective, group: Group) -> Link:
+    """How long ``kind`` takes over ``group``.
+
+    Where a collective has no fit of its own, all-gather and reduce-scatter are taken as half an
+    all-reduce (on the CPU, gloo's reduce-scatter as a whole one: that is what it was measured to
+    cost), a send as a whole one at two ranks. Where a scope has no fit, the other scope's is taken.
+    Where there is none at all, the exchange is free.
+    """
+    if group.ranks <= 1:
+        return Link()
+    factor = 1.0
+    by_scope = cluster.links.get(kind)
+    if not by_scope:
+        by_scope = cluster.links.get("all_reduce") or {}
+        if kind == "all_gather" or (kind == "reduce_scatter" and cluster.device != "cpu"):
+            factor = 0.5
+    fit = by_scope.get(group.scope) or next(iter(by_scope.values()), None)
+    if fit is None:
+        return Link(assumed=True)
+    sharing = float(group.sisters) if group.scope == "cluster" else 1.0
+    link = scaled(fit, kind, group.ranks, cluster.device, sharing)
+    return Link(
+        link.alpha * factor,
+        link.seconds_per_byte * factor,
+        link.assumed or factor != 1.0 or not cluster.links.get(kind),
+    )
+
+
+def groups(layout: Layout, cluster: Cluster, shard_within: int | None = None) -> dict[str, Group]:
+    """The groups of a layout: ``"tensor"``, ``"replicas"``, ``"shard"`` and ``"copies"`` (of hybrid
+    sharding), ``"stages"``.
+
+    ``"stages"`` stands for two neighbouring stages of which one boundary at least is across nodes,
+    if any is.
+
+    Example:
+        >>> at = groups(Layout(pipeline=2, replicas=4, tensor=2), Cluster(nodes=2, devices_per_node=8))
+        >>> at["tensor"].sentence(), at["replicas"].sentence(), at["stages"].sentence()
+        ('2 inside a node', '4 inside a node', '2 across nodes, 1 in each')
+    """
+    node = _node(layout, cluster)
+    within = min(shard_within or layout.replicas, layout.replicas)
+    crossing = [_boundary_crosses(layout, node, p) for p in range(layout.pipeline - 1)]
+    if any(crossing):
+        stages = Group(2, "cluster", 1, 1)
+    else:
+        stages = Group(min(2, layout.pipeline), "node", min(2, layout.pipeline), 1)
+    return {
+        "tensor": _group(layout.tensor, 1, node),
+        "replicas": _group(layout.replicas, layout.tensor, node),
+        "shard": _group(within, layout.tensor, node),
+        "copies": _group(layout.replicas // within, layout.tensor * within, node),
+        "stages": stages,
+    }
+
+
+def _group(ranks: int, stride: int, node: int) -> Group:
+    """Of ``ranks`` workers, each ``stride`` after the one before."""
+    if ranks <= 1:
+        return Group(1, "node", 1, 1)
+    span = ranks * stride
+    if span <= node and node % span == 0:
+        return Group(ranks, "node", ranks, 1)
+    per_node = max(1, min(ranks, node // stride))
+    return Group(ranks, "cluster", per_node, max(1, node // per_node))
+
+
+def _node(layout: Layout, cluster: Cluster) -> int:
+    """Workers of a node; all of them where they fit into one."""
+    return min(max(1, cluster.devices_per_node), layout.size)
+
+
+def _boundary_crosses(layout: Layout, node: int, place: int, after: int | None = None) -> bool:
+    block = layout.replicas * layout.tensor
+    to = place + 1 if after is None else after
+    if layout.size <= node:
+        return False
+    return block >= node or node % block != 0 or (place * block) // node != (to * block) // node
+
+
+def boundary_crosses(layout: Layout, cluster: Cluster, place: int, after: int) -> bool:
+    """Whether what the worker at ``place`` of a pipeline sends to the one at ``after`` leaves the
+    node.
+    """
+    return place != after and _boundary_crosses(layout, _node(layout, cluster), place, after)

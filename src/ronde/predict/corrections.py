@@ -1,0 +1,144 @@
+"""What earlier runs said about predictions: measured against predicted step time, kept per cluster
+and family of plans.
+
+One small JSON file, ``corrections.json``, in ``$RONDE_STATE``, or ``$XDG_STATE_HOME/ronde``, or
+``~/.local/state/ronde``. It is replaced, never written over; one that cannot be read is set aside
+and begun anew, since what watches must not break what trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ronde.predict.cluster import Cluster
+from ronde.world import ArgumentError
+
+__all__ = ["corrected", "corrections_file", "factors", "record"]
+
+_KEPT = 20  # residuals of one family
+_USED = 5  # the last ones, of which the median is the factor
+
+
+def corrections_file() -> Path:
+    """Where residuals are kept."""
+    own = os.environ.get("RONDE_STATE")
+    if own:
+        return Path(own) / "corrections.json"
+    state = os.environ.get("XDG_STATE_HOME")
+    return (
+        (Path(state) if state else Path.home() / ".local" / "state") / "ronde" / "corrections.json"
+    )
+
+
+def record(
+    cluster_name: str, family: str, predicted_seconds: float, measured_seconds: float
+) -> float:
+    """Keep one residual, and give the factor that follows for the family.
+
+    Args:
+        cluster_name: whose.
+        family: :attr:`Plan.family` of what ran.
+        predicted_seconds: the raw prediction, without a correction.
+        measured_seconds: of one optimizer step.
+
+    Raises:
+        ArgumentError: a time is not above 0.
+    """
+    for name, value in (
+        ("predicted_seconds", predicted_seconds),
+        ("measured_seconds", measured_seconds),
+    ):
+        if not (math.isfinite(value) and value > 0):
+            raise ArgumentError(f"corrections: {name}={value!r} must be above 0 and finite.")
+    path = corrections_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        everything = _read(path, set_aside=True)
+        rows = everything.setdefault(cluster_name, {}).setdefault(family, [])
+        rows.append({"predicted_seconds": predicted_seconds, "measured_seconds": measured_seconds})
+        del rows[:-_KEPT]
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".corrections-", suffix=".json")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(everything, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)  # noqa: PTH105
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)  # noqa: PTH108
+            raise
+    return _factor(rows)
+
+
+def factors(cluster_name: str) -> dict[str, float]:
+    """Family of plans -> measured / predicted step time, the median of the last runs on this
+    cluster; empty where there were none.
+    """
+    found = _read(corrections_file()).get(cluster_name, {})
+    return {family: _factor(rows) for family, rows in found.items() if rows}
+
+
+def corrected(cluster: Cluster) -> Cluster:
+    """The cluster with the corrections that are kept for it."""
+    found = factors(cluster.name)
+    return (
+        dataclasses.replace(cluster, corrections={**cluster.corrections, **found})
+        if found
+        else cluster
+    )
+
+
+def _factor(rows: list[dict[str, float]]) -> float:
+    return float(
+        statistics.median(r["measured_seconds"] / r["predicted_seconds"] for r in rows[-_USED:])
+    )
+
+
+def _read(path: Path, set_aside: bool = False) -> dict[str, dict[str, list[dict[str, float]]]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return {}
+    try:
+        return _checked(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        if set_aside:
+            with contextlib.suppress(OSError):
+                os.replace(path, path.with_suffix(".damaged"))  # noqa: PTH105
+        return {}
+
+
+def _checked(values: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
+    """Only what can be used: a file edited by hand must not stop a run."""
+    checked: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for cluster, families in values.items():
+        for family, rows in families.items():
+            for row in rows:
+                pair = {k: float(row[k]) for k in ("predicted_seconds", "measured_seconds")}
+                if all(math.isfinite(v) and v > 0 for v in pair.values()):
+                    checked.setdefault(cluster, {}).setdefault(family, []).append(pair)
+    return checked
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time, where the file system can."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

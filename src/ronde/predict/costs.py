@@ -1,0 +1,271 @@
+"""What a model costs, as data: a chain of units in the order in which they run, each with its times
+and bytes.
+
+Nothing here measures: ``ronde.study`` fills these in from a script's own model, and the search
+reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Costs", "Line", "Unit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples``
+    (seconds or bytes).
+
+    Attributes:
+        bends: fixed and per-sample part of further lines, where the largest of several counts: what
+            is needed at most is needed at one moment with few samples, and at another with many.
+    """
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+    bends: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def pieces(self) -> tuple[tuple[float, float], ...]:
+        """Fixed and per-sample part of each line."""
+        return ((self.fixed, self.per_sample), *self.bends)
+
+    def at(self, samples: float) -> float:
+        """The cost of so many samples at once."""
+        found = self.fixed + self.per_sample * samples
+        return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
+
+    def stretched(self, factor: float) -> Line:
+        """What a sample costs times ``factor``."""
+        return Line(
+            self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends)
+        )
+
+    def __add__(self, other: Line) -> Line:
+        first, *bends = ((f + g, p + q) for f, p in self.pieces for g, q in other.pieces)
+        return Line(*first, tuple(bends))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Line:
+        """From the values of a JSON file."""
+        return cls(
+            values["fixed"], values["per_sample"], tuple((f, p) for f, p in values.get("bends", ()))
+        )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One link of the chain: a module (or what lies between two modules) that a pipeline never
+    cuts.
+
+    Attributes:
+        name: the module's path in the tree, as ``named_modules`` gives it; glue between modules is
+            the path of the module that owns it, with ``"(glue)"``.
+        forward_seconds, backward_seconds: of one micro-batch, on the device the costs were measured
+            on.
+        parameter_bytes: of all its parameters; those that earlier units own too (tied weights)
+            count in the first only.
+        trainable_bytes: of those that take gradients.
+        optimizer_bytes: the optimizer's state for them.
+        buffer_bytes: of its buffers.
+        saved_bytes: activations it keeps from its forward pass for its backward pass.
+        transient_bytes: most it needs for a moment beside that.
+        crossing_bytes: of all tensors alive after it that later units read: what a cut here sends,
+            forwards; as much comes back.
+        crossing_grad_bytes: the part of ``crossing_bytes`` that takes gradients: what comes back.
+        cut_after: whether a stage may end here.
+        why_not: why it may not, where it may not.
+        alike: equal for units of the same structure and shapes, which were measured once.
+        flops: forward floating-point operations, of one sample.
+        tied: names of parameters it shares with units elsewhere in the chain.
+        tensor: share (0 to 1) of its parameters, work and activations that tensor parallelism can
+            divide; 0 where it has no recognised attention or MLP block.
+        tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor
+            parallel; as much backward.
+        batchnorm: whether it normalises over the batch.
+        forward_transient_bytes, backward_transient_bytes: ``transient_bytes`` of each pass; the
+            gradients that the backward pass leaves behind are not in it.
+        tied_grad_bytes: gradients it leaves behind for parameters that an earlier unit owns.
+        tied_bytes: bytes of the parameters in ``tied``, 0 where not known (then the first owner's
+        parameters are taken). selective_saved_bytes, selective_forward_bytes,
+            selective_backward_bytes: ``saved_bytes``, ``forward_transient_bytes`` and
+                ``backward_transient_bytes`` under ``recompute="selective"``; used where
+                ``Costs.again`` names it, else an assumption is.
+        full_saved_bytes, full_forward_bytes, full_backward_bytes: the same under
+            ``recompute="full"``.
+        selective_seconds: what that adds to its backward pass, for costs that were not measured as
+            a whole (``Costs.again_seconds``).
+        tensors: how many parameters it has that take gradients; 0 where not known.
+        tensor_bytes: of each of them, in the order of the tree; empty where not known.
+        put_off_bytes: gradients from which its weights' part of the backward pass begins, where a
+            zero-bubble schedule puts that part off: of what its layers with trained weights return.
+        tensor_time: share of its time that tensor parallelism divides, as measured; used where
+        ``Costs.tensor_measured``, else ``tensor`` is. tensor_saved_bytes, tensor_forward_bytes,
+        tensor_backward_bytes: ``saved_bytes`` and the transients of each pass, divided by two.
+        block: the module that is gathered, or computed again, as a whole and that this is in;
+            ``""`` where ``Costs.blocks`` is not set or it is in none.
+        recomputed: whether recomputation runs it again.
+        block_calls: how often a forward pass calls ``block``.
+    """
+
+    name: str
+    forward_seconds: Line = Line()
+    backward_seconds: Line = Line()
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+    saved_bytes: Line = Line()
+    transient_bytes: Line = Line()
+    crossing_bytes: Line = Line()
+    crossing_grad_bytes: Line = Line()
+    cut_after: bool = True
+    why_not: str = ""
+    alike: str = ""
+    flops: float = 0.0
+    tied: tuple[str, ...] = ()
+    tensor: float = 0.0
+    tensor_reduce_bytes: Line = Line()
+    batchnorm: bool = False
+    forward_transient_bytes: Line = Line()
+    backward_transient_bytes: Line = Line()
+    tied_grad_bytes: int = 0
+    tied_bytes: int = 0
+    selective_saved_bytes: Line = Line()
+    selective_seconds: Line = Line()
+    tensors: int = 0
+    tensor_bytes: tuple[int, ...] = ()
+    put_off_bytes: Line = Line()
+    selective_forward_bytes: Line = Line()
+    selective_backward_bytes: Line = Line()
+    full_saved_bytes: Line = Line()
+    full_forward_bytes: Line = Line()
+    full_backward_bytes: Line = Line()
+    tensor_time: float = 0.0
+    tensor_saved_bytes: Line = Line()
+    tensor_forward_bytes: Line = Line()
+    tensor_backward_bytes: Line = Line()
+    block: str = ""
+    recomputed: bool = False
+    block_calls: int = 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A model, its optimizer and its batch, as the planner sees them.
+
+    Attributes:
+        units: in the order in which the forward pass runs them, the loss last.
+        batch_size: global samples per optimizer step.
+        input_bytes: of one sample with its target.
+        optimizer_seconds: one optimizer step over all parameters, on the measured device.
+        optimizer: its class's name.
+        parameters: how many parameters the model has.
+        device: what was measured on, for example ``"cpu: AMD EPYC (2 cores)"``.
+        threads: threads a worker had.
+        noise: relative disturbance seen while measuring, 0 to 1.
+        base_bytes: what a worker holds before the model: context, libraries, communication buffers.
+        split_seconds: what running the whole model's backward pass of a micro-batch in two parts
+            adds, as zero-bubble schedules do.
+        tensor_measured: whether one worker's part of the units that tensor parallelism divides was
+            timed and weighed.
+        script_bytes: of the host's memory, what the script holds beside the model: its libraries,
+            its data. Counts where the device is a CPU.
+        sequence: length of the sequence that a sample has, 0 where there is none.
+        measured_samples: micro-batch sizes at which the units were measured.
+        optimizer_transient_bytes: most that an optimizer step needs for a moment.
+        whole_factor: measured whole step / sum of its units; the units' seconds have been
+            multiplied by it.
+        fit_error: mean relative distance of the measured step times from the sum of the units'
+            lines.
+        notes: what to know about how this was measured, a sentence each.
+        tensor_divides: what the number of tensor-parallel workers must divide (attention heads), 0
+            where not known.
+        optimizer_fixed_seconds: the part of ``optimizer_seconds`` that does not depend on how large
+            the parameters are.
+        clip_seconds: clipping the gradients of all parameters once, where the script has
+            ``clip_norm``; ``clip_fixed_seconds`` is the part that does not depend on how large they
+            are.
+        action_seconds: what a pipeline's runtime adds to each forward or backward pass of a
+            micro-batch; 0 where not measured (then it is the cluster's).
+        lockstep: how much longer the layers take where workers wait for each other at every one of
+            them.
+        contention: how much longer the layers take while all workers compute than while one does;
+            the units' seconds have it in them.
+        accumulate_seconds: what adding the gradients of a further micro-batch to those that are
+            there takes, of the whole model.
+        blocks: whether ``Unit.block`` and ``Unit.recomputed`` say what is gathered and computed
+            again together; else names are asked.
+        again: levels of ``recompute`` whose bytes were counted with it.
+        again_seconds: level of ``recompute`` -> what it adds to a pass of the whole model, as
+            measured.
+        refused: what cannot carry this model or its optimizer out (``"pipeline"``, ``"tensor"``,
+            ``"zero-bubble"``, ``"shard=optimizer"``, …) -> why: plans with it are not looked at.
+    """
+
+    units: tuple[Unit, ...]
+    batch_size: int
+    input_bytes: float = 0.0
+    optimizer_seconds: float = 0.0
+    optimizer: str = ""
+    parameters: int = 0
+    device: str = ""
+    threads: int = 1
+    noise: float = 0.0
+    base_bytes: float = 0.0
+    sequence: int = 0
+    measured_samples: tuple[int, ...] = field(default=())
+    optimizer_transient_bytes: float = 0.0
+    whole_factor: float = 1.0
+    fit_error: float = 0.0
+    notes: tuple[str, ...] = ()
+    tensor_divides: int = 0
+    optimizer_fixed_seconds: float = 0.0
+    action_seconds: float = 0.0
+    lockstep: float = 1.0
+    contention: float = 1.0
+    accumulate_seconds: float = 0.0
+    blocks: bool = False
+    again: tuple[str, ...] = ()
+    again_seconds: dict[str, Line] = field(default_factory=dict)
+    script_bytes: float = 0.0
+    tensor_measured: bool = False
+    split_seconds: Line = Line()
+    clip_seconds: float = 0.0
+    clip_fixed_seconds: float = 0.0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        # Few lines have bends.
+        return dataclasses.asdict(
+            self, dict_factory=lambda items: {k: v for k, v in items if k != "bends" or v}
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Costs:
+        """What :meth:`to_dict` gave."""
+        units = []
+        for unit in values["units"]:
+            made: dict[str, Any] = {
+                k: Line.from_dict(v)
+                if isinstance(v, dict)
+                else tuple(v)
+                if isinstance(v, list)
+                else v
+                for k, v in unit.items()
+            }
+            units.append(Unit(**made))
+        rest: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"
+        }
+        rest["again_seconds"] = {
+            level: Line.from_dict(line)
+            for level, line in (values.get("again_seconds") or {}).items()
+        }
+        if "split_seconds" in rest:
+            rest["split_seconds"] = Line.from_dict(rest["split_seconds"])
+        return cls(units=tuple(units), **rest)

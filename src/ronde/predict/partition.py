@@ -1,0 +1,536 @@
+"""Where a chain of units is cut into the stages of a pipeline: an exact dynamic programme over the
+places where a cut is allowed.
+
+``best[s][j] = min over i of max(best[s-1][i], cost of stage s with units i to j)``: the slowest
+stage decides a pipeline's speed (PipeDream, Narayanan et al. 2019). What a stage costs weighs time
+against memory, each as a share of its total, as SageMaker's model-parallel library did: 0.2 of
+memory for ``"speed"``, 0.8 for ``"memory"``. Among the cuts whose worst stage is equally good, the
+one whose other stages are most even is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ronde.plan.plan import Schedule
+from ronde.plan.schedules import in_flight, worker_of
+from ronde.predict.costs import Costs
+from ronde.predict.unit_arrays import Array, Chain, Recompute, chain, holders
+from ronde.world import ArgumentError
+
+__all__ = ["ALPHA", "Cut", "Held", "StageCost", "cut", "cut_at", "cut_chain", "cut_equal"]
+
+ALPHA = {"speed": 0.2, "memory": 0.8}
+"""Weight of memory against time in a stage's cost."""
+
+# columns looked at together, so that a chain of thousands of units takes megabytes, not gigabytes
+_BLOCK = 256
+_KEEP = 1500  # places up to which the matrices are kept from stage to stage
+
+Seconds = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Part of its stage's states that a worker holds: 1 where nothing is sharded."""
+
+    parameters: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage of a cut.
+
+    Attributes:
+        start, stop: its units, as a slice.
+        worker: of the pipeline, from 0.
+        forward_seconds, backward_seconds: of one micro-batch, without sends.
+        send_seconds, send_back_seconds: of its output to the next stage, of its input's gradient to
+        the one before. parameter_bytes, trainable_bytes, optimizer_bytes, buffer_bytes: whole,
+        before any sharding; its copy of tied parameters too.
+        saved_bytes: activations of one micro-batch.
+        transient_bytes: most for a moment beside that.
+        in_flight: micro-batches whose activations it holds at once.
+        send_bytes, send_back_bytes: of one micro-batch.
+        tied_bytes: gradients that it averages with other stages once per step.
+    """
+
+    start: int
+    stop: int
+    worker: int
+    forward_seconds: float
+    backward_seconds: float
+    send_seconds: float
+    send_back_seconds: float
+    parameter_bytes: float
+    trainable_bytes: float
+    optimizer_bytes: float
+    buffer_bytes: float
+    saved_bytes: float
+    transient_bytes: float
+    in_flight: int
+    send_bytes: float
+    send_back_bytes: float
+    tied_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return self.forward_seconds + self.backward_seconds
+
+    def memory_bytes(self, held: Held) -> float:
+        """States and activations."""
+        return (
+            self.parameter_bytes * held.parameters
+            + self.trainable_bytes * held.gradients
+            + self.optimizer_bytes * held.optimizer
+            + self.buffer_bytes
+            + self.in_flight * self.saved_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A model cut into stages.
+
+    Attributes:
+        bounds: first unit of each stage, and the number of units at the end.
+        stages: what each costs.
+        cost: of the worst stage, as the programme weighs it (shares of time and of memory).
+        alpha: weight of memory that was used; higher than asked where a cap on memory made it so.
+    """
+
+    bounds: tuple[int, ...]
+    stages: tuple[StageCost, ...]
+    cost: float
+    alpha: float
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest stage over the mean."""
+        seconds = [s.seconds for s in self.stages]
+        mean = sum(seconds) / len(seconds)
+        return max(seconds) / mean if mean else 1.0
+
+    def names(self, costs: Costs) -> list[str]:
+        """Of the units that begin a stage, without the first: what ``split_at`` takes."""
+        return [costs.units[b].name for b in self.bounds[1:-1]]
+
+
+def cut(
+    costs: Costs,
+    workers: int,
+    *,
+    virtual: int = 1,
+    schedule: Schedule = "1f1b",
+    optimize: Literal["speed", "memory"] = "speed",
+    micro_samples: float = 1.0,
+    micro_batches: int | None = None,
+    memory_bytes: float | None = None,
+    held: Held = Held(),
+    recompute: Recompute = "none",
+    tensor: int = 1,
+    speed: float = 1.0,
+    send_seconds: Seconds | None = None,
+) -> Cut:
+    """Cut a model into ``workers * virtual`` stages.
+
+    Args:
+        costs: of its units, measured or estimated.
+        workers: of the pipeline.
+        virtual: stages per worker.
+        schedule: decides which worker holds which stage, and how many micro-batches each holds at
+            once.
+        optimize: whether time or memory is evened out.
+        micro_samples: samples of one micro-batch.
+        micro_batches: per step; None for many.
+        memory_bytes: most that a worker may hold in states and activations; None for no limit.
+        held: part of its states that a worker holds.
+        recompute: activations that the backward pass computes again.
+        tensor: workers that hold each layer together.
+        speed: of the device against the one that was measured.
+        send_seconds: bytes -> seconds from one stage to the next; None for nothing.
+
+    Raises:
+        ArgumentError: there are fewer places to cut than stages, or no cut stays below
+            ``memory_bytes``.
+    """
+    made = chain(costs, micro_samples, tensor=tensor, recompute=recompute, speed=speed)
+    found = cut_chain(
+        made,
+        workers,
+        virtual=virtual,
+        schedule=schedule,
+        optimize=optimize,
+        micro_batches=micro_batches,
+        memory_bytes=memory_bytes,
+        held=held,
+        send_seconds=send_seconds,
+    )
+    if found is not None:
+        return found
+    stages = workers * virtual
+    if len(made.cuts) + 1 < stages:
+        why = next(
+            (
+                f" ({u.name}: {u.why_not})"
+                for u in costs.units[:-1]
+                if not u.cut_after and u.why_not
+            ),
+            "",
+        )
+        raise ArgumentError(
+            f"pipeline: {stages} stages were asked for, and the model can be cut into {len(made.cuts) + 1} at most{why}. "
+            "Ask for fewer stages, or name the places with split_at."
+        )
+    raise ArgumentError(
+        f"pipeline: no cut into {stages} stages keeps every worker below {(memory_bytes or 0) / 2**30:.3g} GiB. "
+        'Use more stages, recompute="full", shard, or smaller micro-batches.'
+    )
+
+
+def cut_chain(
+    made: Chain,
+    workers: int,
+    *,
+    virtual: int = 1,
+    schedule: Schedule = "1f1b",
+    optimize: Literal["speed", "memory"] = "speed",
+    micro_batches: int | None = None,
+    memory_bytes: float | None = None,
+    held: Held = Held(),
+    send_seconds: Seconds | None = None,
+) -> Cut | None:
+    """As :func:`cut`, of a chain that is made already; None where there is no cut."""
+    flights = _flights(schedule, workers, virtual, micro_batches)
+    count = len(flights)
+    if len(made.cuts) + 1 < count:
+        return None
+    places = np.array([0, *made.cuts, len(made)])
+    tables = _Sums(made, places, held, send_seconds, micro_batches or workers)
+    alpha = ALPHA[optimize]
+    for weight in (alpha, *(a for a in (0.5, 0.8, 1.0) if a > alpha)):
+        cap = None if memory_bytes is None or virtual > 1 else memory_bytes
+        solved = _solve(tables, flights, weight, cap)
+        if solved is None:
+            return None  # with one stage a worker the cap is exact: no other weight helps
+        chosen, cost = solved
+        bounds = tuple(int(places[i]) for i in chosen)
+        stages = _stages(made, bounds, workers, schedule, flights, send_seconds)
+        if (
+            memory_bytes is None
+            or virtual == 1
+            or max(_by_worker(stages, workers, held)) <= memory_bytes
+        ):
+            return Cut(bounds, stages, cost, weight)
+    return None
+
+
+def cut_equal(
+    costs: Costs,
+    workers: int,
+    *,
+    virtual: int = 1,
+    schedule: Schedule = "1f1b",
+    micro_samples: float = 1.0,
+    micro_batches: int | None = None,
+) -> Cut:
+    """The cut that counts: as many units in each stage, at the nearest place where a cut is
+    allowed. For comparison.
+
+    Raises:
+        ArgumentError: there are fewer places to cut than stages.
+    """
+    made = chain(costs, micro_samples)
+    count = workers * virtual
+    if len(made.cuts) + 1 < count:
+        raise ArgumentError(
+            f"pipeline: {count} stages were asked for, and the model can be cut into {len(made.cuts) + 1} at most."
+        )
+    bounds = [0]
+    for s in range(1, count):
+        left = [c for c in made.cuts if c > bounds[-1]]
+        left = left[: len(left) - (count - 1 - s)] or left[:1]
+        bounds.append(min(left, key=lambda c: abs(c - s * len(made) / count)))
+    return _described(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
+
+
+def cut_at(
+    costs: Costs,
+    names: Sequence[str],
+    workers: int,
+    *,
+    virtual: int = 1,
+    schedule: Schedule = "1f1b",
+    micro_samples: float = 1.0,
+    micro_batches: int | None = None,
+    recompute: Recompute = "none",
+) -> Cut:
+    """The cut that a user names: each name is a module that begins a stage.
+
+    Raises:
+        ArgumentError: a name is not in the model or cannot begin a stage, or there is not one fewer
+            than stages.
+    """
+    made = chain(costs, micro_samples, recompute=recompute)
+    count = workers * virtual
+    if len(names) != count - 1:
+        raise ArgumentError(
+            f"split_at names {len(names)} modules ({', '.join(names)}); {count} stages need {count - 1}, each the first of its stage."
+        )
+    bounds = [0]
+    for name in names:
+        at = next(
+            (
+                i
+                for i, u in enumerate(costs.units)
+                if u.name == name or u.name.startswith(f"{name}.")
+            ),
+            None,
+        )
+        if at is None:
+            raise ArgumentError(
+                f"split_at: the model's chain has no {name!r}. It has {_few([u.name for u in costs.units])}."
+            )
+        if at not in made.cuts:
+            before = costs.units[at - 1] if at else None
+            reason = f": {before.why_not}" if before is not None and before.why_not else ""
+            raise ArgumentError(f"split_at: no stage can begin with {name!r}{reason}.")
+        if at <= bounds[-1]:
+            raise ArgumentError(
+                f"split_at: {name!r} does not come after the module named before it, in the order in which they run."
+            )
+        bounds.append(at)
+    return _described(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else ", ".join([*names[:6], "…", *names[-5:]])
+
+
+def _described(
+    made: Chain,
+    bounds: tuple[int, ...],
+    workers: int,
+    virtual: int,
+    schedule: Schedule,
+    micro_batches: int | None,
+) -> Cut:
+    flights = _flights(schedule, workers, virtual, micro_batches)
+    stages = _stages(made, bounds, workers, schedule, flights, None)
+    places = np.array([0, *made.cuts, len(made)])
+    tables = _Sums(made, places, Held(), None, micro_batches or workers)
+    index = np.searchsorted(places, bounds)
+    shares = [
+        tables.block(ALPHA["speed"], n, None, int(j), int(j) + 1)[int(i), 0]
+        for (i, j), n in zip(itertools.pairwise(index), flights, strict=True)
+    ]
+    return Cut(bounds, stages, float(max(shares)), ALPHA["speed"])
+
+
+def _flights(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int | None
+) -> tuple[int, ...]:
+    return in_flight(
+        schedule, workers, virtual, micro_batches if micro_batches is not None else 4 * workers
+    )
+
+
+def _by_worker(stages: tuple[StageCost, ...], workers: int, held: Held) -> list[float]:
+    total = [0.0] * workers
+    for stage in stages:
+        total[stage.worker] += stage.memory_bytes(held)
+    return total
+
+
+class _Sums:
+    """Prefix sums over the places where a cut is allowed, and the cost matrix of a stage from
+    them.
+    """
+
+    def __init__(
+        self,
+        made: Chain,
+        places: Array,
+        held: Held,
+        send_seconds: Seconds | None,
+        micro_batches: int,
+    ) -> None:
+        def sums(values: Array) -> Array:
+            running: Array = np.concatenate([[0.0], np.cumsum(values)])
+            return np.asarray(running[places], dtype=float)
+
+        self._kept: dict[int, tuple[Array, Array, Array]] = {}
+        self.places = places
+        self.time = sums(made.seconds)
+        self.states = sums(
+            made.parameters * held.parameters
+            + made.trainable * held.gradients
+            + made.optimizer * held.optimizer
+            + made.buffers
+        )
+        self.saved = sums(made.saved)
+        self.forth = np.zeros(len(places))
+        self.back = np.zeros(len(places))
+        if send_seconds is not None:
+            for k, place in enumerate(places[1:-1], 1):
+                self.forth[k] = send_seconds(float(made.crossing[place - 1]))
+                self.back[k] = send_seconds(float(made.crossing_grad[place - 1]))
+        self.ties = []
+        for tie in made.ties:
+            owners = np.zeros(len(made))
+            owners[list(tie.units)] = 1.0
+            seconds = (
+                2.0 * send_seconds(tie.trainable_bytes) / micro_batches
+                if send_seconds is not None
+                else 0.0
+            )
+            copy = (
+                tie.parameter_bytes * held.parameters
+                + tie.trainable_bytes * held.gradients
+                + tie.optimizer_bytes * held.optimizer
+            )
+            self.ties.append((sums(owners), len(tie.units), tie.units[0], seconds, copy))
+
+    def block(self, alpha: float, flight: int, cap: float | None, low: int, high: int) -> Array:
+        """Cost of a stage from place ``i`` (row) to place ``low + j`` (column); infinite where it
+        may not be.
+        """
+        seconds, states, saved = self._parts(low, high)
+        total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
+        share: Array = (alpha * flight / total) * saved
+        share += (alpha / total) * states
+        share += (
+            max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * seconds
+        )  # never 0: where no stage may be it is infinite
+        if cap is not None:
+            share[states + flight * saved > cap] = np.inf
+        return share
+
+    def _parts(self, low: int, high: int) -> tuple[Array, Array, Array]:
+        """Seconds (infinite where no stage may be), states and activations: the same for every
+        stage, so kept where they are small.
+        """
+        found = self._kept.get(low)
+        if found is not None and found[0].shape[1] == high - low:
+            return found
+        ends = slice(low, high)
+        seconds = (
+            self.time[None, ends] - self.time[:, None] + self.forth[None, ends] + self.back[:, None]
+        )
+        states = self.states[None, ends] - self.states[:, None]
+        saved = self.saved[None, ends] - self.saved[:, None]
+        for owners, count, first, tie_seconds, copy in self.ties:
+            inside = owners[None, ends] - owners[:, None]
+            shared = (inside > 0) & (inside < count)
+            seconds = seconds + tie_seconds * shared
+            lacks = (self.places[:, None] > first) | (self.places[None, ends] <= first)
+            states = states + copy * (shared & lacks)
+        rows = np.arange(len(self.places))
+        seconds[rows[:, None] >= rows[None, ends]] = np.inf
+        if len(self.places) <= _KEEP:
+            self._kept[low] = (seconds, states, saved)
+        return seconds, states, saved
+
+
+def _solve(
+    tables: _Sums, flights: tuple[int, ...], alpha: float, cap: float | None
+) -> tuple[list[int], float] | None:
+    """Places of the best cut and the cost of its worst stage; None where there is none."""
+    places = len(tables.places)
+    worst = np.full(places, np.inf)
+    worst[0] = 0.0
+    for flight in flights:
+        after = np.full(places, np.inf)
+        for low in range(0, places, _BLOCK):
+            share = tables.block(alpha, flight, cap, low, min(low + _BLOCK, places))
+            after[low : low + _BLOCK] = np.maximum(worst[:, None], share).min(axis=0)
+        worst = after
+    bound = float(worst[-1])
+    if not np.isfinite(bound):
+        return None
+    # Again, among the cuts that are as good: the least sum of squares, so that the other stages are
+    # even too.
+    total = np.full(places, np.inf)
+    total[0] = 0.0
+    origins = np.zeros((len(flights), places), dtype=np.int32)
+    columns = np.arange(places)
+    for s, flight in enumerate(flights):
+        after = np.full(places, np.inf)
+        for low in range(0, places, _BLOCK):
+            share = tables.block(alpha, flight, cap, low, min(low + _BLOCK, places))
+            share[share > bound * (1.0 + 1e-9) + 1e-300] = np.inf
+            candidate = total[:, None] + share * share
+            origin = candidate.argmin(axis=0)
+            origins[s, low : low + _BLOCK] = origin
+            after[low : low + _BLOCK] = candidate[origin, columns[: len(origin)]]
+        total = after
+    chosen = [places - 1]
+    for s in range(len(flights) - 1, -1, -1):
+        chosen.append(int(origins[s, chosen[-1]]))
+    return chosen[::-1], bound
+
+
+def _stages(
+    made: Chain,
+    bounds: tuple[int, ...],
+    workers: int,
+    schedule: Schedule,
+    flights: tuple[int, ...],
+    send_seconds: Seconds | None,
+) -> tuple[StageCost, ...]:
+    stages = []
+    last = len(bounds) - 2
+    on = np.array([worker_of(s, workers, schedule) for s in range(last + 1)], dtype=float)
+    holding = [holders(t, bounds, on)[0] for t in made.ties]  # one stage of each worker
+    for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        units = slice(start, stop)
+        worker = worker_of(s, workers, schedule)
+        forth = (
+            float(made.crossing[stop - 1])
+            if s < last and worker_of(s + 1, workers, schedule) != worker
+            else 0.0
+        )
+        back = (
+            float(made.crossing_grad[start - 1])
+            if s and worker_of(s - 1, workers, schedule) != worker
+            else 0.0
+        )
+        shared = [
+            t for t, held in zip(made.ties, holding, strict=True) if s in held and len(held) > 1
+        ]
+        copies = [
+            t for t in shared if not start <= t.units[0] < stop
+        ]  # the first stage of all counts it with its units
+        stages.append(
+            StageCost(
+                start=start,
+                stop=stop,
+                worker=worker,
+                forward_seconds=float(made.forward[units].sum()),
+                backward_seconds=float(made.backward[units].sum()),
+                send_seconds=send_seconds(forth) if send_seconds and forth else 0.0,
+                send_back_seconds=send_seconds(back) if send_seconds and back else 0.0,
+                parameter_bytes=float(made.parameters[units].sum())
+                + sum(t.parameter_bytes for t in copies),
+                trainable_bytes=float(made.trainable[units].sum())
+                + sum(t.trainable_bytes for t in copies),
+                optimizer_bytes=float(made.optimizer[units].sum())
+                + sum(t.optimizer_bytes for t in copies),
+                buffer_bytes=float(made.buffers[units].sum()),
+                saved_bytes=float(made.saved[units].sum()),
+                transient_bytes=float(made.transient_backward[units].max()),
+                in_flight=flights[s],
+                send_bytes=forth,
+                send_back_bytes=back,
+                tied_bytes=sum(t.trainable_bytes for t in shared),
+            )
+        )
+    return tuple(stages)

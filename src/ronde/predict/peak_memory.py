@@ -1,0 +1,644 @@
+"""Memory of a plan: what is held at each moment of a step, unit by unit; the largest sum counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ronde.plan.plan import Plan
+from ronde.plan.schedules import actions, in_flight
+from ronde.predict.collectives import Group, collective
+from ronde.predict.partition import Held
+from ronde.predict.prediction import KINDS, StageRow
+from ronde.predict.stage_arrays import Stages, arrays, by_worker, edges, within
+from ronde.predict.unit_arrays import Array, holders
+
+if TYPE_CHECKING:
+    from ronde.predict.predict import Predictor
+
+__all__ = ["Moments"]
+
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
+_PENDING = 256  # sends that the pipeline's runtime keeps open
+_WALKED = (
+    1_500  # micro-batches × stages up to which a pipeline's memory is followed action by action
+)
+_GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
+_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
+
+_Moment = dict[str, Array]
+"""What is held at one moment beside the states, by kind: one number a unit, or one for all."""
+
+
+class Moments:
+    """One plan whose memory is predicted; :class:`Step` adds its time."""
+
+    def __init__(
+        self,
+        owner: Predictor,
+        plan: Plan,
+        at: dict[str, Group],
+        share: int,
+        micro_batches: int,
+        largest: int,
+    ) -> None:
+        self.owner, self.plan, self.at = owner, plan, at
+        self.cluster, self.costs = owner.cluster, owner.costs
+        self.share, self.micro_batches, self.largest = share, micro_batches, largest
+        parts = at["shard"].ranks
+        level = ("none", "optimizer", "gradients", "parameters").index(plan.shard)
+        self.parts = parts if level else 1
+        self.held = Held(
+            1 / parts if level >= 2 else 1.0,
+            1 / parts if level >= 2 else 1.0,
+            1 / parts if level >= 1 else 1.0,
+        )
+        self.fsdp = level >= 2 and parts > 1
+        self.all_reduce = collective(self.cluster, "all_reduce", at["replicas"])
+        self.copies = collective(self.cluster, "all_reduce", at["copies"])
+        self.gather = collective(self.cluster, "all_gather", at["shard"])
+        self.broadcast = collective(self.cluster, "broadcast", at["replicas"])
+        self.scatter = collective(self.cluster, "reduce_scatter", at["shard"])
+        self.added = owner.added
+        self.made = owner.chain_of(plan, share / micro_batches, at["tensor"])
+        self.peak = (
+            self.made
+            if largest == share / micro_batches
+            else owner.chain_of(plan, largest, at["tensor"])
+        )
+
+    def _whole_memory(self) -> dict[str, float]:
+        made, plan = self.peak, self.plan
+        parameters = float(made.parameters.sum())
+        always = dict.fromkeys(KINDS, 0.0)
+        always["parameters"] = parameters * self.held.parameters
+        always["optimizer"] = float(made.optimizer.sum()) * self.held.optimizer
+        always["buffers"] = float(made.buffers.sum())
+        always["base"] = self.owner._base
+        if plan.offload in ("optimizer", "parameters"):
+            always["optimizer"] = 0.0
+        if plan.offload == "parameters":
+            always["parameters"] -= parameters * self.held.parameters
+        moments = self._sharded_moments() if self.fsdp else self._plain_moments()
+        # The worst unit of each kind of moment, then the worst of those.
+        found: list[dict[str, float]] = []
+        for moment in moments:
+            u = int(
+                np.sum([np.broadcast_to(v, len(made)) for v in moment.values()], axis=0).argmax()
+            )
+            found.append(
+                {kind: float(np.broadcast_to(v, len(made))[u]) for kind, v in moment.items()}
+            )
+        worst = max(found, key=lambda kinds: sum(kinds.values()))
+        return {kind: size + worst.get(kind, 0.0) for kind, size in always.items()}
+
+    def _scratch(self, trainable: float) -> float:
+        """What the optimizer needs for a moment while it steps."""
+        part = self.held.optimizer if self.plan.shard == "optimizer" else self.held.gradients
+        if self.costs.optimizer_transient_bytes:  # counted, not assumed
+            return (
+                self.costs.optimizer_transient_bytes
+                * part
+                * (trainable / self.owner._trainable if self.owner._trainable else 0.0)
+            )
+        moments = self.peak.optimizer.sum() > 0 and any(
+            m in self.costs.optimizer.lower() for m in _MOMENTS
+        )
+        return (
+            trainable * self.held.gradients
+            if moments and self.cluster.device != "cpu" and self.plan.offload == "none"
+            else 0.0
+        )
+
+    def _ring_buffer(self, size: float, ranks: int) -> float:
+        """What gloo's all-reduce of so many bytes holds beside them: two segments of at most 1
+        MiB.
+        """
+        return (
+            2.0 * min(_GLOO_SEGMENT, size / (2 * ranks))
+            if self.cluster.device == "cpu" and ranks > 1
+            else 0.0
+        )
+
+    def _plain_moments(self) -> list[_Moment]:
+        """What whole parameters need beside them in the forward pass, the backward pass and the
+        optimizer's step.
+        """
+        made, plan, replicas = self.peak, self.plan, self.plan.replicas
+        trainable = float(made.trainable.sum())
+        inputs = self.costs.input_bytes * self.share
+        kept = np.cumsum(made.saved)
+        so_far = np.cumsum(made.trainable[::-1])[
+            ::-1
+        ]  # gradients made until a unit's backward pass is done
+        late = np.cumsum(made.late[::-1])[::-1]
+        communication = np.zeros(len(made))
+        several = self.micro_batches > 1
+        if replicas > 1 and plan.tensor == 1:
+            # DDP's buckets hold all gradients from the first step on. A new one stands beside them
+            # until it is copied; between micro-batches all stand beside them, and are copied in the
+            # last one.
+            before: float | Array = trainable
+            forward_gradients = trainable
+            if several:
+                # The second micro-batch has the first one's; if it is the last, what is behind it
+                # has been copied.
+                before = (
+                    2.0 * trainable
+                    if self.micro_batches > 2
+                    else trainable + np.maximum(so_far, np.cumsum(made.trainable))
+                )
+                forward_gradients = 2.0 * trainable
+            gradients, new = np.zeros(len(made)) + before, made.trainable + late
+            full = trainable
+            # Two exchanges run at once, in the last micro-batch, as soon as buckets are full.
+            behind = so_far - made.trainable
+            first = (behind >= min(_FIRST_BUCKET, trainable)) * np.array(
+                [self._ring_buffer(min(g, _BUCKET), replicas) for g in behind]
+            )
+            second = (behind >= _FIRST_BUCKET + _BUCKET) * self._ring_buffer(_BUCKET, replicas)
+            communication = (first + second) * (self.micro_batches <= 2)
+        elif several:
+            gradients, new = (
+                np.full(len(made), trainable),
+                made.trainable + late,
+            )  # made, and then added
+            forward_gradients = full = trainable
+        else:
+            gradients, new = so_far, late
+            forward_gradients, full = 0.0, trainable
+        update = self._scratch(trainable)
+        exchanged = 0.0
+        if replicas > 1 and plan.shard == "optimizer":
+            exchanged = min(trainable / self.parts, float(_BUCKET))  # a copy of what is sent
+        if replicas > 1 and plan.tensor > 1:
+            exchanged = min(trainable, float(_BUCKET))  # gradients are copied into buckets
+        return [
+            {
+                "gradients": np.array(forward_gradients),
+                "activations": kept,
+                "transient": made.transient + inputs,
+            },
+            {
+                "gradients": gradients,
+                "activations": kept,
+                "transient": made.transient_backward + new + inputs,
+                "communication": communication,
+            },
+            {"gradients": np.array(full), "transient": np.array(update + inputs)},
+            {
+                "gradients": np.array(full),
+                "transient": np.array(inputs),
+                "communication": np.array(exchanged),
+            },
+        ]
+
+    def _sharded_moments(self) -> list[_Moment]:
+        """The same of FSDP2. It gathers into one buffer and copies out of that into parameters; in
+        the forward pass the buffer stays until the next block is gathered, in the backward pass the
+        next block is gathered ahead. Gradients are copied into one buffer, which stays until the
+        next block's are. What is in no block is gathered first and its gradients are reduced last.
+        On the CPU gloo gathers, and reduces, in a copy of its own.
+        """
+        made, again = self.peak, self.plan.shard == "parameters"
+        n, parts = len(made), self.parts
+        copy = 1.0 if self.cluster.device == "cpu" else 0.0
+        starts = edges(made.blocks)
+        inside = made.blocks[starts] >= 0
+        run = np.repeat(
+            np.arange(len(starts)), np.diff([*starts, n])
+        )  # unit -> which run of units it is in
+
+        def of_runs(values: Array) -> Array:
+            return np.asarray(np.add.reduceat(values, starts), dtype=float) * inside
+
+        whole, grads = of_runs(made.parameters), of_runs(made.trainable)
+        before, after = (
+            np.zeros(len(starts)),
+            np.zeros(len(starts)),
+        )  # of the block before a run, its parameters; after it, its gradients
+        last_gathered = np.zeros(
+            len(starts)
+        )  # the buffer of the block that was gathered last before a run, or of itself
+        rest = float(made.parameters.sum() - whole.sum())
+        held, behind_it = 0.0, 0.0
+        for r in range(len(starts)):
+            before[r] = held
+            held = float(whole[r]) if inside[r] else held
+            last_gathered[r] = held or rest
+        for r in reversed(range(len(starts))):
+            after[r] = behind_it
+            behind_it = float(grads[r]) if inside[r] else behind_it
+        until = np.cumsum(whole)  # gathered up to and with a run
+        loose = ~inside[run]
+        rest_trainable = float(made.trainable.sum() - grads.sum())
+        rest_made = (
+            np.cumsum((made.trainable * loose)[::-1])[::-1] + np.cumsum(made.late[::-1])[::-1]
+        )
+        behind = float(grads.sum()) - np.cumsum(grads)  # gradients of blocks after a run
+        own = np.where(loose, 0.0, within(made.trainable, starts, n))  # made in this block so far
+        if self.micro_batches > 1:
+            sharded = np.full(n, float(made.trainable.sum()) / parts)  # from the micro-batch before
+        else:
+            sharded = behind[run] / parts
+        kept = np.cumsum(made.saved)
+        inputs = self.costs.input_bytes * self.share
+        first = np.concatenate([[True], run[1:] != run[:-1]])
+        last = np.concatenate([run[1:] != run[:-1], [True]])
+        never = -np.inf
+        gathered_forward = (whole[run] if again else until[run]) + rest
+        gathered_backward = whole[run] if again else until[run]
+        kept_before = kept - made.saved
+        earlier = np.concatenate(
+            [[0.0], made.crossing_grad[:-1]]
+        )  # gradient of what a block was given
+        forward: _Moment = {
+            "parameters": gathered_forward,
+            "gradients": sharded * (self.micro_batches > 1),
+            "activations": kept,
+            "transient": made.transient + inputs,
+            "communication": last_gathered[run],
+        }
+        gather: _Moment = {
+            "parameters": gathered_forward - whole[run],
+            "gradients": sharded * (self.micro_batches > 1),
+            "activations": kept_before,
+            "transient": np.array(inputs),
+            # The buffer of the one before, this one's, and gloo's copy.
+            "communication": np.where(
+                first & ~loose,
+                np.where(before > 0, before, rest)[run] + (1.0 + copy) * whole[run],
+                never,
+            ),
+        }
+        backward: _Moment = {
+            "parameters": gathered_backward + rest,
+            "gradients": sharded + rest_made,
+            "activations": kept,
+            "transient": made.transient_backward + inputs,
+            "communication": (again * before + after)[run] + own,
+        }
+        ahead: _Moment = {  # the block before is gathered when this one's backward pass begins
+            "parameters": gathered_backward + rest,
+            "gradients": sharded + rest_made,
+            "activations": kept,
+            "transient": made.crossing_grad + inputs,
+            "communication": np.where(
+                last & ~loose, (again * (1.0 + copy) * before + after)[run], never
+            ),
+        }
+        reduced: _Moment = {
+            "parameters": gathered_backward - whole[run] + rest,
+            "gradients": sharded + rest_made + grads[run] / parts,
+            "activations": kept_before,
+            "transient": earlier + inputs,
+            "communication": np.where(
+                first & ~loose,
+                (again * before + max(1.0 + copy, 2.0 - 1.0 / parts) * grads)[run],
+                never,
+            ),
+        }
+        trainable = float(made.trainable.sum())
+        final: _Moment = {
+            "gradients": np.array(trainable / parts),
+            "transient": np.array(inputs),
+            "communication": np.array((1.0 + max(copy, 1.0)) * rest_trainable),
+        }
+        update: _Moment = {
+            "gradients": np.array(trainable / parts),
+            "transient": np.array(self._scratch(trainable) + inputs),
+        }
+        found = [forward, gather, backward, ahead, reduced, final, update]
+        several = inside[run] & (made.calls > 1)
+        if several.any():
+            # A block that is called several times is let go of and gathered again between its
+            # calls' backward passes. Each of them is followed by a reduction, of nothing at first:
+            # the gradients are whole when the last one is done. The buffer of the one before, and
+            # the part that it left, are there from the second on. Blocks that are called in turns
+            # have no cut between them, and wait for each other.
+            together = np.searchsorted(
+                np.array(made.cuts, dtype=np.intp), np.arange(n), side="right"
+            )
+            waiting = np.bincount(together, weights=made.trainable * several)[together]
+            ends = np.searchsorted(together, together, side="right") - 1
+            earlier_calls = kept[ends] - of_runs(made.saved)[run] / made.calls
+            turn = np.bincount(together, weights=made.saved * several / made.calls)[together]
+            follows = np.concatenate([[False], several[:-1] & (together[1:] == together[:-1])])[
+                starts
+            ][run]  # another block in turns
+            found += [
+                {
+                    **backward,
+                    "gradients": backward["gradients"] + grads[run] / parts,
+                    "communication": np.where(several, own + grads[run], never),
+                },
+                {
+                    "parameters": gathered_backward - whole[run] + rest,
+                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
+                    "activations": earlier_calls,
+                    "transient": made.crossing_grad + inputs,
+                    "communication": np.where(
+                        last & several, (1.0 + copy) * whole[run] + grads[run], never
+                    ),
+                },
+                {
+                    "parameters": gathered_backward - whole[run] + rest,
+                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
+                    "activations": earlier_calls,
+                    "transient": made.crossing_grad + inputs,
+                    "communication": np.where(
+                        last & several, max(1.0 + copy, 2.0 - 1.0 / parts) * grads[run], never
+                    ),
+                },
+                {  # the block before is gathered ahead
+                    "parameters": gathered_backward + rest,
+                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
+                    "activations": kept[ends] - turn,
+                    "transient": made.crossing_grad + inputs,
+                    "communication": np.where(
+                        last & several & follows,
+                        again * (1.0 + copy) * before[run] + grads[run],
+                        never,
+                    ),
+                },
+            ]
+        return found
+
+    # A pipeline.
+
+    def _pipeline_memory(
+        self, bounds: tuple[int, ...], quick: bool
+    ) -> tuple[dict[str, float], tuple[StageRow, ...]]:
+        plan, workers = self.plan, self.plan.pipeline
+        stages = arrays(self.peak, bounds, plan)
+        flight = np.array(
+            in_flight(plan.schedule, workers, plan.virtual, self.micro_batches), dtype=float
+        )
+        # What stages share is not divided over the replicas by FSDP2.
+        undivided = np.zeros((3, len(stages.worker)))
+        for tie in self.peak.ties if self.fsdp else ():
+            for s, last in zip(*holders(tie, bounds, stages.worker), strict=True):
+                undivided[[0, 2], s] += tie.parameter_bytes, tie.optimizer_bytes
+                undivided[1, last] += tie.trainable_bytes
+
+        def divided(values: Array, share: float, whole: Array) -> Array:
+            return (values - whole) * share + whole
+
+        parameters = divided(stages.parameters, self.held.parameters, undivided[0])
+        gradients = divided(stages.trainable, self.held.gradients, undivided[1])
+        if self.fsdp and plan.shard == "gradients":
+            parameters = parameters + stages.parameters - undivided[0]
+        optimizer = divided(stages.optimizer, self.held.optimizer, undivided[2])
+        if plan.offload in ("optimizer", "parameters"):
+            optimizer = np.zeros(len(optimizer))
+        if plan.offload == "parameters":
+            parameters = parameters - stages.parameters * self.held.parameters
+        activations = flight * stages.saved
+        # What was sent is let go of at the end of the step (256 messages at most); what was
+        # received when its backward pass is done.
+        arrives = np.concatenate([[0.0], stages.send_bytes[:-1]])
+        returns = np.concatenate([stages.back_bytes[1:], [0.0]])
+        buffers = flight * arrives + returns
+        states = {"parameters": parameters, "optimizer": optimizer, "buffers": stages.buffers}
+        each = {kind: by_worker(values, stages, workers) for kind, values in states.items()}
+        inputs = self.costs.input_bytes * self.share  # every worker reads its replica's samples
+        whole = by_worker(stages.trainable, stages, workers)
+        held_gradients = by_worker(gradients, stages, workers)
+        tied = by_worker(stages.tied_bytes, stages, workers)
+        found = []
+        for w in range(workers):
+            if quick or self.micro_batches * len(stages.worker) > _WALKED:
+                moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
+            else:
+                moment = self._walked(w, stages, arrives, returns, undivided[1])
+            # Gradients are copied into buckets and summed when no activation is held any more; then
+            # the optimizer steps.
+            summed = max(
+                float(tied[w]), (0.0 if self.fsdp or plan.replicas == 1 else float(whole[w]))
+            )
+            sending = (
+                whole[w] / self.parts if plan.shard == "optimizer" and plan.replicas > 1 else 0.0
+            )
+            ends = [
+                {
+                    "gradients": float(held_gradients[w]),
+                    "communication": max(min(summed, _BUCKET), min(sending, _BUCKET)),
+                },
+                {
+                    "gradients": float(held_gradients[w]),
+                    "transient": self._scratch(float(whole[w])),
+                },
+            ]
+            found.append(max([moment, *ends], key=lambda kinds: sum(kinds.values())))
+            found[-1]["transient"] = found[-1].get("transient", 0.0) + inputs
+        totals = [
+            sum(kinds.values()) + sum(float(v[w]) for v in each.values())
+            for w, kinds in enumerate(found)
+        ]
+        worst = int(np.argmax(totals))
+        memory = {
+            kind: found[worst].get(kind, 0.0) + (float(each[kind][worst]) if kind in each else 0.0)
+            for kind in KINDS
+        }
+        memory["base"] = self.owner._base
+        if quick:
+            return memory, ()
+        total = parameters + gradients + optimizer + activations + stages.buffers + buffers
+        rows = tuple(
+            StageRow(
+                stage=s,
+                worker=int(stages.worker[s]),
+                first=self.costs.units[bounds[s]].name,
+                last=self.costs.units[bounds[s + 1] - 1].name,
+                units=bounds[s + 1] - bounds[s],
+                forward_seconds=float(stages.forward[s]),
+                backward_seconds=float(stages.backward[s]),
+                parameter_bytes=float(stages.parameters[s]),
+                memory_bytes=float(total[s]),
+                in_flight=int(flight[s]),
+                send_bytes=float(stages.send_bytes[s]),
+            )
+            for s in range(len(stages.worker))
+        )
+        return memory, rows
+
+    def _flown(
+        self,
+        worker: int,
+        stages: Stages,
+        flight: Array,
+        arrives: Array,
+        returns: Array,
+        gradients: float,
+    ) -> dict[str, float]:
+        """What a worker of a pipeline holds at its fullest, without walking through its list: all
+        gradients and all that is in flight.
+        """
+        mine = stages.worker == worker
+        sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
+        if self.fsdp:
+            gradients += float(stages.trainable[mine].max())
+        put_off = (
+            float(stages.put_off[mine].max())
+            if self.plan.schedule in ("zero-bubble", "zbv")
+            else 0.0
+        )
+        return {
+            "gradients": gradients,
+            "activations": float((flight * stages.saved)[mine].sum()) + put_off,
+            "transient": float(stages.transient[mine].max()),
+            "communication": float((sent + flight * arrives + returns)[mine].sum()),
+        }
+
+    def _walked(
+        self, worker: int, stages: Stages, arrives: Array, returns: Array, undivided: Array
+    ) -> dict[str, float]:
+        """What a worker of a pipeline holds at its fullest, action by action, as the runtime does.
+
+        A received tensor is held until the gradient of it has been sent. What was sent is held to
+        the end of the step (the last 256 of it), and an activation that is sent is one of those
+        that its stage has saved.
+        """
+        plan, made, bounds = self.plan, self.peak, stages.bounds
+        part = 1.0 / self.parts if self.fsdp else 1.0
+        held = (stages.trainable - undivided) * part + undivided  # gradients of a stage
+        order = actions(plan.schedule, plan.pipeline, plan.virtual, self.micro_batches, True)[
+            worker
+        ]
+        forward: dict[
+            int, tuple[float, float, float]
+        ] = {}  # most in a pass: saved so far, for a moment, exchanged
+        first: dict[
+            int, tuple[float, float, float, float]
+        ] = {}  # and of a stage's first backward pass: gradients
+        later: dict[int, tuple[float, float, float, float]] = {}
+        split = plan.schedule in ("zero-bubble", "zbv")
+        tied = np.zeros(
+            len(made)
+        )  # gradients of what several units share, where the pass makes them
+        owned, weights = made.trainable.copy(), made.parameters.copy()
+        for_a_moment = made.transient_backward.copy()
+        for tie in made.ties:
+            tied[list(tie.units)] += tie.trainable_bytes
+            if len(holders(tie, bounds, stages.worker)[0]) > 1:
+                # The others' gradient of it is made on another worker.
+                for_a_moment[tie.units[0]] = max(
+                    0.0, for_a_moment[tie.units[0]] - tie.trainable_bytes
+                )
+            owned[tie.units[0]] -= tie.trainable_bytes
+            weights[tie.units[0]] -= tie.parameter_bytes
+        for s in {a.stage for a in order}:
+            units = slice(bounds[s], bounds[s + 1])
+            kept, new, shared = np.cumsum(made.saved[units]), owned[units], tied[units]
+            so_far, late = np.cumsum(new[::-1])[::-1], np.cumsum(shared[::-1])[::-1]
+            gathered = waiting = reducing = np.zeros(len(kept))
+            if self.fsdp:
+                begins = edges(made.blocks[units])
+                run = np.repeat(np.arange(len(begins)), np.diff([*begins, len(kept)]))
+                # Each module is gathered by itself; what goes into a reduction is held until the
+                # stage's whole backward pass is done.
+                gathered = np.add.reduceat(weights[units], begins)[run] * (
+                    plan.shard == "parameters"
+                )
+                own = np.add.reduceat(new, begins)[run]
+                waiting = np.cumsum(np.add.reduceat(new, begins)[::-1])[::-1][run] - own
+                # Parameters are let go of before gradients are copied into a buffer, and reduced
+                # into another.
+                reducing = np.maximum(gathered, own * (1.0 + part))
+            else:
+                own = new
+            first_gradients = so_far * part + late + (own if self.fsdp else 0.0)
+            at = int((kept + made.transient[units] + 2 * gathered).argmax())
+            forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
+            wire = waiting + reducing
+            # In later micro-batches a gradient is made, and then added to what is there.
+            both = (
+                (first, first_gradients, for_a_moment[units]),
+                (later, np.full(len(kept), held[s]), for_a_moment[units] + own + late),
+            )
+            for table, gradients_at, transient_at in both:
+                at = int((kept + transient_at + gradients_at + wire).argmax())
+                table[s] = (
+                    float(gradients_at[at]),
+                    float(kept[at]),
+                    float(transient_at[at]),
+                    float(wire[at]),
+                )
+        activations = gradients_held = communication = 0.0
+        best: dict[str, float] = {}
+        most = -1.0
+        done: set[int] = set()
+        passed: set[tuple[int, int]] = set()
+        sent: dict[tuple[int, int], float] = {}
+        pending: deque[tuple[float, tuple[int, int] | None]] = deque()
+
+        def look(gradients: float, saved: float, transient: float, exchanged: float) -> None:
+            nonlocal most, best
+            total = gradients + saved + transient + exchanged
+            if total > most:
+                most = total
+                best = {
+                    "gradients": gradients,
+                    "activations": saved,
+                    "transient": transient,
+                    "communication": exchanged,
+                }
+
+        for stage, kind, micro in order:
+            key = (stage, micro)
+            if kind == "RECV_F":
+                communication += float(arrives[stage])
+            elif kind == "RECV_B":
+                communication += float(returns[stage])
+            elif kind == "F":
+                kept_most, transient, exchanged = forward[stage]
+                look(gradients_held, activations + kept_most, transient, communication + exchanged)
+                activations += float(stages.saved[stage])
+            elif kind == "SEND_F":
+                message = float(stages.send_bytes[stage])
+                sent[key] = min(message, float(stages.saved[stage]))
+                communication += message - sent[key]
+                pending.append((message, key))
+            if kind == ("W" if split else "B"):
+                gradients_most, kept_most, transient, exchanged = (
+                    later if stage in done else first
+                )[stage]
+                others = gradients_held - (float(held[stage]) if stage in done else 0.0)
+                kept_most = (
+                    float(stages.saved[stage]) if split and stage else kept_most
+                )  # the first stage's whole pass is in its later part
+                look(
+                    others + gradients_most,
+                    activations - float(stages.saved[stage]) + kept_most,
+                    transient,
+                    communication + exchanged,
+                )
+                if stage not in done:
+                    gradients_held += float(held[stage])
+                    done.add(stage)
+            elif kind == "I" and stage:
+                # No weight has a gradient of this pass yet, and nothing that it has saved is let go
+                # of.
+                activations += float(stages.put_off[stage])
+                look(gradients_held, activations, forward[stage][1], communication)
+            if kind in ("B", "I"):
+                communication += float(stages.back_bytes[stage] - returns[stage])
+            elif kind == "SEND_B":
+                communication -= float(arrives[stage])
+                pending.append((float(stages.back_bytes[stage]), None))
+            if kind == ("W" if split else "B"):
+                activations -= float(stages.saved[stage]) + (
+                    float(stages.put_off[stage]) if split and stage else 0.0
+                )
+                communication += sent.get(key, 0.0)  # what was sent stays
+                passed.add(key)
+            if len(pending) > _PENDING:
+                message, origin = pending.popleft()
+                if origin is None or origin in passed:
+                    communication -= message
+                else:
+                    communication -= message - sent[origin]
+                    sent[origin] = 0.0
+        return best

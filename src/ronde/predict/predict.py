@@ -1,0 +1,334 @@
+"""What a plan would take: step time term by term, memory per device by kind, bytes exchanged;
+composed from measured parts.
+
+Nothing is fitted to step times. How each strategy is composed:
+
+- *Replicate* (DDP): the backward pass is walked gradient by gradient, they fill 25 MB buckets (the
+  first 1 MiB), and each bucket's all-reduce begins when it is full and the one before is done. What
+  ends after the backward pass is exposed.
+- *Shard* ``"optimizer"`` (ZeRO-1): as replicate, then each worker broadcasts the parameters that it
+  updated. ``"gradients"`` (ZeRO-2): parameters are gathered block by block, once per micro-batch,
+  and kept to the end of its backward pass. ``"parameters"`` (ZeRO-3, FSDP): gathered in both
+  passes, but for those in no block, which are kept. Gradients are reduce-scattered in the backward
+  pass of each micro-batch. Over neighbours alone (``shard_within``), the parts are then all-reduced
+  over the copies.
+- *Pipeline*: an event simulation of the schedule's lists, then each worker's exchange with its
+  replicas, not hidden. Under shard its modules are gathered whenever they are called.
+- *Tensor*: the share of each unit that can be divided is (an estimate: a divided matrix product is
+  less efficient than a whole one), and activations are all-reduced, not hidden.
+- *On the CPU* all of these take what the runtime adds (``Cluster.added``: hooks, copies into and
+  out of flat buffers, waking up), and a sharded model takes at each layer as long as its slowest
+  worker does (``Costs.lockstep``): both measured, like the collectives.
+- *Workers that share cores* (measured together against alone, ``Costs.contention``) are faster
+  while others wait: in a pipeline each pass is timed by how many others work beside it. Each
+      further micro-batch adds its gradients to those that are there.
+- *Recompute*: the forward pass, or the cheap part of it, once more. *Offload*: gradients down and
+  parameters up, not hidden.
+
+Memory is the largest sum at any one moment of the step: states, activations kept so far, gradients
+made so far, what a unit needs
+for a moment. Verdicts: below 80 % of the device's memory *fits*, up to 95 % *risky* (Fujii et al.
+2024: 454 runs, none below 80 % failed).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from ronde.plan.plan import Plan
+from ronde.plan.schedules import allowed, bubble, micro_batches_of
+from ronde.predict.cluster import Added, Cluster
+from ronde.predict.collectives import Group, Link, collective, groups
+from ronde.predict.costs import Costs
+from ronde.predict.partition import Cut, Held, cut_at, cut_chain
+from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
+from ronde.predict.simulate import Timeline
+from ronde.predict.step_time import Step
+from ronde.predict.unit_arrays import Chain, Gradients, chain
+from ronde.world import ArgumentError
+
+__all__ = [
+    "FITS",
+    "KINDS",
+    "RISKY",
+    "TERMS",
+    "Prediction",
+    "Predictor",
+    "StageRow",
+    "Verdict",
+    "predict",
+]
+
+
+def predict(plan: Plan, costs: Costs, cluster: Cluster) -> Prediction:
+    """What ``plan`` would take.
+
+    Args:
+        plan: its ``workers`` and ``batch_size`` count; where it does not say how many micro-batches
+            a pipeline has, they are chosen.
+        costs: of the model.
+        cluster: what it would run on.
+
+    Raises:
+        ArgumentError: the plan does not divide its workers, or its pipeline cannot be cut or
+            scheduled so.
+    """
+    return Predictor(costs, cluster)(plan)
+
+
+class Predictor:
+    """Predicts many plans for one model on one cluster, and keeps what they have in common.
+
+    Args:
+        costs: of the model.
+        cluster: what it would run on.
+    """
+
+    def __init__(self, costs: Costs, cluster: Cluster) -> None:
+        self.costs = costs
+        self.cluster = cluster
+        self._chains: dict[tuple[Any, ...], Chain] = {}
+        self._bounds: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+        self._one_device: dict[int, float] = {}
+        self._trainable = float(chain(costs, 1).trainable.sum())
+        self._base = max(costs.base_bytes, cluster.base_bytes) + (
+            costs.script_bytes if cluster.device == "cpu" else 0.0
+        )
+        # Measured while the others sleep; slower, as the layers are, while they work.
+        self.added = {
+            name: cluster.added.get(name, Added()).times(costs.contention)
+            for name in ("gather", "reduce", "bucket", "update", "pipeline", "tensor")
+        }
+        self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
+        self.gradients = Gradients.of(costs)
+        self.action_seconds = cluster.action_seconds
+        if costs.action_seconds and "action" in cluster.added:
+            self.action_seconds = (
+                costs.action_seconds / cluster.speed
+                + cluster.added["action"].call * costs.contention
+            )
+        self.simulated: Timeline | None = None
+        self.draws = False
+
+    def timeline(self, plan: Plan) -> Timeline | None:
+        """One step of a pipeline as it is simulated, for a picture; None where it has too many
+        actions to be drawn.
+        """
+        self.draws = True
+        try:
+            self(plan, split_waits=False)
+        finally:
+            self.draws = False
+        return self.simulated if self.simulated is not None and self.simulated.events else None
+
+    def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
+        """What ``plan`` would take.
+
+        Args:
+            plan: which.
+            quick: by closed form instead of simulation, and with a cut that similar plans share.
+            split_waits: whether a pipeline is simulated again with free sends, to tell what it
+                waits for; else all of it is bubble.
+
+        Raises:
+            ArgumentError: as :func:`predict`.
+        """
+        if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
+            raise ArgumentError(
+                f"plan: {plan.workers} workers do not divide into pipeline={plan.pipeline} × tensor={plan.tensor}; "
+                f"take a multiple of {plan.pipeline * plan.tensor}."
+            )
+        if plan.shard_within and plan.replicas % plan.shard_within:
+            raise ArgumentError(
+                f"plan: shard_within={plan.shard_within} does not divide {plan.replicas} replicas."
+            )
+        share = math.ceil(plan.batch_size / plan.replicas)
+        if plan.pipeline > 1:
+            micro_batches = plan.accumulation
+            if plan.micro_batch or plan.accumulation == 1:
+                micro_batches = micro_batches_of(plan, share)
+            reason = allowed(plan.schedule, plan.pipeline, plan.virtual, micro_batches)
+            if reason:
+                raise ArgumentError(f"plan: {reason}.")
+        else:
+            micro_batches = (
+                micro_batches_of(plan, share) if plan.micro_batch else min(plan.accumulation, share)
+            )
+        largest = math.ceil(share / micro_batches)
+        plan = dataclasses.replace(
+            plan,
+            accumulation=micro_batches,
+            micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch,
+        )
+        at = groups(plan.layout, self.cluster, plan.shard_within)
+        step = Step(self, plan, at, share, micro_batches, largest)
+        return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
+
+    def floor_seconds(self, plan: Plan) -> float:
+        """What a plan's computation alone takes at least, in equal stages if it is a pipeline: to
+        leave plans out early.
+        """
+        share = math.ceil(plan.batch_size / plan.replicas)
+        count = (
+            micro_batches_of(plan, share)
+            if plan.micro_batch
+            else max(1, min(plan.accumulation, share))
+        )
+        group = (
+            groups(plan.layout, self.cluster)["tensor"]
+            if plan.tensor > 1
+            else Group(1, "node", 1, 1)
+        )
+        total = float(self.chain_of(plan, share / count, group).seconds.sum())
+        wait = (
+            bubble(plan.schedule, plan.pipeline, plan.virtual, count) if plan.pipeline > 1 else 0.0
+        )
+        if plan.pipeline > 1 or plan.workers == 1:
+            total /= self.costs.contention  # at best nobody else works meanwhile
+        return (
+            count
+            * total
+            / plan.pipeline
+            / (1.0 - wait)
+            * self.cluster.correction(plan.family, plan.workers)
+        )
+
+    def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
+        """The units' costs under a plan."""
+        key = (samples, plan.tensor, plan.recompute, group)
+        found = self._chains.get(key)
+        if found is None:
+            if len(self._chains) > 256:
+                self._chains.clear()
+            sums = collective(self.cluster, "all_reduce", group)
+
+            def reduce_seconds(size: float) -> float:
+                return sums(size) + self.added["tensor"].call
+
+            found = chain(
+                self.costs,
+                samples,
+                tensor=plan.tensor,
+                recompute=plan.recompute,
+                speed=self.cluster.speed,
+                reduce_seconds=reduce_seconds if plan.tensor > 1 else None,
+            )
+            self._chains[key] = found
+        return found
+
+    def bounds_of(
+        self, plan: Plan, made: Chain, held: Held, micro_batches: int, send: Link, quick: bool
+    ) -> tuple[int, ...] | None:
+        """Where a plan's pipeline is cut; None where it cannot be."""
+        if plan.split_at:
+            return cut_at(
+                self.costs,
+                plan.split_at,
+                plan.pipeline,
+                virtual=plan.virtual,
+                schedule=plan.schedule,
+                micro_batches=micro_batches,
+            ).bounds
+        key: tuple[Any, ...] = (
+            plan.pipeline,
+            plan.virtual,
+            plan.recompute,
+            plan.tensor,
+            plan.optimize,
+        )
+        if not quick:
+            key = (
+                *key,
+                plan.batch_size / plan.replicas / micro_batches,
+                plan.schedule,
+                micro_batches,
+                held,
+                send,
+            )
+        if key not in self._bounds:
+            found: Cut | None = cut_chain(
+                made,
+                plan.pipeline,
+                virtual=plan.virtual,
+                schedule=plan.schedule,
+                optimize=plan.optimize,
+                micro_batches=micro_batches,
+                held=held,
+                send_seconds=send,
+            )
+            self._bounds[key] = found.bounds if found else None
+        return self._bounds[key]
+
+    def one_device_seconds(self, batch_size: int) -> float:
+        """The same global batch on one device, in micro-batches as large as its memory takes (or
+        were measured, if not one sample fits).
+        """
+        if batch_size not in self._one_device:
+            plan = Plan(workers=1, batch_size=batch_size)
+            alone = Group(1, "node", 1, 1)
+            small, large = self.chain_of(plan, 1, alone), self.chain_of(plan, batch_size, alone)
+            held = (
+                float((small.parameters + small.trainable + small.optimizer + small.buffers).sum())
+                + self._base
+            )
+            room = RISKY * self.cluster.memory_bytes - held
+            first = float(small.saved.sum()) + float(small.transient.max())
+            each = (float(large.saved.sum()) + float(large.transient.max()) - first) / max(
+                1, batch_size - 1
+            )
+            fit = batch_size
+            if self.cluster.memory_bytes:
+                fit = (
+                    math.floor(1 + (room - first) / each)
+                    if each > 0 and room >= first
+                    else (batch_size if room >= first else 0)
+                )
+            if fit < 1:
+                fit = max(self.costs.measured_samples, default=1)
+            fit = min(max(1, fit), batch_size)
+            count = math.ceil(batch_size / fit)
+            made = self.chain_of(plan, batch_size / count, alone)
+            further = (count - 1) * self.costs.accumulate_seconds / self.cluster.speed
+            once = (self.costs.optimizer_seconds + self.costs.clip_seconds) / self.cluster.speed
+            self._one_device[batch_size] = (
+                count * float(made.seconds.sum()) + further
+            ) / self.costs.contention + once
+        return self._one_device[batch_size]
+
+    def verdict(self, memory_bytes: float) -> Verdict:
+        """Whether so many bytes fit into a device."""
+        if not self.cluster.memory_bytes:
+            return "unknown"
+        used = memory_bytes / self.cluster.memory_bytes
+        return "fits" if used < FITS else "risky" if used <= RISKY else "does not fit"
+
+    def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
+        """What in a prediction is an estimate or an assumption."""
+        notes = []
+        if self.cluster.speed_is_estimate:
+            notes.append(
+                f"computation is scaled by {self.cluster.speed:.3g} to {self.cluster.device}: an estimate"
+            )
+        if plan.workers > 1 and not self.cluster.links:
+            notes.append("no link was measured: exchange is taken as free")
+        elif plan.workers > 1 and any(
+            f.assumed for by in self.cluster.links.values() for f in by.values()
+        ):
+            notes.append("link speeds are from a data sheet, not measured")
+        if plan.workers > 1:
+            notes.extend(self.cluster.notes())
+        if plan.tensor > 1 and not self.costs.tensor_measured:
+            notes.append("tensor-parallel units are divided, not measured: an estimate")
+        if plan.recompute == "selective" and "selective" not in self.costs.again:
+            notes.append(
+                "selective recomputation was not measured: half of the activations for 15 % of a forward pass is assumed"
+            )
+        if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
+            notes.append("the two parts of a backward pass are taken as equal")
+        if plan.offload != "none" and not self.cluster.host_bytes_per_second:
+            notes.append("12 GB/s to the host's memory is assumed")
+        return notes

@@ -1,0 +1,347 @@
+"""One step of a pipeline, event by event: every worker does its list in order and waits for what it
+needs.
+
+A forward pass waits for the stage before, a backward pass for the stage after, both with the time
+of the send where the two are on different workers. Sends run beside the computation, one at a time
+on each directed link. Nothing else waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ronde.plan.plan import Schedule
+from ronde.plan.schedules import Action, actions, allowed
+from ronde.predict.partition import StageCost
+from ronde.world import ArgumentError
+
+__all__ = ["INPUT_SHARE", "Event", "Timeline", "Times", "run_step", "share_cores", "simulate"]
+
+INPUT_SHARE = 0.5
+"""Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts
+apart: assumed (F = I = W).
+"""
+
+_SHARED_TRIES = 3  # what overlaps depends on how long it takes; after three it hardly moves
+# a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
+_ACTIONS = 6_000
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a worker did, from ``start`` to ``end``, in seconds from the step's begin."""
+
+    worker: int
+    start: float
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one micro-batch on each stage.
+
+    Attributes:
+        forward, backward: passes.
+        backward_input: part of ``backward`` for the input, where a schedule runs it apart; the rest
+            is for the weights. Where a backward pass cannot be divided (a monolithic autograd
+            function), the whole of it, and ``undivided`` is True.
+        send: from the stage to the next.
+        send_back: from the stage to the one before.
+        undivided: the weights' part costs a whole backward pass too.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    send: tuple[float, ...]
+    send_back: tuple[float, ...]
+    backward_input: tuple[float, ...] | None = None
+    undivided: bool = False
+
+    @classmethod
+    def of(cls, stages: Sequence[StageCost]) -> Times:
+        """Of the stages of a cut."""
+        return cls(
+            forward=tuple(s.forward_seconds for s in stages),
+            backward=tuple(s.backward_seconds for s in stages),
+            send=tuple(s.send_seconds for s in stages),
+            send_back=tuple(s.send_back_seconds for s in stages),
+        )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulated step was like.
+
+    Attributes:
+        seconds: until the last worker is done.
+        busy: seconds that each worker computes.
+        done: when each worker is done.
+        in_flight: most micro-batches whose activations each stage held at once.
+        events: everything, in the order in which it began; empty where it was not asked for.
+        micro_batches: of the step.
+        extrapolated: whether the step was simulated with fewer micro-batches and continued in a
+            line.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+    done: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    events: tuple[Event, ...] = ()
+    micro_batches: int = 0
+    extrapolated: bool = False
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Share of the step in which each worker waits."""
+        return tuple(1.0 - b / self.seconds if self.seconds else 0.0 for b in self.busy)
+
+    @property
+    def mean_bubble(self) -> float:
+        """Over all workers."""
+        return sum(self.bubble) / len(self.bubble)
+
+
+def simulate(
+    lists: Sequence[Sequence[Action]],
+    times: Times,
+    *,
+    overhead_seconds: float = 0.0,
+    keep_events: bool = True,
+    micro_batches: int = 0,
+    stretch: dict[tuple[int, Action], float] | None = None,
+) -> Timeline:
+    """Let every worker do its list.
+
+    Args:
+        lists: actions of each worker, as :func:`ronde.plan.schedules.actions` gives them; sends and
+            receives in them are passed over, since a send begins when what it sends is there.
+        times: of each stage.
+        overhead_seconds: what the runtime adds to each action.
+        keep_events: whether the result has them.
+        micro_batches: for the record.
+        stretch: (worker, action) -> how many times as long it takes.
+
+    Raises:
+        ArgumentError: the lists wait for each other.
+    """
+    stages = len(times.forward)
+    inputs = times.backward_input or tuple(
+        b if times.undivided else INPUT_SHARE * b for b in times.backward
+    )
+    weights = tuple(
+        b if times.undivided else b - i for b, i in zip(times.backward, inputs, strict=True)
+    )
+    cost = {"F": times.forward, "B": times.backward, "I": inputs, "W": weights}
+    work = [[a for a in row if a[1] in cost] for row in lists]
+    owner = [0] * stages
+    for worker, row in enumerate(work):
+        for stage, _, _ in row:
+            owner[stage] = worker
+    ready: dict[
+        tuple[int, bool, int], float
+    ] = {}  # (stage, forward?, micro-batch) -> when its input is there
+    link: dict[tuple[int, int], float] = {}
+    clock = [0.0] * len(work)
+    busy = [0.0] * len(work)
+    at = [0] * len(work)
+    held = [0] * stages
+    most = [0] * stages
+    events: list[Event] = []
+    waiting: dict[tuple[int, bool, int], int] = {}
+    awake = deque(range(len(work)))
+    last = stages - 1
+    while awake:
+        worker = awake.popleft()
+        row = work[worker]
+        now = clock[worker]
+        k = at[worker]
+        while k < len(row):
+            stage, kind, micro = row[k]
+            start = now
+            if kind == "F":
+                if stage:
+                    key = (stage, True, micro)
+                    there = ready.get(key)
+                    if there is None:
+                        waiting[key] = worker
+                        break
+                    start = max(now, there)
+                held[stage] += 1
+                if held[stage] > most[stage]:
+                    most[stage] = held[stage]
+            elif kind != "W" and stage != last:
+                key = (stage, False, micro)
+                there = ready.get(key)
+                if there is None:
+                    waiting[key] = worker
+                    break
+                start = max(now, there)
+            if kind in ("B", "W"):
+                held[stage] -= 1
+            seconds = cost[kind][stage] + overhead_seconds
+            now = start + (seconds * stretch[worker, row[k]] if stretch else seconds)
+            busy[worker] += now - start
+            if keep_events:
+                events.append(Event(worker, start, now, row[k]))
+            k += 1
+            if kind == "W":
+                continue
+            forward = kind == "F"
+            to = stage + 1 if forward else stage - 1
+            if not 0 <= to <= last:
+                continue
+            there = now
+            if owner[to] != worker:
+                seconds = times.send[stage] if forward else times.send_back[stage]
+                if seconds:
+                    wire = (worker, owner[to])
+                    there = link[wire] = max(now, link.get(wire, 0.0)) + seconds
+            key = (to, forward, micro)
+            ready[key] = there
+            if key in waiting:
+                awake.append(waiting.pop(key))
+        clock[worker] = now
+        at[worker] = k
+    stuck = [w for w, row in enumerate(work) if at[w] < len(row)]
+    if stuck:
+        first = work[stuck[0]][at[stuck[0]]]
+        raise ArgumentError(
+            f"pipeline: the lists of actions wait for each other; worker {stuck[0]} waits at {first.kind} of micro-batch {first.micro} "
+            f"on stage {first.stage}."
+        )
+    events.sort(key=lambda e: (e.start, e.worker))
+    return Timeline(
+        max(clock), tuple(busy), tuple(clock), tuple(most), tuple(events), micro_batches
+    )
+
+
+def share_cores(
+    timeline: Timeline, contention: float, copies: int
+) -> dict[tuple[int, Action], float]:
+    """Factors, at most 1, by which each action is shorter than with all workers at work, where they
+    share cores and some wait meanwhile.
+
+    All workers are taken to share the cores, also those of other nodes.
+
+    Args:
+        timeline: with its events, of actions that take as long as with all workers at work.
+        contention: how many times longer an action takes so than alone; in between it grows in a
+            line with the others that work.
+        copies: pipelines that do the same at the same time.
+    """
+    starts = np.array([e.start for e in timeline.events])
+    ends = np.array([e.end for e in timeline.events])
+    edges = np.concatenate([starts, ends])
+    order = np.argsort(edges, kind="stable")
+    at = edges[order]
+    working = np.cumsum(np.where(order < len(starts), 1.0, -1.0))  # from each edge to the next
+    worked = np.concatenate([[0.0], np.cumsum(working[:-1] * np.diff(at))])
+    mean = (np.interp(ends, at, worked) - np.interp(starts, at, worked)) / np.maximum(
+        ends - starts, 1e-12
+    )
+    others = np.clip((copies * mean - 1.0) / max(1, copies * len(timeline.busy) - 1), 0.0, 1.0)
+    return {
+        (e.worker, e.action): (1.0 + (contention - 1.0) * o) / contention
+        for e, o in zip(timeline.events, others.tolist(), strict=True)
+    }
+
+
+def run_step(
+    schedule: Schedule,
+    workers: int,
+    virtual: int,
+    micro_batches: int,
+    times: Times,
+    *,
+    overhead_seconds: float = 0.0,
+    keep_events: bool = False,
+    exact: bool = False,
+    contention: float = 1.0,
+    copies: int = 1,
+) -> Timeline:
+    """Simulate one step of a schedule.
+
+    A long step is simulated at two smaller numbers of micro-batches and continued in a line: once a
+    pipeline is full, each round of micro-batches takes as long as the one before. ``exact`` forbids
+    that. Where workers share cores, see :func:`share_cores`.
+
+    Raises:
+        ArgumentError: the schedule does not allow these numbers.
+    """
+    each = 3 if schedule in ("zero-bubble", "zbv") else 2
+    shorter = max(2 * workers, _ACTIONS // (2 * each * workers * virtual) // workers * workers)
+    rounds = (
+        schedule in ("interleaved", "zero-bubble") and micro_batches % workers
+    )  # rounds of another size than in the shorter steps
+    if (
+        not exact
+        and not keep_events
+        and not rounds
+        and micro_batches * each * workers * virtual > _ACTIONS
+        and micro_batches > 2 * shorter
+    ):
+        few, more = shorter, 2 * shorter
+        if not allowed(schedule, workers, virtual, few) and not allowed(
+            schedule, workers, virtual, more
+        ):
+            reason = allowed(schedule, workers, virtual, micro_batches)
+            if reason:
+                raise ArgumentError(f"pipeline: {reason}.")
+            a, b = (
+                simulate(
+                    actions(schedule, workers, virtual, m),
+                    times,
+                    overhead_seconds=overhead_seconds,
+                    keep_events=False,
+                )
+                for m in (few, more)
+            )
+            return _continue(a, b, few, more, micro_batches, schedule)
+    lists = actions(schedule, workers, virtual, micro_batches)
+    shared = contention > 1.0 and micro_batches * each * workers * virtual <= _ACTIONS
+    stretch: dict[tuple[int, Action], float] | None = None
+    for _ in range(_SHARED_TRIES if shared else 0):
+        found = simulate(
+            lists,
+            times,
+            overhead_seconds=overhead_seconds,
+            micro_batches=micro_batches,
+            stretch=stretch,
+        )
+        stretch = share_cores(found, contention, copies)
+    return simulate(
+        lists,
+        times,
+        overhead_seconds=overhead_seconds,
+        keep_events=keep_events,
+        micro_batches=micro_batches,
+        stretch=stretch,
+    )
+
+
+def _continue(
+    a: Timeline, b: Timeline, few: int, more: int, micro_batches: int, schedule: Schedule
+) -> Timeline:
+    def line(x: float, y: float) -> float:
+        return y + (y - x) / (more - few) * (micro_batches - more)
+
+    def lines(x: tuple[float, ...], y: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(itertools.starmap(line, zip(x, y, strict=True)))
+
+    flight = (micro_batches,) * len(b.in_flight) if schedule in ("gpipe", "looped") else b.in_flight
+    return Timeline(
+        line(a.seconds, b.seconds),
+        lines(a.busy, b.busy),
+        lines(a.done, b.done),
+        flight,
+        (),
+        micro_batches,
+        True,
+    )

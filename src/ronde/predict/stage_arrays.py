@@ -1,0 +1,137 @@
+"""The stages of a cut pipeline as arrays, and small sums over blocks of units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ronde.plan.plan import Plan
+from ronde.plan.schedules import worker_of, zbv_gaps
+from ronde.predict.simulate import Timeline
+from ronde.predict.unit_arrays import Array, Chain, holders
+
+__all__ = ["Stages", "arrays", "by_worker", "closed_form", "edges", "ring", "within"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stages:
+    """The stages of a cut as arrays, one number a stage."""
+
+    bounds: tuple[int, ...]
+    worker: Array
+    forward: Array
+    backward: Array
+    recompute: Array
+    reduce: Array
+    parameters: Array
+    trainable: Array
+    optimizer: Array
+    buffers: Array
+    saved: Array
+    put_off: Array
+    transient: Array
+    send_bytes: Array
+    back_bytes: Array
+    tied_bytes: Array
+    reduce_bytes: Array
+
+
+def ring(ranks: int) -> float:
+    """Bytes that a worker sends for each byte that a ring all-reduces."""
+    return 2.0 * (ranks - 1) / ranks
+
+
+def within(values: Array, starts: npt.NDArray[np.intp], count: int) -> Array:
+    """The sum over a unit and those after it in its run."""
+    total = np.cumsum(values[::-1])[::-1]
+    ends = np.append(starts[1:], count)
+    behind = np.append(total, 0.0)[ends]
+    return np.asarray(total - np.repeat(behind, np.diff([*starts, count])), dtype=float)
+
+
+def edges(blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Units that begin a block, or a run of units that are in none."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(blocks)) + 1]).astype(np.intp)
+
+
+def arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
+    """Sums over the units of each stage of a cut."""
+    starts = np.array(bounds[:-1])
+    count = len(starts)
+    worker = np.array([worker_of(s, plan.pipeline, plan.schedule) for s in range(count)])
+
+    def sums(values: Array) -> Array:
+        return np.asarray(np.add.reduceat(values, starts), dtype=float)
+
+    parameters, trainable, optimizer = (
+        sums(made.parameters),
+        sums(made.trainable),
+        sums(made.optimizer),
+    )
+    tied = np.zeros(count)
+    for tie in made.ties:
+        held, made_at = holders(tie, bounds, worker)
+        first = int(np.searchsorted(starts, tie.units[0], side="right")) - 1
+        trainable[first] -= tie.trainable_bytes
+        for s, last in zip(held, made_at, strict=True):
+            trainable[last] += tie.trainable_bytes
+            if len(held) > 1:
+                tied[s] += tie.trainable_bytes
+            if s != first:
+                parameters[s] += tie.parameter_bytes
+                optimizer[s] += tie.optimizer_bytes
+    ends = np.array(bounds[1:]) - 1
+    apart = worker[1:] != worker[:-1]
+    send = np.zeros(count)
+    back = np.zeros(count)
+    send[:-1] = made.crossing[ends[:-1]] * apart
+    back[1:] = made.crossing_grad[ends[:-1]] * apart
+    return Stages(
+        bounds=bounds,
+        worker=worker,
+        forward=sums(made.forward),
+        backward=sums(made.backward),
+        recompute=sums(made.recompute),
+        reduce=sums(made.reduce),
+        parameters=parameters,
+        trainable=trainable,
+        optimizer=optimizer,
+        buffers=sums(made.buffers),
+        saved=sums(made.saved),
+        put_off=sums(made.put_off),
+        transient=np.asarray(np.maximum.reduceat(made.transient_backward, starts), dtype=float),
+        send_bytes=send,
+        back_bytes=back,
+        tied_bytes=tied,
+        reduce_bytes=sums(made.reduce_bytes),
+    )
+
+
+def by_worker(values: Array, stages: Stages, workers: int) -> Array:
+    """One number a stage, summed for each worker."""
+    return np.asarray(
+        np.bincount(stages.worker.astype(np.intp), weights=values, minlength=workers), dtype=float
+    )
+
+
+def closed_form(
+    plan: Plan, stages: Stages, micro_batches: int, overhead_seconds: float, send_seconds: float
+) -> Timeline:
+    """The textbook's step: the busiest worker without a pause, and the others' time for one
+    micro-batch, as far as the schedule waits for it.
+    """
+    workers = plan.pipeline
+    thrice = plan.schedule in ("zero-bubble", "zbv")
+    each = by_worker(
+        stages.forward + stages.backward + (3 if thrice else 2) * overhead_seconds, stages, workers
+    )
+    busiest = float(each.max())
+    gaps = zbv_gaps(workers, micro_batches) if plan.schedule == "zbv" else 1.0
+    wait = (float(each.sum()) - busiest) / plan.virtual * gaps / (
+        3.0 if thrice else 1.0
+    ) + send_seconds / plan.virtual
+    seconds = micro_batches * busiest + wait
+    busy = tuple((micro_batches * each).tolist())
+    return Timeline(seconds, busy, (seconds,) * workers, ())

@@ -1,0 +1,439 @@
+"""One step of a plan, composed from measured parts: its time term by term."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import numpy as np
+
+from ronde.predict.collectives import Group, boundary_crosses, collective
+from ronde.predict.peak_memory import Moments
+from ronde.predict.prediction import TERMS, Prediction, StageRow
+from ronde.predict.simulate import INPUT_SHARE, Times, run_step
+from ronde.predict.stage_arrays import arrays, by_worker, closed_form, edges, ring
+from ronde.predict.unit_arrays import Array
+from ronde.world import ArgumentError
+
+__all__ = ["Step"]
+
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
+_DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
+_HOST_BYTES_PER_SECOND = 12e9
+
+
+class Step(Moments):
+    """One plan being predicted."""
+
+    def whole(self, quick: bool) -> Prediction:
+        """With the whole model on each worker, or on each group of tensor-parallel or sharding
+        workers.
+        """
+        made, times = self.made, self.micro_batches
+        forward, backward = float(made.forward.sum()), float(made.backward.sum())
+        recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
+        terms = dict.fromkeys(TERMS, 0.0)
+        alone = (
+            self.costs.contention if self.plan.workers == 1 else 1.0
+        )  # nobody else computes meanwhile
+        further = (times - 1) * self._accumulated(float(made.trainable.sum()))
+        terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
+        terms["recompute"] = times * recompute / alone
+        terms["tensor"] = times * reduce
+        if self.plan.tensor > 1:  # its workers wait for each other in every block
+            terms["tensor"] += (self.costs.lockstep - 1.0) * times * (forward + backward - reduce)
+        hidden = 0.0
+        trainable = float(made.trainable.sum())
+        parameters = float(made.parameters.sum())
+        replicas = self.plan.replicas
+        sent = times * float(made.reduce_bytes.sum()) * ring(self.plan.tensor)
+        if self.fsdp:
+            hidden = self._sharded(terms)
+            terms["exchange"] += (self.costs.lockstep - 1.0) * times * (
+                forward + backward
+            ) + self.all_reduce.alpha  # the loss is summed
+            gathers = 2 if self.plan.shard == "parameters" else 1
+            sent += times * (gathers * parameters + trainable) * ring(self.parts) / 2.0
+            sent += trainable / self.parts * ring(self.at["copies"].ranks)
+        elif replicas > 1:
+            exposed, hidden = self._buckets()
+            terms["exchange"] = exposed
+            terms["interference"] = (self.cluster.interference - 1.0) * hidden
+            sent += trainable * ring(replicas)
+            if self.plan.shard == "optimizer":
+                terms["gather"] = self._broadcasts(trainable, float(self.owner.tensors.sum()))
+                sent += trainable * ring(self.parts) / 2.0
+        terms["optimizer"] = self._optimizer(trainable)
+        terms["host"] = self._host(parameters, trainable)
+        memory = self._whole_memory()
+        return self._result(terms, memory, sent, 0.0, hidden, simulated=not quick)
+
+    def _buckets(self) -> tuple[float, float]:
+        """Seconds of the gradients' exchange that are exposed after the backward pass, and hidden
+        in it.
+        """
+        made, gradients = self.made, self.owner.gradients
+        ready = np.cumsum(made.backward[::-1])
+        # A bucket is sent when it is full, which is in the middle of a unit that has many
+        # parameters.
+        at = ready[::-1][gradients.unit] - gradients.before * made.backward[gradients.unit]
+        behind = np.cumsum(gradients.share * made.trainable[gradients.unit])
+        now = total = sent = 0.0
+        limit, first = _FIRST_BUCKET, 0
+        while first < len(behind) and behind[-1] > sent:
+            last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
+            filled = float(behind[last]) - sent
+            seconds = self.all_reduce.alpha + self.all_reduce.seconds_per_byte * filled
+            seconds += self.added["bucket"](
+                filled, float(gradients.tensors[first : last + 1].sum()), 1
+            )
+            now = max(now, float(at[last])) + seconds
+            total += seconds
+            sent, first, limit = float(behind[last]), last + 1, _BUCKET
+        exposed = max(0.0, now - float(ready[-1]))
+        overlap = self.cluster.bucket_overlap
+        exposed = overlap * exposed + (1.0 - overlap) * total
+        return exposed, total - exposed
+
+    def _broadcasts(self, trainable: float, tensors: float) -> float:
+        """Seconds until every worker has sent the parameters that it updated, one worker after the
+        other.
+        """
+        each = trainable / self.parts
+        messages = self.parts * max(1, math.ceil(each / _BUCKET))
+        added = self.added["update"](trainable, tensors)
+        return messages * self.broadcast.alpha + trainable * self.broadcast.seconds_per_byte + added
+
+    def _gathered(self, size: float, tensors: float) -> float:
+        """Seconds of gathering so many bytes of parameters by FSDP2."""
+        return self.gather(size) + self.added["gather"](size, tensors)
+
+    def _reduced(self, size: float, tensors: float, last: bool) -> float:
+        """Seconds of reducing so many bytes of gradients by FSDP2: over the copies with the last
+        micro-batch only.
+        """
+        return (
+            self.scatter(size)
+            + (self.copies(size / self.parts) if last else 0.0)
+            + self.added["reduce"](size, tensors)
+        )
+
+    def _sharded(self, terms: dict[str, float]) -> float:
+        """Adds the seconds of gathering parameters and scattering gradients that are exposed; gives
+        those that are hidden.
+        """
+        kinds = ((1, True), (self.micro_batches - 1, False))
+        found = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
+        terms["gather"] = sum(times * gather for times, gather, _, _ in found)
+        terms["exchange"] = sum(times * exchange for times, _, exchange, _ in found)
+        return sum(times * hidden for times, _, _, hidden in found)
+
+    def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
+        """Of one micro-batch: seconds of gathering and of scattering that are exposed, and of both
+        that are hidden.
+        """
+        made, overlap, slower = self.made, self.cluster.overlap, self.cluster.interference - 1.0
+        starts = edges(made.blocks)
+        inside = made.blocks[starts] >= 0
+
+        def grouped(values: Array) -> Array:
+            return np.asarray(np.add.reduceat(values, starts), dtype=float)
+
+        # What is in no block is one group, gathered first and reduced last.
+        parameters, trainable = grouped(made.parameters) * inside, grouped(made.trainable) * inside
+        rest, rest_gradients = (
+            float(made.parameters.sum() - parameters.sum()),
+            float(made.trainable.sum() - trainable.sum()),
+        )
+        tensors = grouped(self.owner.tensors) * inside
+        others = float(self.owner.tensors.sum() - tensors.sum())
+        gather = np.array(
+            [self._gathered(float(p), float(n)) for p, n in zip(parameters, tensors, strict=True)]
+        )
+        reduce = np.array(
+            [
+                self._reduced(float(g), float(n), last_pass)
+                for g, n in zip(trainable, tensors, strict=True)
+            ]
+        )
+        rest_gather, rest_reduce = (
+            self._gathered(rest, others),
+            self._reduced(rest_gradients, others, last_pass),
+        )
+        forward, backward = grouped(made.forward), grouped(made.backward)
+        nothing = np.zeros(1)
+        again = self.plan.shard == "parameters"
+        forward_wire = np.concatenate([gather[1:], nothing])  # the next block's parameters
+        backward_wire = np.concatenate([nothing, gather[:-1]]) * again + np.concatenate(
+            [reduce[1:], nothing]
+        )  # before it, after it
+        first = rest_gather + float(gather[0])
+        last = float(reduce[0]) + rest_reduce
+
+        def exposed(compute: Array, wire: Array) -> float:
+            return float(
+                (np.maximum(compute, wire) + slower * np.minimum(compute, wire) - compute).sum()
+            )
+
+        gathers = float(gather.sum()) * (2 if again else 1) + rest_gather
+        reduces = float(reduce.sum()) + last - float(reduce[0])
+        parallel = first + exposed(forward, forward_wire) + exposed(backward, backward_wire) + last
+        shown = overlap * min(
+            parallel, gathers + reduces + slower * float((forward + backward).sum())
+        ) + (1.0 - overlap) * (gathers + reduces)
+        part = gathers / (gathers + reduces) if gathers + reduces else 0.0
+        return shown * part, shown * (1.0 - part), max(0.0, gathers + reduces - shown)
+
+    def _accumulated(self, trainable: float) -> float:
+        """Seconds of adding the gradients of so many bytes of parameters to those of the
+        micro-batch before.
+        """
+        part = trainable / self.owner._trainable if self.owner._trainable else 0.0
+        return (
+            self.costs.accumulate_seconds
+            / self.cluster.speed
+            * part
+            / (self.parts if self.fsdp else 1)
+        )
+
+    def _optimizer(self, trainable: float) -> float:
+        """Seconds of clipping and of the optimizer's step."""
+        part = trainable / self.owner._trainable if self.owner._trainable else 0.0
+        # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
+        fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
+        step = fixed + (self.costs.optimizer_seconds - fixed) / self.parts
+        # ZeRO-1 clips before it divides.
+        fixed, clip = self.costs.clip_fixed_seconds, self.costs.clip_seconds
+        clip = fixed + (clip - fixed) / self.parts if self.fsdp else clip
+        return (step + clip) / self.cluster.speed * part
+
+    def _host(self, parameters: float, trainable: float) -> float:
+        if self.plan.offload == "none":
+            return 0.0
+        rate = self.cluster.host_bytes_per_second or _HOST_BYTES_PER_SECOND
+        moved = (trainable + parameters) / self.parts
+        if self.plan.offload == "parameters":
+            moved += 2 * self.micro_batches * parameters / self.parts
+        return moved / rate
+
+    def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
+        """With a stage or several on each worker."""
+        plan, cluster = self.plan, self.cluster
+        workers, virtual = plan.pipeline, plan.virtual
+        at = self.at["stages"]
+        inside, across = Group(2, "node", 2, 1), Group(2, "cluster", 1, at.sisters)
+        near, far = collective(cluster, "send", inside), collective(cluster, "send", across)
+        bounds = self.owner.bounds_of(
+            plan,
+            self.made,
+            self.held,
+            self.micro_batches,
+            far if at.scope == "cluster" else near,
+            quick,
+        )
+        if bounds is None:
+            raise ArgumentError(
+                f"pipeline: {workers * virtual} stages were asked for, and the model can be cut into {len(self.made.cuts) + 1} at most."
+            )
+        stages = arrays(self.made, bounds, plan)
+        count = workers * virtual
+        send, back = np.zeros(count), np.zeros(count)
+        for s in range(count):
+            if stages.send_bytes[s]:
+                crosses = boundary_crosses(
+                    plan.layout, cluster, int(stages.worker[s]), int(stages.worker[s + 1])
+                )
+                send[s] = (far if crosses else near)(float(stages.send_bytes[s]))
+            if stages.back_bytes[s]:
+                crosses = boundary_crosses(
+                    plan.layout, cluster, int(stages.worker[s]), int(stages.worker[s - 1])
+                )
+                back[s] = (far if crosses else near)(float(stages.back_bytes[s]))
+        passes = stages.backward
+        if plan.schedule in ("zero-bubble", "zbv"):
+            # In two parts it takes longer, but for the first stage's.
+            apart = self.costs.split_seconds.at(self.share / self.micro_batches) / (
+                cluster.speed * plan.tensor
+            )
+            passes = passes + np.concatenate([[0.0], passes[1:]]) * (
+                apart / max(1e-12, float(passes.sum()))
+            )
+        # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of
+        # it in the weights' part.
+        inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
+        # All but the first add to gradients that are there: spread over all of them.
+        further = (self.micro_batches - 1) / self.micro_batches
+        backward = [
+            float(b) + further * self._accumulated(float(t))
+            for b, t in zip(passes, stages.trainable, strict=True)
+        ]
+        times = Times(
+            tuple(stages.forward.tolist()),
+            tuple(backward),
+            tuple(send.tolist()),
+            tuple(back.tolist()),
+            inputs,
+        )
+        if quick:
+            timeline = closed_form(
+                plan,
+                stages,
+                self.micro_batches,
+                self.owner.action_seconds,
+                float(send.sum() + back.sum()),
+            )
+            unsent = timeline
+        else:
+            draw = self.owner.draws and workers * virtual * self.micro_batches <= _DRAWN
+            simulated = partial(
+                run_step,
+                plan.schedule,
+                workers,
+                virtual,
+                self.micro_batches,
+                overhead_seconds=self.owner.action_seconds,
+                contention=self.costs.contention,
+                copies=plan.replicas * plan.tensor,
+            )
+            timeline = simulated(times, keep_events=draw)
+            unsent = self.owner.simulated = timeline
+            if split_waits:
+                free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
+                unsent = simulated(free)
+        trainable = by_worker(stages.trainable, stages, workers)
+        parameters = by_worker(stages.parameters, stages, workers)
+        starts = np.array(bounds[:-1])
+        tensors = by_worker(np.add.reduceat(self.owner.tensors, starts), stages, workers)
+        modules = by_worker(
+            np.add.reduceat((self.made.parameters > 0).astype(float), starts), stages, workers
+        )
+        gather, exchange, sent = np.zeros(workers), np.zeros(workers), np.zeros(workers)
+        optimizer, host = np.zeros(workers), np.zeros(workers)
+        for w in range(workers):
+            g, p, n, more = (
+                float(trainable[w]),
+                float(parameters[w]),
+                float(tensors[w]),
+                max(0.0, float(modules[w]) - 1.0),
+            )
+            if self.fsdp:
+                # Each module of a stage is gathered when it is called, and reduced when its
+                # backward pass is done, micro-batch by micro-batch.
+                times_gathered = self.micro_batches * (2 if plan.shard == "parameters" else 1)
+                gather[w] = times_gathered * (
+                    self._gathered(p, n) + more * (self.gather.alpha + self.added["gather"].call)
+                )
+                one = self._reduced(g, n, last=False) + more * (
+                    self.scatter.alpha + self.added["reduce"].call
+                )
+                exchange[w] = self.micro_batches * one
+                sent[w] += (times_gathered * p + self.micro_batches * g) * ring(self.parts) / 2.0
+            elif plan.replicas > 1:
+                exchange[w] = (
+                    math.ceil(g / _BUCKET) * self.all_reduce.alpha
+                    + self.all_reduce.seconds_per_byte * g
+                )
+                sent[w] += g * ring(plan.replicas)
+                if plan.shard == "optimizer":
+                    gather[w] = self._broadcasts(g, n)
+                    sent[w] += g * ring(self.parts) / 2.0
+            optimizer[w] = self._optimizer(g)
+            host[w] = self._host(p, g)
+        tied = by_worker(stages.tied_bytes, stages, workers)
+        exchange += np.array(
+            [far(2.0 * float(b)) if at.scope == "cluster" else near(2.0 * float(b)) for b in tied]
+        )
+        messages = by_worker(
+            stages.send_bytes + stages.back_bytes + stages.reduce_bytes * ring(plan.tensor),
+            stages,
+            workers,
+        )
+        sent += self.micro_batches * messages + 2.0 * tied
+        ends = np.array(timeline.done) + gather + exchange + optimizer + host
+        last = int(ends.argmax())
+        terms = dict.fromkeys(TERMS, 0.0)
+        actions = (
+            self.micro_batches * virtual * (3 if plan.schedule in ("zero-bubble", "zbv") else 2)
+        )
+        terms["overhead"] = actions * self.owner.action_seconds
+        terms["recompute"] = self.micro_batches * float(
+            by_worker(stages.recompute, stages, workers)[last]
+        )
+        terms["tensor"] = self.micro_batches * float(
+            by_worker(stages.reduce, stages, workers)[last]
+        )
+        terms["compute"] = max(
+            0.0, timeline.busy[last] - terms["overhead"] - terms["recompute"] - terms["tensor"]
+        )
+        terms["overhead"] += self.owner.added["pipeline"].call
+        waits = timeline.done[last] - timeline.busy[last]
+        terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
+        terms["bubble"] = waits - terms["p2p"]
+        terms["gather"], terms["exchange"] = float(gather[last]), float(exchange[last])
+        terms["optimizer"], terms["host"] = float(optimizer[last]), float(host[last])
+        memory, rows = self._pipeline_memory(bounds, quick)
+        names = () if quick else tuple(self.costs.units[b].name for b in bounds[1:-1])
+        return self._result(
+            terms,
+            memory,
+            float(sent.max()),
+            timeline.mean_bubble,
+            0.0,
+            not quick,
+            rows,
+            names,
+            timeline.extrapolated and not quick,
+        )
+
+    def _result(
+        self,
+        terms: dict[str, float],
+        memory: dict[str, float],
+        sent: float,
+        bubble: float,
+        hidden: float,
+        simulated: bool,
+        stages: tuple[StageRow, ...] = (),
+        split_at: tuple[str, ...] = (),
+        extrapolated: bool = False,
+    ) -> Prediction:
+        plan = self.plan
+        notes = () if not simulated else tuple(self.owner.notes(plan, self.at))
+        if extrapolated:
+            notes = (*notes, "simulated with fewer micro-batches and continued in a line")
+        placement = {}
+        if simulated and plan.workers > 1:
+            names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
+            placement = {name: self.at[name].sentence() for name, size in names.items() if size > 1}
+            if plan.shard_within and plan.shard != "none":
+                placement["shard"], placement["copies"] = (
+                    self.at["shard"].sentence(),
+                    self.at["copies"].sentence(),
+                )
+            if plan.pipeline > 1:
+                placement["stages"] = (
+                    "neighbours inside a node"
+                    if self.at["stages"].scope == "node"
+                    else "neighbours across nodes"
+                )
+        return Prediction(
+            plan=plan,
+            raw_step_seconds=sum(terms.values()),
+            correction=self.cluster.correction(plan.family, plan.workers),
+            terms=terms,
+            one_device_seconds=self.owner.one_device_seconds(plan.batch_size),
+            memory=memory,
+            capacity_bytes=self.cluster.memory_bytes,
+            verdict=self.owner.verdict(sum(memory.values())),
+            exchanged_bytes=sent,
+            bubble=bubble,
+            micro_batches=self.micro_batches,
+            micro_samples=self.largest,
+            placement=placement,
+            stages=stages,
+            split_at=split_at,
+            hidden_seconds=hidden,
+            notes=notes,
+            simulated=simulated,
+        )

@@ -1,0 +1,473 @@
+"""A model's units as arrays: what each costs at one micro-batch size, under tensor parallelism and
+recomputation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ronde.predict.costs import Costs, Unit
+from ronde.world import ArgumentError
+
+__all__ = [
+    "SELECTIVE_SAVED",
+    "SELECTIVE_SECONDS",
+    "Array",
+    "Chain",
+    "Gradients",
+    "Tie",
+    "chain",
+    "holders",
+]
+
+Array = npt.NDArray[np.float64]
+Recompute = Literal["none", "selective", "full"]
+
+SELECTIVE_SAVED = 0.5
+"""Share of its activations that a unit keeps under ``recompute="selective"``, assumed where it was
+not measured.
+"""
+SELECTIVE_SECONDS = 0.15
+"""What that adds to its backward pass, as a share of its forward pass, assumed where it was not
+measured.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that several units share.
+
+    Attributes:
+        units: which, in order; the first one's bytes count them.
+        parameter_bytes, trainable_bytes, optimizer_bytes: of what is shared.
+    """
+
+    units: tuple[int, ...]
+    parameter_bytes: float
+    trainable_bytes: float
+    optimizer_bytes: float
+
+
+def holders(tie: Tie, bounds: tuple[int, ...], worker: Array) -> tuple[list[int], list[int]]:
+    """Of each worker that has a part in a tie, the first of its stages that does, and the last,
+    which makes the gradient.
+    """
+    stages = sorted({int(np.searchsorted(bounds, u, side="right")) - 1 for u in tie.units})
+    firsts: dict[int, int] = {}
+    lasts: dict[int, int] = {}
+    for s in stages:
+        firsts.setdefault(int(worker[s]), s)
+        lasts[int(worker[s])] = s
+    return list(firsts.values()), list(lasts.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """One array an attribute, one number a unit: seconds and bytes of one micro-batch on one
+    worker.
+
+    Attributes:
+        forward, backward: seconds; tensor-parallel all-reduces and recomputation are in them.
+        recompute: the part of ``backward`` that runs a forward pass again.
+        reduce: the part of both that all-reduces activations over tensor-parallel workers.
+        parameters, trainable, optimizer, buffers: bytes.
+        saved: activations kept from forward to backward.
+        transient: most needed for a moment beside that in the forward pass.
+        transient_backward: in the backward pass, with what recomputation brings back.
+        put_off: held between the two parts of a backward pass, where they run apart.
+        late: gradients that its backward pass leaves behind for parameters of earlier units.
+        crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
+        reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
+        blocks: which block a unit is part of, -1 where it is in none: what is recomputed, and
+            gathered, together.
+        calls: how often a forward pass calls that block.
+        cuts: units that a stage may begin with, without the first.
+        ties: parameters shared by several units.
+    """
+
+    forward: Array
+    backward: Array
+    recompute: Array
+    reduce: Array
+    parameters: Array
+    trainable: Array
+    optimizer: Array
+    buffers: Array
+    saved: Array
+    transient: Array
+    transient_backward: Array
+    put_off: Array
+    late: Array
+    crossing: Array
+    crossing_grad: Array
+    reduce_bytes: Array
+    blocks: npt.NDArray[np.intp]
+    calls: Array
+    cuts: tuple[int, ...]
+    ties: tuple[Tie, ...]
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+    @property
+    def seconds(self) -> Array:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Every gradient in the order in which the backward pass makes them: of the last unit first,
+    and of its last parameter.
+
+    Attributes:
+        unit: whose it is.
+        share: of the bytes of the unit's gradients.
+        before: share of the unit's backward pass that is still to come when it is there, as if each
+            took as long.
+        tensors: how many it stands for, where a unit's parameters are not known one by one.
+    """
+
+    unit: npt.NDArray[np.intp]
+    share: Array
+    before: Array
+    tensors: Array
+
+    @classmethod
+    def of(cls, costs: Costs) -> Gradients:
+        """Of a model's units."""
+        rows = []
+        for k in reversed(range(len(costs.units))):
+            unit = costs.units[k]
+            sizes = unit.tensor_bytes if sum(unit.tensor_bytes) else (unit.trainable_bytes,)
+            each = 1 if len(sizes) > 1 else unit.tensors
+            rows += [
+                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes), each)
+                for i, size in enumerate(reversed(sizes))
+                if unit.trainable_bytes
+            ]
+        found = np.array(rows, dtype=float).reshape(-1, 4)
+        return cls(found[:, 0].astype(np.intp), found[:, 1], found[:, 2], found[:, 3])
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """Fixed and per-sample part of every line (with bends: one row a piece), and what does not
+    depend on samples.
+    """
+
+    lines: dict[str, tuple[Array, Array]]
+    flat: dict[str, Array]
+    blocks: npt.NDArray[np.intp]
+    cuts: tuple[int, ...]
+    ties: tuple[Tie, ...]
+    recomputed: npt.NDArray[np.bool_]
+
+
+_LINES = (
+    "forward_seconds",
+    "backward_seconds",
+    "saved_bytes",
+    "transient_bytes",
+    "forward_transient_bytes",
+    "backward_transient_bytes",
+    "crossing_bytes",
+    "crossing_grad_bytes",
+    "tensor_reduce_bytes",
+    "selective_saved_bytes",
+    "selective_seconds",
+    "put_off_bytes",
+    "selective_forward_bytes",
+    "selective_backward_bytes",
+    "full_saved_bytes",
+    "full_forward_bytes",
+    "full_backward_bytes",
+    "tensor_saved_bytes",
+    "tensor_forward_bytes",
+    "tensor_backward_bytes",
+)
+_FLAT = (
+    "parameter_bytes",
+    "trainable_bytes",
+    "optimizer_bytes",
+    "buffer_bytes",
+    "tied_grad_bytes",
+    "tensor",
+    "tensor_time",
+    "block_calls",
+)
+_made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
+
+
+def chain(
+    costs: Costs,
+    samples: float,
+    *,
+    tensor: int = 1,
+    recompute: Recompute = "none",
+    speed: float = 1.0,
+    reduce_seconds: Callable[[float], float] | None = None,
+) -> Chain:
+    """The units' costs at ``samples`` at once.
+
+    Args:
+        costs: of the model.
+        samples: micro-batch.
+        tensor: workers that hold each layer together: the share of a unit that can be divided is,
+            the rest is not.
+        recompute: ``"full"`` keeps a block's input and runs its forward pass again, ``"selective"``
+            the cheap part of it. Units that are in no block are not recomputed.
+        speed: of the device against the one the costs were measured on.
+        reduce_seconds: bytes -> seconds of one all-reduce over the tensor-parallel workers; None
+            for nothing.
+
+    Raises:
+        ArgumentError: the model has no unit.
+    """
+    tables = _tables(costs)
+
+    def line(name: str) -> Array:
+        fixed, per_sample = tables.lines[name]
+        values: Array = fixed + per_sample * samples
+        return values if values.ndim == 1 else np.asarray(values.max(axis=0), dtype=float)
+
+    share = tables.flat["tensor"]
+    rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
+    in_time = (
+        1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if costs.tensor_measured else rest
+    )
+    forward = line("forward_seconds") * in_time / speed
+    backward = line("backward_seconds") * in_time / speed
+    saved = line("saved_bytes")
+    whole_saved = saved
+    if tensor > 1 and not costs.tensor_measured:
+        # What a divided block is given and what it ends with, each as large as what it all-reduces,
+        # every worker has whole.
+        saved = saved - np.maximum(0.0, share * saved - 2.0 * line("tensor_reduce_bytes")) * (
+            1.0 - 1.0 / tensor
+        )
+    # Of each pass, where that is known.
+    transients = [
+        line(name) * rest
+        for name in ("transient_bytes", "forward_transient_bytes", "backward_transient_bytes")
+    ]
+    known = transients[1] + transients[2] > 0
+    transient, backward_transient = (
+        np.where(known, of_pass, transients[0]) for of_pass in transients[1:]
+    )
+    if tensor > 1 and costs.tensor_measured:
+        # Weighed whole and in two parts: what is divided goes with 1 / tensor.
+        parts = 2.0 * (1.0 - 1.0 / tensor)
+        saved = np.maximum(0.0, saved + (line("tensor_saved_bytes") - saved) * parts)
+        transient, backward_transient = (
+            np.maximum(
+                0.0,
+                line(f"{name}_transient_bytes")
+                + (line(f"tensor_{name}_bytes") - line(f"{name}_transient_bytes")) * parts,
+            )
+            for name in ("forward", "backward")
+        )
+    crossing = line("crossing_bytes")
+    reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
+    reduce = np.zeros(len(forward))
+    if tensor > 1 and reduce_seconds is not None:
+        reduce = np.array([reduce_seconds(float(b)) if b else 0.0 for b in reduce_bytes])
+    again = np.zeros(len(forward))
+    transient_backward = backward_transient
+    # all-reduces of activations: forward, backward, and once more if the forward pass runs again
+    ways = 2.0
+    inside = tables.recomputed
+    if recompute in costs.again:
+        whole, kept = whole_saved, line(f"{recompute}_saved_bytes")
+        before = whole - kept  # what every worker would compute again if nothing were divided
+        whole, kept = (
+            saved,
+            kept
+            - (
+                np.maximum(0.0, share * kept - 2.0 * line("tensor_reduce_bytes"))
+                * (1.0 - 1.0 / tensor)
+            ),
+        )
+        transient = line(f"{recompute}_forward_bytes") * rest
+        transient_backward = line(f"{recompute}_backward_bytes")
+        if tensor > 1:
+            for units in _runs(tables.blocks):
+                back = float(before[units].sum())
+                transient_backward[units] = np.maximum(
+                    0.0, transient_backward[units] - back
+                ) * rest[units] + float((whole - kept)[units].sum())
+        saved = kept
+        again = np.where(
+            inside, forward if recompute == "full" else SELECTIVE_SECONDS * forward, 0.0
+        )
+        ways = 3.0 if recompute == "full" else 2.0
+    elif recompute == "full":
+        before = np.concatenate([[0.0], crossing[:-1]])
+        again = np.where(inside, forward, 0.0)
+        kept = np.where(inside, 0.0, saved)
+        transient_backward = backward_transient.copy()
+        for units in _runs(tables.blocks):
+            if not inside[units.start]:
+                continue
+            all_of_it = float(saved[units].sum())
+            first = (
+                min(float(saved[units.start]), float(before[units.start]))
+                if units.stop - units.start == 1
+                else float(before[units.start])
+            )
+            kept[units.start] = min(all_of_it, first)
+            transient_backward[units] += (
+                all_of_it - kept[units.start]
+            )  # all of the block's activations are back at once
+        saved = kept
+        ways = 3.0
+    elif recompute == "selective":
+        measured = line("selective_saved_bytes")
+        kept = np.where(
+            inside, np.where(measured > 0, measured * rest, SELECTIVE_SAVED * saved), saved
+        )
+        extra = np.where(
+            measured > 0, line("selective_seconds") * rest / speed, SELECTIVE_SECONDS * forward
+        )
+        again = np.where(inside, extra, 0.0)
+        transient_backward = backward_transient.copy()
+        for units in _runs(tables.blocks):
+            transient_backward[units] += float((saved[units] - kept[units]).sum())
+        saved = kept
+    if (timed := costs.again_seconds.get(recompute)) is not None and inside.any():
+        # Measured of the whole model: shared out as its parts take time.
+        seconds = np.where(inside, line("forward_seconds"), 0.0)
+        again = (
+            seconds
+            * (max(0.0, timed.at(samples)) / max(1e-12, float(seconds.sum())))
+            * in_time
+            / speed
+        )
+    return Chain(
+        forward=forward + reduce,
+        backward=backward + again + (ways - 1.0) * reduce,
+        recompute=again,
+        reduce=ways * reduce,
+        parameters=tables.flat["parameter_bytes"] * rest,
+        trainable=tables.flat["trainable_bytes"] * rest,
+        optimizer=tables.flat["optimizer_bytes"] * rest,
+        buffers=tables.flat["buffer_bytes"],
+        saved=saved,
+        transient=transient,
+        transient_backward=transient_backward,
+        put_off=line("put_off_bytes") * rest,
+        late=tables.flat["tied_grad_bytes"] * rest,
+        crossing=crossing,
+        crossing_grad=line("crossing_grad_bytes"),
+        reduce_bytes=ways * reduce_bytes,
+        blocks=tables.blocks,
+        calls=tables.flat["block_calls"],
+        # A block that is computed again is one piece.
+        cuts=tables.cuts
+        if recompute == "none"
+        else tuple(
+            c for c in tables.cuts if tables.blocks[c] != tables.blocks[c - 1] or not inside[c]
+        ),
+        ties=tables.ties,
+    )
+
+
+def _tables(costs: Costs) -> _Tables:
+    """The arrays of a model, made once."""
+    found = _made.get(id(costs))
+    if found is not None and found[0]() is costs:
+        return found[1]
+    if not costs.units:
+        raise ArgumentError(
+            "plan: the model has no unit whose cost is known; the planner needs one or more."
+        )
+    lines: dict[str, tuple[Array, Array]] = {}
+    for name in _LINES:
+        pieces = [getattr(unit, name).pieces for unit in costs.units]
+        rows = [[p[min(k, len(p) - 1)] for p in pieces] for k in range(max(map(len, pieces)))]
+        table = np.array(rows, dtype=float).transpose(2, 0, 1)  # part, piece, unit
+        lines[name] = (table[0, 0], table[1, 0]) if len(rows) == 1 else (table[0], table[1])
+    flat = {
+        name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT
+    }
+    cuts = tuple(i + 1 for i, unit in enumerate(costs.units[:-1]) if unit.cut_after)
+    blocks = _named(costs.units) if costs.blocks else _blocks(costs.units)
+    recomputed = np.array([u.recomputed for u in costs.units]) if costs.blocks else blocks >= 0
+    tables = _Tables(lines, flat, blocks, cuts, _ties(costs.units), recomputed)
+    for key in [k for k, (ref, _) in _made.items() if ref() is None]:
+        del _made[key]
+    _made[id(costs)] = (weakref.ref(costs), tables)
+    return tables
+
+
+def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
+    """The block of each unit, by its name: up to the first number in it, as members of lists of
+    modules have; -1 for the rest.
+
+    In a model without such names each child of the model is a block. The same rule as
+    ronde.parallel.recompute follows on modules.
+    """
+
+    def member(name: str) -> str | None:
+        parts = name.split("#")[0].removesuffix("(glue)").strip().split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        return None if at is None else ".".join(parts[: at + 1])
+
+    keys = [member(u.name) for u in units]
+    if not any(keys):
+        keys = [u.name.split(".")[0] for u in units]
+    numbers: dict[tuple[str, int], int] = {}
+    found = []
+    run = 0
+    for i, key in enumerate(keys):
+        if i and key != keys[i - 1]:
+            run += 1
+        found.append(-1 if key is None else numbers.setdefault((key, run), len(numbers)))
+    return np.array(found, dtype=np.intp)
+
+
+def _named(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
+    """The block of each unit, as the unit says."""
+    found: list[int] = []
+    last = -1
+    for i, unit in enumerate(units):
+        if unit.block and (not i or unit.block != units[i - 1].block):
+            last += 1
+        found.append(last if unit.block else -1)
+    return np.array(found, dtype=np.intp)
+
+
+def _runs(blocks: npt.NDArray[np.intp]) -> list[slice]:
+    """The units of each block, which follow each other."""
+    edges = [0, *(int(i) for i in np.flatnonzero(np.diff(blocks)) + 1), len(blocks)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges) if blocks[a] >= 0]
+
+
+def _ties(units: tuple[Unit, ...]) -> tuple[Tie, ...]:
+    where: dict[str, list[int]] = {}
+    for i, unit in enumerate(units):
+        for name in unit.tied:
+            where.setdefault(name, []).append(i)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, owners in where.items():
+        if len(owners) > 1:
+            groups.setdefault(tuple(owners), []).append(name)
+    ties = []
+    for shared in groups:
+        first = units[shared[0]]
+        size = float(
+            min(
+                [units[i].tied_bytes for i in shared if units[i].tied_bytes]
+                or [first.parameter_bytes]
+            )
+        )
+        part = size / first.parameter_bytes if first.parameter_bytes else 0.0
+        ties.append(Tie(shared, size, first.trainable_bytes * part, first.optimizer_bytes * part))
+    return tuple(ties)

@@ -1,0 +1,691 @@
+"""What stands in for functions of others while a probe is installed: the same, with a look at the
+clock if a sample is being made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import stat
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from typing import Any
+
+import numpy as np
+
+from ronde.profile.page_cache import in_cache
+from ronde.profile.replay import MISSING
+from ronde.profile.stage_timer import Account, here, local
+
+__all__ = [
+    "ByName",
+    "HeldFile",
+    "Named",
+    "beneath",
+    "dressed",
+    "exchange",
+    "image_convert",
+    "image_load",
+    "image_open",
+    "opener",
+    "split_imread",
+    "timed",
+]
+
+_READING = frozenset(("r", "rt", "tr", "rb", "br"))
+_WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
+_FILES = 256  # files that each thread writes down
+
+
+def suffix(path: Any) -> str:
+    """The end of a file's name, which says what kind it is."""
+    if isinstance(path, str | os.PathLike):
+        return os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122 - 0.5 µs, where a Path takes 3
+    return type(path).__name__
+
+
+def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
+    """A function that reads, decodes or augments.
+
+    Args:
+        first: what it takes first: ``path``, ``name`` or ``count``, or nothing of interest.
+    """
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        account: Account | None = getattr(local, "account", None)
+        if account is None or account.current < 0:
+            return original(*args, **kwargs)
+        number = account.slot.stage(stage)
+        # What augments by its name counts only where no stage is named around it, but for reading:
+        # the user's ``read_image`` may do all of it. What reads or decodes counts everywhere.
+        if account.current == number or (
+            stage == "augment" and account.current not in (account.python, account.read)
+        ):
+            return original(*args, **kwargs)
+        if first == "path" or first == "name":
+            kind = (
+                suffix(args[0 if first == "path" else 1]) if len(args) > (first == "name") else ""
+            )
+        elif first == "count":
+            kind = str(args[1]) if len(args) > 1 else ""
+        else:
+            kind = type(args[0]).__name__ if args else ""
+        probe = account.probe
+        place = (
+            probe.place(account, stage, original, kind)
+            if stage in probe.remove and first != "keep"
+            else None
+        )
+        if place is not None:
+            found = probe.earlier(account, place, args)
+            if found is not MISSING:
+                if first == "path" and stage == "decode":
+                    read_for(
+                        args[0] if args else None
+                    )  # taking out the decoding leaves the reading
+                return found
+        account.enter(number)
+        try:
+            value = original(*args, **kwargs)
+        finally:
+            account.leave()
+        if stage == "read":
+            if first == "count":
+                account.count_bytes(len(value))
+            elif first == "path" and args:
+                noted(account, args[0], not kwargs.get("mmap_mode"))
+        if place is not None:
+            probe.learn(account, place, value, args)
+        return value
+
+    return function
+
+
+def noted(account: Account, path: Any, all_of_it: bool) -> None:
+    """A function of others has read this file."""
+    try:
+        size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
+    except OSError:
+        return
+    if size and all_of_it:
+        account.count_bytes(size)
+    if size and account.files < _FILES:
+        account.files += 1
+        account.probe.note_file(os.fspath(path), size, None)
+
+
+def read_for(path: Any) -> None:
+    """Read a file that nobody will decode."""
+    if isinstance(path, str | os.PathLike):
+        with open(path, "rb") as file:
+            file.read()
+    elif hasattr(path, "read") and hasattr(path, "seek"):
+        path.seek(0)
+        path.read()
+
+
+class _TimedFile(io.FileIO):
+    """A file whose reads are a stage, if a sample is being made."""
+
+    ronde_large: str | None = None  # its kind, where it is too large to be replayed as a whole
+
+    def readinto(self, buffer: Any, /) -> int:
+        account = here()
+        if account is None or account.current == account.read:
+            return self._count(account, super().readinto(buffer))
+        probe = account.probe
+        place = None
+        if self.ronde_large is not None and "read" in probe.remove:
+            place = probe.place(account, "read", _TimedFile, f"{self.ronde_large} {len(buffer)}")
+            earlier = probe.earlier(account, place)
+            if earlier is not MISSING:
+                buffer[: len(earlier)] = earlier
+                return len(earlier)
+        account.enter(account.read)
+        try:
+            n = super().readinto(buffer)
+        finally:
+            account.leave()
+        if place is not None:
+            probe.learn(account, place, bytes(buffer[:n]), final=True)
+        return self._count(account, n)
+
+    def readall(self) -> bytes:
+        account = here()
+        if account is None or account.current == account.read:
+            data = super().readall()
+        else:
+            account.enter(account.read)
+            try:
+                data = super().readall()
+            finally:
+                account.leave()
+        self._count(account, len(data))
+        return data
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        buffer = bytearray(size)
+        n = self.readinto(memoryview(buffer))
+        return bytes(buffer[:n])
+
+    @staticmethod
+    def _count(account: Account | None, n: int | None) -> int:
+        if account is not None:
+            account.count_bytes(n or 0)
+        return n  # type: ignore[return-value]
+
+
+class HeldFile(io.RawIOBase):
+    """The bytes of a file, from elsewhere, under its name.
+
+    Args:
+        real: opens the real one, for who needs its number; None: it has none.
+    """
+
+    def __init__(self, data: bytes, name: Any, real: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self.mode = "rb"
+        self._data = io.BytesIO(data)
+        self._open = real
+        self._real: Any = None
+
+    def readable(self) -> bool:  # noqa: D102
+        return True
+
+    def seekable(self) -> bool:  # noqa: D102
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:  # noqa: D102
+        return self._data.readinto(buffer)
+
+    def readall(self) -> bytes:  # noqa: D102
+        return self._data.read()
+
+    def write(self, data: Any, /) -> int:  # noqa: D102
+        raise io.UnsupportedOperation("File not open for writing")
+
+    def seek(self, at: int, whence: int = 0, /) -> int:  # noqa: D102
+        return self._data.seek(at, whence)
+
+    def tell(self) -> int:  # noqa: D102
+        return self._data.tell()
+
+    def fileno(self) -> int:  # noqa: D102
+        if self._open is None or self.closed:
+            return super().fileno()  # raises
+        if self._real is None:
+            self._real = self._open(self.name, "rb", buffering=0)
+        os.lseek(self._real.fileno(), self.tell(), os.SEEK_SET)
+        return int(self._real.fileno())
+
+    def close(self) -> None:  # noqa: D102
+        if self._real is not None:
+            self._real.close()
+        self._data.close()
+        super().close()
+
+
+def opener(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``open``: the file's reads are looked at while it is read, not only its opening."""
+    theirs = not isinstance(beneath(original), BuiltinFunctionType | NoneType)
+
+    @functools.wraps(original)
+    def open(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        account: Account | None = getattr(local, "account", None)
+        if (
+            account is None
+            or account.current < 0
+            or account.current == account.read
+            or mode not in _READING
+            or isinstance(file, int)
+            or buffering == 1
+            or (buffering == 0 and "b" not in mode)
+        ):
+            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        name = os.fspath(file)
+        probe = account.probe
+        place = (
+            probe.place(account, "read", "open", suffix(file)) if "read" in probe.remove else None
+        )
+        if place is not None:
+            data = probe.earlier(account, place)
+            if data is not MISSING:
+                return dressed(HeldFile(data, name), mode, buffering, encoding, errors, newline)
+        account.enter(account.read)
+        try:
+            if theirs:
+                # Another's ``open``, which may do what ours would not: a slow store played, a log,
+                # a file system of its own.
+                given = original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+                found = _timed_again(given, name)
+                if found is None:
+                    if place is None:
+                        return _TimedObject(given)
+                    try:
+                        data = given.read()
+                    finally:
+                        given.close()
+                    if isinstance(data, str):
+                        encoding = encoding or "utf-8"
+                        data = data.encode(encoding)
+                    probe.learn(account, place, bytes(data), final=True)
+                    return dressed(
+                        HeldFile(bytes(data), name), mode, buffering, encoding, errors, newline
+                    )
+                raw = found
+            else:
+                raw = _TimedFile(name, "r", closefd, opener)
+            about = os.fstat(raw.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raw.close()
+                return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        finally:
+            account.leave()
+        size = about.st_size
+        if account.files < _FILES:
+            account.files += 1
+            account.enter(-1)
+            probe.note_file(os.fsdecode(name), size, in_cache(raw.fileno()) if size else None)
+            account.leave()
+        if place is not None and size:  # files of the system have none, and are what they are
+            if size <= _WHOLE:
+                account.enter(-1)
+                data = os.pread(raw.fileno(), size, 0)
+                account.leave()
+                probe.learn(account, place, data, final=True)
+            else:
+                raw.ronde_large = suffix(file)
+        return dressed(raw, mode, buffering, encoding, errors, newline)
+
+    return open
+
+
+def _timed_again(file: Any, name: Any) -> _TimedFile | None:
+    """A file that another's ``open`` gave, with reads that are looked at; None where it is no
+    ordinary one.
+    """
+    raw = getattr(getattr(file, "buffer", file), "raw", getattr(file, "buffer", file))
+    if (
+        type(file) not in (io.TextIOWrapper, io.BufferedReader, io.FileIO)
+        or type(raw) is not io.FileIO
+    ):
+        return None
+    timed = _TimedFile(os.dup(raw.fileno()), "r")
+    timed.name = name
+    file.close()
+    return timed
+
+
+class _TimedObject:
+    """A file of another's kind, whose reads are a stage if a sample is being made."""
+
+    def __init__(self, file: Any) -> None:
+        self._ronde_file = file
+
+    def _ronde_read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or account.current == account.read:
+            return function(*args, **kwargs)
+        account.enter(account.read)
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            account.leave()
+        if isinstance(value, bytes | str):
+            account.count_bytes(len(value))
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ronde_file, name)
+        return (
+            functools.partial(self._ronde_read, value)
+            if name.startswith("read") and callable(value)
+            else value
+        )
+
+    def __iter__(self) -> Any:
+        return iter(functools.partial(self._ronde_read, next, iter(self._ronde_file), _END), _END)
+
+    def __next__(self) -> Any:
+        return self._ronde_read(next, self._ronde_file)
+
+    def __enter__(self) -> Any:
+        self._ronde_file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return self._ronde_file.__exit__(*error)
+
+
+_END = object()
+
+
+def dressed(
+    raw: Any,
+    mode: str,
+    buffering: int,
+    encoding: str | None,
+    errors: str | None,
+    newline: str | None,
+) -> Any:
+    """What ``open`` makes of a raw file, as it was asked to."""
+    if "b" in mode and (encoding is not None or errors is not None or newline is not None):
+        raw.close()
+        name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
+        raise ValueError(
+            f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument"
+        )
+    if buffering == 0:
+        return raw
+    binary = io.BufferedReader(
+        raw,
+        buffering
+        if buffering > 1
+        else max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE,
+    )
+    if "b" in mode:
+        return binary
+    text = io.TextIOWrapper(binary, io.text_encoding(encoding), errors, newline)
+    text.mode = mode  # type: ignore[misc]
+    return text
+
+
+# Pillow opens first and decodes when the pixels are asked for.
+
+
+class _Picture:
+    """A decoded image that others are made from; they share its pixels until somebody writes into
+    them.
+    """
+
+    def __init__(self, image: Any) -> None:
+        self.kind: Any = type(image)
+        self.values = {
+            **vars(image),
+            "_im": image.im.copy(),
+            "fp": None,
+            "tile": [],
+            "_readonly": 1,
+        }
+        self.nbytes = image.size[0] * image.size[1] * 4
+
+    def make(self) -> Any:
+        image = self.kind.__new__(self.kind)
+        image.__dict__.update(self.values)
+        image.info = dict(self.values["info"])
+        image.tile = []
+        return image
+
+
+def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``PIL.Image.open``."""
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or account.current == account.decode:
+            return original(*args, **kwargs)
+        probe = account.probe
+        removes = "decode" in probe.remove
+        place: Any = None
+        if removes:
+            place = probe.place(
+                account, "decode", original, suffix(args[0] if args else kwargs.get("fp"))
+            )
+            picture = probe.earlier(account, place)
+            if picture is not MISSING:
+                read_for(args[0] if args else kwargs.get("fp"))
+                return picture.make()
+        account.enter(account.decode)
+        try:
+            image = original(*args, **kwargs)
+        finally:
+            account.leave()
+        if removes:
+            account.opened.append((image, place))
+        return image
+
+    return function
+
+
+def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
+    """``PIL.ImageFile.ImageFile.load``, and those of the formats that have their own.
+
+    Args:
+        plain: it is that of ``ImageFile``, which has nothing to do where there are no tiles.
+    """
+
+    @functools.wraps(original)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None or (plain and not self.tile):
+            return original(self, *args, **kwargs)
+        if account.current == account.decode:
+            value = original(self, *args, **kwargs)
+        else:
+            account.enter(account.decode)
+            try:
+                value = original(self, *args, **kwargs)
+            finally:
+                account.leave()
+        if account.opened:
+            for i, (image, place) in enumerate(account.opened):
+                if (
+                    image is self and not self.tile and not getattr(self, "fp", None)
+                ):  # one that has more pictures to come is left alone
+                    del account.opened[i]
+                    account.probe.learn(account, place, _Picture(self), final=True)
+                    break
+        return value
+
+    return load
+
+
+def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]:
+    """``PIL.Image.Image.convert``: of a file it belongs to decoding, of any other image to
+    augmenting.
+    """
+
+    @functools.wraps(original)
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        account = here()
+        if account is None:
+            return original(self, *args, **kwargs)
+        file = isinstance(self, base)
+        number = account.decode if file else account.slot.stage("augment")
+        if account.current == number or not (
+            file or account.current in (account.python, account.read)
+        ):
+            return original(self, *args, **kwargs)
+        probe, stage = account.probe, "decode" if file else "augment"
+        place = (
+            probe.place(account, stage, original, str(args[0]) if args else "")
+            if stage in probe.remove
+            else None
+        )
+        if place is not None:
+            found = probe.earlier(account, place, (self,))
+            if found is not MISSING:
+                return found
+        account.enter(number)
+        try:
+            value = original(self, *args, **kwargs)
+        finally:
+            account.leave()
+        if place is not None:
+            probe.learn(account, place, value)
+        return value
+
+    return convert
+
+
+def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``cv2.imread`` in two: the file is read here, and OpenCV decodes the bytes, which gives the
+    same pixels.
+    """
+
+    @functools.wraps(original)
+    def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        flags = args[0] if args else kwargs.get("flags", 1)
+        if (
+            here() is None
+            or len(args) > 1
+            or not isinstance(flags, int)
+            or set(kwargs) - {"flags"}
+            or not isinstance(filename, str | os.PathLike)
+        ):
+            return original(filename, *args, **kwargs)
+        import cv2
+
+        try:
+            with open(filename, "rb") as file:
+                data = np.frombuffer(file.read(), dtype=np.uint8)
+            found = cv2.imdecode(data, flags) if data.size else None
+        except OSError:
+            found = None
+        return original(filename, *args, **kwargs) if found is None else found
+
+    return imread
+
+
+def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """``owner.name = value``, or a dictionary's item where the owner is one.
+
+    Returns:
+        A function that puts back what was there, unless somebody else has set it since, or taken it
+        away.
+    """
+    if isinstance(owner, dict):
+        item = owner[name]
+        owner[name] = value
+
+        def put_item_back() -> None:
+            if owner.get(name) is value:
+                owner[name] = item
+
+        return put_item_back
+    had, before = name in vars(owner), vars(owner).get(name)
+    plain = object.__setattr__ if not isinstance(owner, type | ModuleType) else setattr
+    plain(owner, name, value)
+
+    def put_back() -> None:
+        if getattr(owner, name, None) is not value:
+            return
+        if had:
+            plain(owner, name, before)
+        elif isinstance(owner, type):
+            type.__delattr__(owner, name)
+        else:
+            object.__delattr__(owner, name)
+
+    return put_back
+
+
+def beneath(function: Any) -> Any:
+    """What a function was before something of this package was laid over it."""
+    while isinstance(function, FunctionType) and str(
+        function.__globals__.get("__name__")
+    ).startswith("ronde.feed."):
+        function = getattr(function, "__wrapped__", None)
+    return function
+
+
+class ByName:
+    """A function of a module, looked up when it is called: so it meets what is laid over it. It is
+    pickled by its name.
+
+    It stands in data sets that hold such a function (``loader=PIL.Image.open``) while something is
+    laid over that: pickle refuses the function itself, since its name leads to another one then.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._ronde_module = importlib.import_module(module)
+        functools.update_wrapper(self, beneath(getattr(self._ronde_module, name)))
+        self._ronde_name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return getattr(self._ronde_module, self._ronde_name)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> ByName:
+        return self
+
+    def __reduce__(self) -> Any:
+        return ByName, (self._ronde_module.__name__, self._ronde_name)
+
+
+def _original(value: Any) -> Any:
+    return value
+
+
+class Named:
+    """A callable of the user's that belongs to a stage. It passes for what it stands for, and is
+    pickled as that.
+    """
+
+    def __init__(self, value: Any, stage: str) -> None:
+        object.__setattr__(self, "_ronde_value", value)
+        object.__setattr__(self, "_ronde_stage", stage)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._ronde_value)
+
+    def _ronde_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        account = here()
+        if account is None:
+            return function(*args, **kwargs)
+        return account.probe.call(self._ronde_stage, function, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        return self._ronde_call(self._ronde_value, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ronde_value, name)
+        if name.startswith(("encode", "batch_encode", "tokenize")) and callable(value):
+            return functools.partial(
+                lambda function, *args, **kwargs: self._ronde_call(function, args, kwargs), value
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ronde_value, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _original, (self._ronde_value,)
+
+    def __repr__(self) -> str:
+        return repr(self._ronde_value)
+
+    def __eq__(self, other: object) -> bool:
+        other = other._ronde_value if type(other) is Named else other
+        return bool(self._ronde_value == other)
+
+    def __hash__(self) -> int:
+        return hash(self._ronde_value)
+
+    def __bool__(self) -> bool:
+        return bool(self._ronde_value)
+
+    def __len__(self) -> int:
+        return len(self._ronde_value)
+
+    def __iter__(self) -> Any:
+        return iter(self._ronde_value)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._ronde_value[i]

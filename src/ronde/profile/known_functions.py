@@ -1,0 +1,279 @@
+"""What stages look like in other people's code: the functions that read, decode and augment, by
+module and name.
+
+Only what is imported is looked at: naming a library here does not need it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from ronde.introspect.object_graph import _PARTS, _users, _vars, parts
+
+__all__ = ["FUNCTIONS", "places", "transforms"]
+
+# module, attribute (dotted for a class's method), stage, what the first argument is; "keep": it
+# changes its object and is never replayed
+FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
+    ("numpy", "load", "read", "path"),
+    ("numpy", "fromfile", "read", "path"),
+    ("numpy", "loadtxt", "read", "path"),
+    ("numpy", "genfromtxt", "read", "path"),
+    ("numpy.lib.npyio", "NpzFile.__getitem__", "decode", ""),
+    ("torch", "load", "read", "path"),
+    ("os", "read", "read", "count"),
+    ("os", "pread", "read", "count"),
+    ("tarfile", "_FileInFile.read", "read", "count"),
+    ("tarfile", "TarFile._load", "read", "keep"),  # every header up to the end
+    ("zipfile", "ZipFile.read", "read", "name"),
+    ("h5py", "Dataset.__getitem__", "read", ""),
+    ("zarr", "Array.__getitem__", "read", ""),
+    ("pyarrow.parquet", "read_table", "read", "path"),
+    ("pyarrow.parquet", "ParquetFile.read", "read", ""),
+    ("pyarrow.parquet", "ParquetFile.read_row_group", "read", ""),
+    ("pyarrow.parquet", "ParquetFile.read_row_groups", "read", ""),
+    ("pandas", "read_csv", "read", "path"),
+    ("pandas", "read_parquet", "read", "path"),
+    ("torchvision.io", "read_file", "read", "path"),
+    ("nibabel", "load", "read", "path"),
+    ("wave", "Wave_read.readframes", "read", "count"),
+    ("requests", "get", "read", ""),
+    ("json", "loads", "decode", ""),
+    ("json", "load", "decode", ""),
+    ("pickle", "loads", "decode", ""),
+    ("pickle", "load", "decode", ""),
+    ("orjson", "loads", "decode", ""),
+    ("ujson", "loads", "decode", ""),
+    ("msgpack", "unpackb", "decode", ""),
+    ("base64", "b64decode", "decode", ""),
+    ("base64", "urlsafe_b64decode", "decode", ""),
+    ("base64", "decodebytes", "decode", ""),
+    ("gzip", "decompress", "decode", ""),
+    ("zlib", "decompress", "decode", ""),
+    ("bz2", "decompress", "decode", ""),
+    ("lzma", "decompress", "decode", ""),
+    ("lz4.frame", "decompress", "decode", ""),
+    ("snappy", "decompress", "decode", ""),
+    ("blosc", "decompress", "decode", ""),
+    ("blosc2", "decompress", "decode", ""),
+    ("zstandard", "decompress", "decode", ""),
+    ("cv2", "imdecode", "decode", ""),
+    ("simplejpeg", "decode_jpeg", "decode", ""),
+    ("simplejpeg", "decode_jpeg_header", "decode", ""),
+    ("turbojpeg", "TurboJPEG.decode", "decode", ""),
+    ("imagecodecs", "imread", "decode", "path"),
+    ("imagecodecs", "jpeg_decode", "decode", ""),
+    ("imagecodecs", "png_decode", "decode", ""),
+    ("imageio", "imread", "decode", "path"),
+    ("imageio.v2", "imread", "decode", "path"),
+    ("imageio.v3", "imread", "decode", "path"),
+    ("skimage.io", "imread", "decode", "path"),
+    ("tifffile", "imread", "decode", "path"),
+    ("pydicom", "dcmread", "decode", "path"),
+    ("torchvision.io", "read_image", "decode", "path"),
+    ("torchvision.io", "decode_image", "decode", "path"),
+    ("torchvision.io", "decode_jpeg", "decode", ""),
+    ("torchvision.io", "decode_png", "decode", ""),
+    ("torchvision.io", "read_video", "decode", "path"),
+    # Its functions find their kernels by what they are, so they must stay what they are: transforms
+    # are looked at as a whole instead.
+    ("torchvision.transforms.v2", "Transform.__call__", "augment", ""),
+    ("torchcodec.decoders", "VideoDecoder.get_frames_at", "decode", ""),
+    ("torchcodec.decoders", "VideoDecoder.get_frame_at", "decode", ""),
+    ("torchcodec.decoders", "VideoDecoder.get_frames_in_range", "decode", ""),
+    ("torchcodec.decoders", "VideoDecoder.__getitem__", "decode", ""),
+    ("torchcodec.decoders", "AudioDecoder.get_all_samples", "decode", ""),
+    ("torchcodec.decoders", "AudioDecoder.get_samples_played_in_range", "decode", ""),
+    ("torchaudio", "load", "decode", "path"),
+    ("soundfile", "read", "decode", "path"),
+    ("librosa", "load", "decode", "path"),
+    *(
+        ("PIL.Image", f"Image.{name}", "augment", "")
+        for name in ("resize", "crop", "transpose", "rotate", "transform", "filter", "reduce")
+    ),
+    ("PIL.ImageEnhance", "_Enhance.enhance", "augment", ""),
+    *(
+        ("PIL.ImageOps", name, "augment", "")
+        for name in (
+            "autocontrast",
+            "contain",
+            "cover",
+            "crop",
+            "equalize",
+            "exif_transpose",
+            "expand",
+            "fit",
+            "flip",
+            "grayscale",
+            "invert",
+        )
+    ),
+    *(
+        ("PIL.ImageOps", name, "augment", "")
+        for name in ("mirror", "pad", "posterize", "scale", "solarize")
+    ),
+    *(
+        ("cv2", name, "augment", "")
+        for name in (
+            "resize",
+            "cvtColor",
+            "flip",
+            "rotate",
+            "warpAffine",
+            "warpPerspective",
+            "GaussianBlur",
+            "blur",
+            "remap",
+            "LUT",
+        )
+    ),
+    *(
+        ("cv2", name, "augment", "")
+        for name in (
+            "copyMakeBorder",
+            "normalize",
+            "addWeighted",
+            "medianBlur",
+            "filter2D",
+            "equalizeHist",
+        )
+    ),
+)
+
+_TRANSFORMS = re.compile(
+    r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz"
+)  # of a name in small letters
+_READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
+
+
+def _torchvision() -> Iterator[tuple[str, str, str, str]]:
+    module = "torchvision.transforms.functional"
+    found = sys.modules.get(module)
+    for name, value in list(vars(found).items()) if found is not None else ():
+        if isinstance(value, FunctionType) and not name.startswith("_"):
+            yield module, name, "augment", ""
+
+
+def places() -> Iterator[tuple[Any, str, str, str]]:
+    """Everything known that this process has imported: owner (module or class), attribute, stage,
+    what the first argument is.
+    """
+    for module, path, stage, first in (*FUNCTIONS, *_torchvision()):
+        owner: Any = sys.modules.get(module)
+        *outer, name = path.split(".")
+        for part in outer:
+            owner = getattr(owner, part, None)
+        if owner is not None and callable(getattr(owner, name, None)):
+            yield owner, name, stage, first
+
+
+# -- random numbers of their own -------------------------------------------------------
+
+
+def _names_transform(name: str) -> bool:
+    return _TRANSFORMS.search(name.lower()) is not None
+
+
+def _stage_named(name: str) -> str | None:
+    """The stage that a function of the user's is, by its name."""
+    if name.startswith("__"):
+        return None
+    if _names_transform(name):
+        return "augment"
+    if "decode" in name.lower():
+        return "decode"
+    return "read" if _READS.match(name) else None
+
+
+def _calls(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type | ModuleType)
+
+
+def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The user's functions that making a sample names, and those that these name: the dictionary
+    they are in, name, function.
+    """
+    kind = type(dataset)
+    waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
+    seen: set[int] = set()
+    while waiting and len(seen) < _PARTS:
+        function = waiting.pop()
+        function = (
+            function.__func__ if isinstance(function, staticmethod | classmethod) else function
+        )
+        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+        if (
+            not isinstance(function, FunctionType)
+            or id(function) in seen
+            or not _users(str(function.__globals__.get("__name__")))
+        ):
+            continue
+        seen.add(id(function))
+        codes, names = [function.__code__], function.__globals__
+        while codes:
+            code = codes.pop()
+            codes += [
+                constant for constant in code.co_consts if isinstance(constant, CodeType)
+            ]  # comprehensions
+            waiting += [inspect.getattr_static(kind, name, None) for name in code.co_names]
+            modules = [
+                vars(m)
+                for n in code.co_names
+                if isinstance(m := names.get(n), ModuleType) and _users(m.__name__)
+            ]
+            for name in code.co_names:
+                for place in (names, *modules):
+                    value = place.get(name)
+                    if _calls(value):
+                        yield place, name, value
+                        waiting.append(value)
+
+
+def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
+    """What a data set does to its samples, as far as names tell: owner, attribute, stage.
+
+    The owner is the data set (its attributes and methods, ``transform`` or ``_augment``;
+    ``decode``; ``read_frame``), an object of the user's in it (``self.store.fetch``), or the
+    dictionary of a module (a global ``train_transform`` that ``__getitem__`` names).
+    """
+    for name, value in list(vars(dataset).items()):
+        items = value if isinstance(value, list | tuple) else [value]
+        if _names_transform(name) and items and all(_calls(v) for v in items):
+            yield dataset, name, "augment"
+    inner = [
+        one
+        for one in parts(dataset)
+        if one is not dataset and not isinstance(one, Dataset) and _users(type(one).__module__)
+    ]
+    for owner in (dataset, *inner):
+        for kind in type(owner).__mro__:
+            if not _users(kind.__module__):
+                continue
+            for name, value in list(vars(kind).items()):
+                stage = _stage_named(name)
+                # A transform is looked at as a whole, by the name that it is kept under.
+                if (
+                    stage is None
+                    or (owner is not dataset and stage == "augment")
+                    or name in _vars(owner)
+                ):
+                    continue
+                if isinstance(value, FunctionType | staticmethod):
+                    yield owner, name, stage
+    met: set[tuple[int, str]] = set()
+    for names, name, value in _reached(dataset):
+        stage = _stage_named(name)
+        if stage is None or (id(names), name) in met or isinstance(value, BuiltinFunctionType):
+            continue
+        met.add((id(names), name))
+        if stage == "augment" or (
+            isinstance(value, FunctionType) and _users(str(value.__globals__.get("__name__")))
+        ):
+            yield names, name, stage

@@ -1,0 +1,105 @@
+"""Functions of others, replaced for a while by more than one party, in any order, and put back as
+they were.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["put"]
+
+_lock = threading.RLock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # a thread that is not here may have held it
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class _Place:
+    """One attribute: what stood there, and what is laid over it."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.had = name in vars(owner)
+        self.own = vars(owner).get(name)
+        self.original = getattr(owner, name)
+        self.layers: list[tuple[int, Callable[[Any], Any]]] = []
+        self.shown = self.own
+
+    def ours(self) -> bool:
+        """Whether what stands there is what was shown last: nobody else has replaced it since."""
+        return bool(vars(self.owner).get(self.name) is self.shown)
+
+    def show(self) -> None:
+        if not self.ours():
+            return  # it is another's now, and his to put back
+        self._show()
+        self.shown = vars(self.owner).get(self.name)
+
+    def _show(self) -> None:
+        if self.layers:
+            value = self.original
+            for _, make in sorted(self.layers, key=lambda layer: layer[0]):
+                value = make(value)
+            setattr(self.owner, self.name, value)
+        elif self.had:
+            setattr(self.owner, self.name, self.own)
+        else:
+            delattr(self.owner, self.name)
+
+
+_places: dict[tuple[int, str], _Place] = {}
+
+
+def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Callable[[], None]:
+    """Lay ``make(what is there)`` over an attribute of a module or class.
+
+    Args:
+        rank: a layer of a higher rank is laid over those of lower ones, whichever came first.
+
+    Returns:
+        A function that takes this layer away again; when the last one is gone, what stood there
+        before stands there again. Where somebody else has replaced the attribute meanwhile, it is
+        left as it is.
+
+    Raises:
+        TypeError: a class written in C, whose attributes cannot be set.
+
+    Example:
+        >>> import math
+        >>> sqrt = math.sqrt
+        >>> undo = put(math, "sqrt", lambda f: lambda x: f(x) + 1)
+        >>> math.sqrt(4)
+        3.0
+        >>> undo()
+        >>> math.sqrt is sqrt
+        True
+    """
+    with _lock:
+        place = _places.get((id(owner), name))
+        if place is None or not place.ours():
+            place = _Place(owner, name)
+        layer = (rank, make)
+        place.layers.append(layer)
+        try:
+            place.show()
+        except (TypeError, AttributeError):
+            place.layers.remove(layer)
+            raise
+        _places[id(owner), name] = place
+
+    def take() -> None:
+        with _lock:
+            place.layers[:] = [other for other in place.layers if other is not layer]
+            place.show()
+            if not place.layers and _places.get((id(owner), name)) is place:
+                del _places[id(owner), name]
+
+    return take

@@ -1,0 +1,799 @@
+"""The doctor's eye inside a data set: what each stage of making a sample costs, and what the rate
+would be without it.
+
+Nobody's data set has to be written for it. While a probe is installed, the functions that usually
+read, decode and augment (see :mod:`ronde.profile.known_functions`) are replaced by ones that look
+at two clocks, but only in a thread that is making a sample at that moment; everyone else meets the
+original behind one comparison. Time belongs to the innermost stage. A stage is taken out by giving
+earlier results again (see :mod:`ronde.profile.replay`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+
+from ronde.data import named_stages
+from ronde.profile import known_functions as found
+from ronde.profile import monkeypatch
+from ronde.profile.function_hooks import (
+    ByName,
+    Named,
+    beneath,
+    exchange,
+    image_convert,
+    image_load,
+    image_open,
+    opener,
+    split_imread,
+    timed,
+)
+from ronde.profile.replay import MISSING, Rings
+from ronde.profile.shared_counters import (
+    BLOCK,
+    FIELDS,
+    SAMPLES,
+    Slot,
+    StageTimes,
+    read_board,
+    read_notes,
+)
+from ronde.profile.stage_timer import Account, local
+from ronde.profile.thread_limit import ThreadLimit
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["Probe", "ReadFile", "StageTimes", "read_board", "read_files", "read_notes"]
+
+_BATCHES = 4  # kept where collating is taken out
+
+_active: Probe | None = None
+_lock = threading.RLock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.RLock()  # a thread that is not here may have held it
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Probe:
+    """Times the stages of any map-style data set, in whichever threads and processes read it, and
+    can take some out.
+
+    It is carried into loading processes by pickling, and installs itself where the first sample is
+    made. While it only times, samples are bit for bit what they are without it.
+
+    Args:
+        board: file on which all readers add up; see :func:`read_board`. None keeps this process's
+            own count in memory.
+        remove: stages to take out. ``sample`` replays whole samples, and ``collate`` whole batches.
+        threads: compute threads (OpenMP, BLAS, OpenCV) allowed to whoever reads; None leaves them.
+
+    Raises:
+        ArgumentError: a stage that cannot be removed by its nature, or fewer than one thread.
+
+    Example:
+        >>> squares = [i * i for i in range(100)]
+        >>> probe = Probe(None)
+        >>> watched, collate = probe.attach(squares, sum)
+        >>> collate([watched[i] for i in range(10)])
+        285
+        >>> probe.times()["python"].samples
+        10
+        >>> probe.uninstall()
+    """
+
+    def __init__(
+        self, board: Path | None, remove: Iterable[str] = frozenset(), threads: int | None = None
+    ) -> None:
+        self.board = board
+        self.remove = frozenset([remove] if isinstance(remove, str) else remove)
+        self.threads = threads
+        if "python" in self.remove:
+            raise ArgumentError(
+                "remove='python': what is left of making a sample has no results to replay; 'sample' removes all of it."
+            )
+        if threads is not None and (
+            isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
+        ):
+            raise ArgumentError(f"threads={threads!r} must be a whole number, 1 or more.")
+        self._reset()
+
+    def _reset(self) -> None:
+        """As in a process that it has never been in."""
+        self._installed_in = 0  # process id
+        self._token: object = None  # another one for each installation
+        self._ended = False
+        self._undo: list[Callable[[], Any]] = []
+        self._patched: set[tuple[int, str]] = set()
+        self._named: dict[
+            int, tuple[Any, str, str]
+        ] = {}  # functions of modules that are replaced, and where they are found
+        self._modules = 0
+        self._watched: list[Any] = []
+        self._rings = Rings()
+        self._made = self._batches = 0
+        self._given_up: set[str] = set()
+        self._slots: list[Slot] = []
+        self._files: list[ReadFile] = []
+        self._outside: dict[Any, int] = {}
+        self._before: named_stages.Listener | None = None
+        self._limit: ThreadLimit | None = None
+
+    def __reduce__(self) -> Any:
+        return Probe, (self.board, self.remove, self.threads)
+
+    # What others ask
+
+    def times(self) -> dict[str, StageTimes]:
+        """What each stage has cost so far: of everyone on the board, or of this process where there
+        is none.
+        """
+        if self.board is not None:
+            return read_board(self.board)
+        total: dict[str, StageTimes] = {}
+        for slot in self._slots:
+            for name, times in slot.times().items():
+                total[name] = total.get(name, StageTimes()) + times
+        return total
+
+    def notes(self) -> list[str]:
+        """What could not be done, and why."""
+        if self.board is not None:
+            return read_notes(self.board)
+        return list(dict.fromkeys(line for slot in self._slots for line in slot.notes()))
+
+    def removable(self) -> frozenset[str]:
+        """Stages that were seen so far and can be taken out; ``sample`` always can."""
+        return frozenset(name for name, times in self.times().items() if times.removable) | {
+            "sample"
+        }
+
+    # Putting it in place
+
+    def attach(
+        self, dataset: Any, collate: Callable[[list[Any]], Any]
+    ) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """A data set and a collate function that are looked at; nothing else changes about them.
+        Installs nothing yet.
+
+        Args:
+            dataset: anything with ``__getitem__``, and maybe ``__getitems__``; or one that can only
+                be iterated.
+            collate: makes a batch of a list of samples.
+        """
+        watched: Any = (_WatchedStream if isinstance(dataset, IterableDataset) else _Watched)(
+            dataset, self
+        )
+        return watched, _WatchedCollate(collate, self)
+
+    def install(self) -> None:
+        """Put it in place in this process; done by itself where the first sample is made.
+
+        Raises:
+            RondeError: another probe is in place.
+        """
+        global _active
+        with _lock:
+            here = os.getpid()
+            if self._token is not None and self._installed_in == here:
+                return
+            if _active is not None and _active is not self and _active._installed_in == here:
+                raise RondeError("two probes at once: uninstall the first one.")
+            if (
+                _active is not None
+            ):  # inherited from the parent of this process, with what it has replaced
+                _active._undo_all()
+            if self._installed_in != here:
+                self._reset()
+            self._installed_in, self._token, self._ended = here, object(), False
+            _active = self
+            self._before = named_stages.listen(self)
+            if self.threads is not None:
+                self._limit = ThreadLimit(self.threads)
+                self._limit.install(always=get_worker_info() is not None)
+            self._patch()
+
+    def uninstall(self) -> None:
+        """Take it away: every function, attribute and thread limit is what it was. Samples made
+        from now on are not looked at.
+
+        What it has counted stays on the board, and what it has kept to replay is there again if it
+        is installed again.
+        """
+        with _lock:
+            if self._token is not None and self._installed_in == os.getpid():
+                self._undo_all()
+            self._ended = True
+
+    def _undo_all(self) -> None:
+        global _active
+        limit, self._limit = self._limit, None
+        self._undo.append(functools.partial(named_stages.listen, self._before))
+        if limit is not None:
+            self._undo.append(limit.uninstall)
+        while self._undo:
+            with suppress(
+                Exception
+            ):  # one that cannot be put back must not keep the others from it
+                self._undo.pop()()
+        self._patched.clear()
+        self._named.clear()
+        self._watched.clear()
+        self._modules = 0
+        self._token = None
+        _active = None
+
+    def account(self) -> Account:
+        """The calling thread's account; the probe is installed if it is not."""
+        account: Account | None = getattr(local, "account", None)
+        if account is None or account.probe is not self or account.token is not self._token:
+            self.install()
+            if account is not None and account.probe is self:
+                account.token = self._token
+            else:
+                account = local.account = Account(self, Slot(self.board), self._token)
+                self._slots.append(account.slot)
+        if len(sys.modules) != self._modules:
+            self._patch()
+        return account
+
+    def watch(self, dataset: Any) -> object:
+        """Look at this data set's own transforms too; what to compare with to know that it was
+        done.
+        """
+        with _lock:
+            self.install()
+            if not any(dataset is one for one in self._watched):
+                self._watched.append(dataset)
+                for one in found.nested(dataset):
+                    for owner, name, stage in found.transforms(one):
+                        with suppress(
+                            Exception
+                        ):  # an object that does not let itself be changed keeps what it has
+                            self._name(owner, name, stage)
+                for owner, name, value in list(found.held(dataset)):
+                    where = self._named.get(id(value))
+                    if where is not None and where[0] is value:
+                        with suppress(Exception):
+                            self._set(owner, name, ByName(*where[1:]))
+            return self._token
+
+    # Replacing and putting back
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """``owner.name = value``, to be undone. A dictionary's item where the owner is one."""
+        self._undo.append(exchange(owner, name, value))
+
+    def _name(self, owner: Any, name: str, stage: str) -> None:
+        value = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+        if type(value) is list:  # in place: what the user adds to it meanwhile stays in it
+
+            def put_back(items: list[Any] = value) -> None:
+                items[:] = [v._ronde_value if type(v) is Named else v for v in items]
+
+            self._undo.append(put_back)
+            value[:] = [
+                v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage)
+                for v in value
+            ]
+        elif type(value) is tuple:
+            self._set(
+                owner,
+                name,
+                tuple(
+                    v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage)
+                    for v in value
+                ),
+            )
+        elif type(value) is not Named and not hasattr(value, "ronde_stage"):
+            self._set(owner, name, Named(value, stage))
+
+    def _patch(self) -> None:
+        """Replace what is imported by now."""
+        with _lock:
+            if self._installed_in != os.getpid() or self._token is None:
+                return
+            self._modules = len(sys.modules)
+            replaced: dict[int, tuple[Any, Any]] = {}
+            if (id(builtins), "open") not in self._patched:
+                for module in (builtins, io):
+                    self._replace(module, "open", opener, replaced)
+            for owner, name, stage, first in found.places():
+                self._replace(
+                    owner, name, functools.partial(timed, stage=stage, first=first), replaced
+                )
+            if "cv2" in sys.modules:
+                self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
+            if "PIL.Image" in sys.modules:
+                self._patch_pillow(replaced)
+            if replaced:
+                # from simplejpeg import decode_jpeg: the name in the user's module holds the
+                # function itself.
+                for module in found.user_modules():
+                    for name, value in list(vars(module).items()):
+                        pair = replaced.get(id(value))
+                        if pair is not None and pair[0] is value:
+                            self._set(module, name, pair[1])
+
+    def _replace(
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Any], Any],
+        replaced: dict[int, tuple[Any, Any]],
+    ) -> None:
+        if (id(owner), name) in self._patched:
+            return
+        self._patched.add((id(owner), name))
+        original = getattr(owner, name)
+        with suppress(TypeError, AttributeError):  # a class written in C cannot be changed
+            # Where files come from is for those who lay something over them to say; what is done
+            # with them is seen from outside.
+            self._undo.append(
+                monkeypatch.put(
+                    owner, name, make, rank=0 if name == "open" and owner in (builtins, io) else 2
+                )
+            )
+            replaced[id(original)] = (original, getattr(owner, name))
+            if isinstance(owner, ModuleType):
+                plain = beneath(original)
+                self._named[id(plain)] = (plain, owner.__name__, name)
+
+    def _patch_pillow(self, replaced: dict[int, tuple[Any, Any]]) -> None:
+        from PIL import (  # Pillow itself imports the second when it first opens something
+            Image,
+            ImageFile,
+        )
+
+        image: Any = Image
+        base = ImageFile.ImageFile
+        self._replace(image, "open", image_open, replaced)
+        self._replace(image.Image, "convert", functools.partial(image_convert, base=base), replaced)
+        kinds, own = [base], []
+        while kinds:
+            kind = kinds.pop()
+            kinds += kind.__subclasses__()
+            if "load" in vars(kind) and kind not in own:
+                own.append(kind)
+        for kind in own:
+            self._replace(kind, "load", functools.partial(image_load, plain=kind is base), replaced)
+
+    # Looking on: ronde.data.named_stages.Listener
+
+    def call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A stage that the user, or a pipeline, has named."""
+        if self._token is None:
+            return function(*args, **kwargs)
+        account = self.account()
+        number = account.slot.stage(name)
+        if account.current == number:
+            return function(*args, **kwargs)
+        if name == "collate" and len(args) == 1:
+            return self.batch(function, args[0])
+        place: Place | None = None
+        if name in self.remove:
+            place = self.place(
+                account, name, _key(function), type(args[0]).__name__ if args else ""
+            )
+            earlier = self.earlier(account, place, args)
+            if earlier is not MISSING:
+                return earlier
+        account.enter(number)
+        try:
+            value = function(*args, **kwargs)
+        finally:
+            account.leave()
+        if place is not None:
+            self.learn(account, place, value, args)
+        return value
+
+    def enter(self, name: str) -> None:
+        """A block that the user has named begins."""
+        if self._token is None:
+            return
+        account = self.account()
+        if name in self.remove:
+            account.slot.note(
+                f"{name}: a block of lines (with stage(...)) cannot be taken out; make it a function."
+            )
+        account.enter(account.slot.stage(name), BLOCK)
+
+    def leave(self, name: str) -> None:
+        """It ends."""
+        account: Account | None = getattr(local, "account", None)
+        if account is not None and account.stack and account.probe is self:
+            account.leave()
+
+    # Replaying
+
+    def place(self, account: Account, stage: str, key: Any, kind: str) -> Place:
+        """Where in its sample this call stands.
+
+        Args:
+            key: what tells this function from others.
+            kind: what tells this call's argument from others that may stand at the same place.
+        """
+        what = (stage, key, kind)
+        if account.current < 0:  # outside of a sample: the way to the device
+            turn = self._outside[what] = self._outside.get(what, -1) + 1
+            return what, 0, turn
+        nth = account.counts.get(what, 0)
+        account.counts[what] = nth + 1
+        # Where samples are made together, the nth call is the nth sample's.
+        return (what, nth, account.turn) if account.size <= 1 else (what, 0, account.turn + nth)
+
+    def earlier(self, account: Account, place: Place, args: Sequence[Any] = ()) -> Any:
+        """What this call gave in an earlier sample, or MISSING.
+
+        Args:
+            args: its arguments; images among them that are not decoded yet are decoded, since that
+                is not what is taken out.
+        """
+        what, nth, turn = place
+        stage = what[0]
+        if account.real or stage in self._given_up:
+            return MISSING
+        if _many(args, account.size):  # one result for each of the samples that are made together
+            value: Any = [
+                self._rings.give((what, "each"), account.turn + k) for k in range(account.size)
+            ]
+            if any(v is MISSING for v in value):
+                value = self._rings.give((what, nth, account.size), turn)
+        else:
+            value = self._rings.give((what, nth, 1), turn)
+        if value is not MISSING:
+            account.replayed.add(stage)
+            if stage not in ("read", "decode"):
+                for argument in args:
+                    several = (
+                        argument.values()
+                        if isinstance(argument, dict)
+                        else argument
+                        if isinstance(argument, list | tuple)
+                        else (argument,)
+                    )
+                    for one in several:
+                        if getattr(one, "tile", None) and hasattr(one, "load"):
+                            one.load()
+        return value
+
+    def learn(
+        self,
+        account: Account,
+        place: Place,
+        value: Any,
+        args: Sequence[Any] = (),
+        final: bool = False,
+    ) -> None:
+        """Keep what a call gave, for later samples.
+
+        Args:
+            final: nobody else holds it, so nobody changes it.
+        """
+        what, nth, turn = place
+        account.enter(-1)
+        try:
+            pairs: list[tuple[Any, int, Any]]
+            if _many(args, account.size):
+                if isinstance(value, list) and len(value) == account.size:
+                    pairs = [((what, "each"), account.turn + k, v) for k, v in enumerate(value)]
+                else:
+                    pairs = [((what, nth, account.size), turn, value)]
+            else:
+                pairs = [((what, nth, 1), turn, value)]
+            for where, when, one in pairs:
+                kept = self._rings.keep(where, when, one, final)
+                if kept is not None and not final:
+                    account.pending.append(kept)
+            if self._rings.full:
+                account.slot.note(
+                    f"{what[0]}: its results are large: only the first of them are replayed, or none."
+                )
+        finally:
+            account.leave()
+
+    def note_file(self, path: str, size: int, cached: bool | None) -> None:
+        """A file was opened while a sample was made."""
+        file = ReadFile(os.path.abspath(path), size, cached)  # noqa: PTH100 - it follows no links
+        if self.board is None:
+            self._files.append(file)
+            return
+        line = f"{file.size}\t{'?' if cached is None else int(cached)}\t{file.path}\n".encode(
+            errors="surrogateescape"
+        )
+        if b"\n" not in line[:-1]:
+            out = os.open(
+                _files_of(self.board), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            try:
+                os.write(out, line)  # appended as a whole, whoever else writes
+            finally:
+                os.close(out)
+
+    def files(self) -> list[ReadFile]:
+        """Files that samples were read from, the first few hundred of each thread."""
+        return list(self._files) if self.board is None else read_files(self.board)
+
+    # Making samples
+
+    def make(self, function: Callable[[Any], Any], argument: Any, samples: int) -> Any:
+        """``function(argument)``, which makes a batch: time that belongs to no stage is Python's.
+
+        Args:
+            samples: how many are in it.
+        """
+        if self._ended:
+            return function(argument)
+        account = self.account()
+        at = account.python * FIELDS + SAMPLES
+        before = account.values[at]
+        account.size = 0
+        account.replayed.clear()
+        limit = self._limit
+        account.enter(account.python, 0)
+        try:
+            if limit is not None:
+                limit.begin()
+            return self._or_again(account, function, argument)
+        finally:
+            account.leave()
+            account.settle()
+            if limit is not None:
+                limit.end()
+            if account.values[at] == before:
+                account.values[at] += samples
+
+    def _or_again(self, account: Account, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call it. Where that fails although it does not without replayed results, replay them no
+        more.
+        """
+        try:
+            return function(argument)
+        except Exception as error:
+            blamed = account.replayed - self._given_up
+            if not blamed or account.real:
+                raise
+            account.real = True
+            account.counts.clear()
+            try:
+                value = function(argument)
+            finally:
+                account.real = False
+            self._given_up |= blamed
+            names = ", ".join(sorted(blamed))
+            account.slot.note(
+                f"{names}: not taken out, since the data set fails on results of earlier samples ({type(error).__name__}: {error})."
+            )
+            return value
+
+    def one(self, function: Callable[[Any], Any], argument: Any, n: int, many: bool = False) -> Any:
+        """``function(argument)``, which makes one sample or, where ``many``, a list of ``n``."""
+        account = self.account()
+        outer = account.size
+        if account.current < 0:
+            account.replayed.clear()
+        account.begin(n, self._turns(n))
+        account.enter(account.python, 0)
+        try:
+            if "sample" not in self.remove:
+                return self._or_again(account, function, argument)
+            kept = [self._rings.give("sample", account.turn + k) for k in range(n)]
+            if not any(k is MISSING for k in kept):
+                return kept if many else kept[0]
+            made = self._or_again(account, function, argument)
+            for k, sample in enumerate(made if many else [made]):
+                self._rings.keep("sample", account.turn + k, sample, final=True)
+            return made
+        finally:
+            account.leave()
+            account.settle()
+            account.size = outer
+
+    def batch(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+        """``collate(samples)``."""
+        account = self.account()
+        number = account.slot.stage("collate")
+        if account.current == number:
+            return collate(samples)
+        outer = account.size
+        account.sample += 1
+        account.size = n = len(samples) if hasattr(samples, "__len__") else 1
+        try:
+            removes = (
+                "collate" in self.remove and not account.real and "collate" not in self._given_up
+            )
+            if removes:
+                place, turn = ("collate", n), self._batches
+                self._batches += 1
+                earlier = self._rings.give(place, turn, _BATCHES)
+                if earlier is not MISSING:
+                    account.replayed.add("collate")
+                    return earlier
+            account.enter(number)
+            try:
+                value = collate(samples)
+            finally:
+                account.leave()
+            if removes:
+                self._rings.keep(place, turn, value, final=True)
+            return value
+        finally:
+            account.size = outer
+
+    def _turns(self, n: int) -> int:
+        """Samples made in this process before the next ``n``."""
+        with _lock:
+            before = self._made
+            self._made += n
+        return before
+
+
+Place = tuple[tuple[str, Any, str], int, int]
+
+
+def _many(args: Sequence[Any], size: int) -> bool:
+    return (
+        size > 1
+        and len(args) > 0
+        and isinstance(args[0], list | tuple | range)
+        and len(args[0]) == size
+    )
+
+
+def _key(function: Any) -> Any:
+    """The same for every call of one function: bound methods are made anew each time."""
+    owner = getattr(function, "__self__", None)
+    if owner is not None and hasattr(function, "__func__"):
+        return id(owner), function.__func__
+    return getattr(function, "__code__", None) or id(function)
+
+
+@dataclass(frozen=True)
+class ReadFile:
+    """A file that a sample was read from.
+
+    Attributes:
+        path: of the file, absolute.
+        size: in bytes.
+        cached: its beginning was in memory when it was opened; None where that is not known.
+    """
+
+    path: str
+    size: int
+    cached: bool | None
+
+
+def _files_of(board: Path) -> Path:
+    return board.with_name(f"{board.name}.files")
+
+
+def read_files(board: Path) -> list[ReadFile]:
+    """Files that samples were read from, by any process that writes on this board; each file once,
+    as it was first met.
+    """
+    try:
+        lines = _files_of(board).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found: dict[str, ReadFile] = {}
+    for line in lines:
+        size, cached, path = line.decode(errors="surrogateescape").split("\t", 2)
+        found.setdefault(path, ReadFile(path, int(size), None if cached == "?" else cached == "1"))
+    return list(found.values())
+
+
+def _one_by_one(dataset: Any) -> bool:
+    """Whether its ``__getitems__`` is only a loop: then each sample is looked at by itself."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+        if not hasattr(dataset, "__getitems__"):
+            return True
+    return False
+
+
+class _Watched(Dataset[Any]):
+    """A data set that is looked at."""
+
+    def __init__(self, dataset: Any, probe: Probe) -> None:
+        self.__dict__.update(_ronde_dataset=dataset, _ronde_probe=probe, _ronde_token=None)
+
+    def _ready(self) -> bool:
+        probe = self._ronde_probe
+        if probe._ended:
+            return False
+        if (
+            probe._token is None
+            or self._ronde_token is not probe._token
+            or probe._installed_in != os.getpid()
+        ):
+            self.__dict__["_ronde_token"] = probe.watch(self._ronde_dataset)
+        return True
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # whoever asks what it is means the data set
+        return type(self.__dict__["_ronde_dataset"])
+
+    def __len__(self) -> int:
+        return len(self._ronde_dataset)
+
+    def __getitem__(self, i: Any) -> Any:
+        dataset = self._ronde_dataset
+        return self._ronde_probe.one(dataset.__getitem__, i, 1) if self._ready() else dataset[i]
+
+    def _ronde_many(self, function: Any, ids: Any) -> Any:
+        return (
+            self._ronde_probe.one(function, ids, len(ids), many=True)
+            if self._ready()
+            else function(ids)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__getitems__":
+            raise AttributeError(name)
+        if name == "__getitems__" and _one_by_one(self.__dict__["_ronde_dataset"]):
+            raise AttributeError(name)
+        value = getattr(self.__dict__["_ronde_dataset"], name)
+        return (
+            functools.partial(self._ronde_many, value)
+            if name in ("__getitems__", "attempt") and callable(value)
+            else value
+        )
+
+    def __reduce__(self) -> Any:
+        return _Watched, (self._ronde_dataset, self._ronde_probe)
+
+
+class _WatchedStream(IterableDataset[Any]):
+    """A data set that is looked at while it is iterated."""
+
+    def __init__(self, dataset: Any, probe: Probe) -> None:
+        self.dataset = dataset
+        self.probe = probe
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        token = None
+        stream = iter(self.dataset)
+        end = object()
+        while True:
+            if self.probe._ended:
+                value = next(stream, end)
+            else:
+                if token is None or token is not self.probe._token:
+                    token = self.probe.watch(self.dataset)
+                value = self.probe.one(lambda _: next(stream, end), None, 1)
+            if value is end:
+                return
+            yield value
+
+
+class _WatchedCollate:
+    """A collate function that is looked at."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], probe: Probe) -> None:
+        self.collate = collate
+        self.probe = probe
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return (
+            self.collate(samples) if self.probe._ended else self.probe.batch(self.collate, samples)
+        )

@@ -1,0 +1,147 @@
+"""What one reading thread is doing now, and where it writes it down."""
+
+from __future__ import annotations
+
+import os
+import threading
+from time import perf_counter_ns, thread_time_ns
+from typing import TYPE_CHECKING, Any
+
+from ronde.profile.shared_counters import (
+    BYTES,
+    CALLS,
+    CPU,
+    FIELDS,
+    FLAGS,
+    FUNCTION,
+    INSIDE,
+    SAMPLES,
+    STAGES,
+    WALL,
+    Slot,
+)
+
+if TYPE_CHECKING:
+    from ronde.profile.probe import Probe
+
+__all__ = ["Account", "here", "local"]
+
+local = threading.local()
+
+# A child of fork has one thread, whose account belongs to its parent.
+os.register_at_fork(after_in_child=lambda: local.__dict__.clear())
+
+
+class Account:
+    """The stages that this thread is in, one inside the other.
+
+    Attributes:
+        current: number of the innermost stage, -1 outside of all.
+        size: samples that are being made together.
+        turn: samples that this process had made before these.
+        real: nothing is replayed now.
+        replayed: stages of which results were given again since the batch began.
+    """
+
+    __slots__ = (
+        "counts",
+        "cpu",
+        "current",
+        "decode",
+        "files",
+        "last",
+        "opened",
+        "pending",
+        "probe",
+        "python",
+        "read",
+        "real",
+        "replayed",
+        "sample",
+        "size",
+        "slot",
+        "stack",
+        "token",
+        "turn",
+        "values",
+        "wall",
+    )
+
+    def __init__(self, probe: Probe, slot: Slot, token: object) -> None:
+        self.probe = probe
+        self.slot = slot
+        self.token = token
+        self.values = slot.values
+        self.python, self.read, self.decode = (
+            slot.stage(name) for name in ("python", "read", "decode")
+        )
+        self.stack: list[int] = []
+        self.current = -1
+        self.wall = self.cpu = 0
+        self.sample = self.size = self.turn = self.files = 0
+        self.last = [0] * STAGES  # the sample that each stage was last done for
+        self.counts: dict[Any, int] = {}
+        self.real = False
+        self.replayed: set[str] = set()
+        self.pending: list[Any] = []
+        self.opened: list[tuple[Any, Any]] = []
+
+    def begin(self, size: int, turn: int) -> None:
+        """A sample begins, or several that are made together."""
+        self.sample += 1
+        self.size = size
+        self.turn = turn
+        if self.counts:
+            self.counts.clear()
+
+    def settle(self) -> None:
+        """It is made: what was kept of it is what it is."""
+        if self.pending:
+            for kept in self.pending:
+                kept.settle()
+            self.pending.clear()
+        if self.opened:
+            self.opened.clear()
+
+    def enter(self, number: int, how: int = FUNCTION) -> None:
+        """A stage begins; -1: something that is nobody's time."""
+        wall, cpu = perf_counter_ns(), thread_time_ns()
+        values, current = self.values, self.current
+        if current >= 0:
+            at = current * FIELDS
+            values[at + CPU] += cpu - self.cpu
+            values[at + WALL] += wall - self.wall
+            if number >= 0 and current != self.python:
+                values[at + FLAGS] |= 1 << (INSIDE + number)
+        self.stack.append(current)
+        self.current = number
+        self.wall, self.cpu = wall, cpu
+        if number >= 0:
+            at = number * FIELDS
+            values[at + CALLS] += 1
+            values[at + FLAGS] |= how
+            if self.last[number] != self.sample:
+                self.last[number] = self.sample
+                values[at + SAMPLES] += self.size
+
+    def leave(self) -> None:
+        """The innermost stage ends."""
+        wall, cpu = perf_counter_ns(), thread_time_ns()
+        current = self.current
+        if current >= 0:
+            values = self.values
+            at = current * FIELDS
+            values[at + CPU] += cpu - self.cpu
+            values[at + WALL] += wall - self.wall
+        self.current = self.stack.pop()
+        self.wall, self.cpu = wall, cpu
+
+    def count_bytes(self, n: int) -> None:
+        """Bytes were read."""
+        self.values[self.read * FIELDS + BYTES] += n
+
+
+def here() -> Account | None:
+    """This thread's account, if it is making a sample."""
+    account: Account | None = getattr(local, "account", None)
+    return account if account is not None and account.current >= 0 else None

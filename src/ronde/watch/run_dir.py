@@ -1,0 +1,142 @@
+"""The run directory: the only state on disk. ``plan.yaml``, ``record.jsonl``, ``logs/``,
+``checkpoints/``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ronde.world import ArgumentError, CheckpointError
+
+__all__ = ["RunDir", "claim", "latest", "script_stem"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Places inside a run directory."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def plan(self) -> Path:
+        """The plan, YAML."""
+        return self.path / "plan.yaml"
+
+    @property
+    def record(self) -> Path:
+        """The record, JSON lines."""
+        return self.path / "record.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank printed."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a run has left anything here that must not be lost."""
+        return self.record.exists() or self.checkpoints.exists() or self.plan.exists()
+
+
+def script_stem(script: str | None = None) -> str:
+    """A run name made of a script's path or a module's name."""
+    text = (
+        script
+        if script is not None
+        else (sys.argv[0] if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "run")
+    )
+    path = Path(text)
+    stem = path.stem if path.suffix == ".py" else text.rpartition("/")[2]
+    if (
+        stem in ("train", "main", "__main__", "run")
+        and path.parent.name
+        and _NAME.fullmatch(path.parent.name)
+    ):
+        stem = path.parent.name  # examples/gpt/train.py is "gpt", not one more "train"
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")
+    return cleaned or "run"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is not one plain folder name."""
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"{name!r} is not a name for a run: use letters, digits, '.', '_' and '-', starting with a letter or digit."
+        )
+
+
+def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
+    """Make (or, to resume, find) the directory of a run.
+
+    Args:
+        runs: folder of all runs, made if missing.
+        name: the run's name; None numbers one after ``stem``.
+        resume: the run must exist, and goes on.
+
+    Raises:
+        CheckpointError: it exists and is not to be resumed, or does not exist and is.
+    """
+    if resume:
+        if name is None:
+            found = latest(runs, stem)
+            if found is None:
+                raise CheckpointError(
+                    f"nothing to resume: no run of {stem!r} in {runs}. Name one with --name, or run without --resume."
+                )
+            return found
+        check_name(name)
+        if not (runs / name).is_dir():
+            raise CheckpointError(
+                f"nothing to resume: {runs / name} does not exist. 'ronde runs' lists the runs; without --resume it is a new one."
+            )
+        return RunDir(runs / name)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        if name is not None:
+            check_name(name)
+            run = RunDir(runs / name)
+            if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+                raise CheckpointError(
+                    f"the run directory {run.path} exists already. Continue it with --resume, choose another --name, or remove it; "
+                    "nothing was changed."
+                )
+            run.path.mkdir(exist_ok=True)
+            return run
+        number = 1
+        while True:
+            try:
+                (runs / f"{stem}-{number}").mkdir()
+                return RunDir(runs / f"{stem}-{number}")
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise CheckpointError(f"the run directory in {runs} cannot be made: {error}") from error
+
+
+def latest(runs: Path, stem: str | None = None) -> RunDir | None:
+    """The run that was written last, of one script or of any."""
+    if not runs.is_dir():
+        return None
+    found = [RunDir(p) for p in runs.iterdir() if p.is_dir() and RunDir(p).in_use]
+    if stem is not None:
+        found = [r for r in found if re.fullmatch(re.escape(stem) + r"(-\d+)?", r.name)]
+    return max(
+        found,
+        key=lambda r: (r.record if r.record.exists() else r.path).stat().st_mtime,
+        default=None,
+    )

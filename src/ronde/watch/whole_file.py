@@ -1,0 +1,102 @@
+"""Answers and reports on their way into a file, a pipe or a device: checked before anything is
+measured, written whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+from pathlib import Path
+
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["check_target", "write_whole"]
+
+
+def _descriptor(path: Path) -> int | None:
+    """The file descriptor that a path such as ``/dev/stdout`` or ``/dev/fd/63`` names; None where
+    it names none.
+    """
+    text = str(path)
+    if text in ("/dev/stdout", "/dev/stderr"):
+        return 1 if text == "/dev/stdout" else 2
+    found = re.fullmatch(r"/dev/fd/(\d+)|/proc/(?:self|thread-self)/fd/(\d+)", text)
+    return int(found[1] or found[2]) if found else None
+
+
+def _is_taken_directly(path: Path) -> bool:
+    """Whether it is there and no regular file: a pipe, a device. A rename would put a file in its
+    place.
+    """
+    return path.exists() and not path.is_file()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.writing")
+
+
+def check_target(path: Path) -> None:
+    """Whether something can be written there, tried as far as that leaves nothing behind.
+
+    Raises:
+        ArgumentError: it is a folder, there is no such folder, or nothing may be written to it;
+            starts with the path.
+    """
+    descriptor = _descriptor(path)
+    try:
+        if descriptor is not None:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise ArgumentError(f"{path}: it is open for reading only.")
+            return
+        if path.is_dir():
+            raise ArgumentError(f"{path}: this is a folder, expected a file's name.")
+        if _is_taken_directly(path):
+            if not os.access(path, os.W_OK):
+                raise ArgumentError(f"{path}: it may not be written to.")
+            return
+        real = path.resolve()
+        if not real.parent.is_dir():
+            raise ArgumentError(f"{path}: there is no folder {real.parent}.")
+        try:
+            # Asking for permissions would not do: root has them where nothing can be written, as in
+            # /proc.
+            os.close(os.open(_beside(real), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            _beside(real).unlink()
+        except OSError as error:
+            raise ArgumentError(
+                f"{path}: nothing can be written to {real.parent}: {error.strerror}."
+            ) from None
+    except OSError as error:
+        raise ArgumentError(f"{path}: it cannot be written to: {error.strerror}.") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; into a pipe, a device or an open descriptor directly.
+
+    Raises:
+        RondeError: it cannot be written.
+    """
+    descriptor = _descriptor(path)
+    try:
+        if descriptor is not None:
+            # Not opened anew by its name: in a file that the shell has redirected to, that would
+            # begin at the start once more.
+            sys.stdout.flush()
+            with open(os.dup(descriptor), "w", encoding="utf-8") as out:
+                out.write(text)
+        elif _is_taken_directly(path):
+            with open(path, "w", encoding="utf-8") as out:
+                out.write(text)
+        else:
+            real = path.resolve()  # a symbolic link stays one
+            temporary = _beside(real)
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.rename(real)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise RondeError(f"{path} cannot be written: {error.strerror}.") from None

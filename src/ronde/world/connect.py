@@ -1,0 +1,142 @@
+"""Connect the workers: one process group, over the meeting point that the launcher named."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from ronde.world.cores import schedule_as_batch, threads_per_worker
+from ronde.world.errors import WorldError
+from ronde.world.identity import World, _identity, world
+from ronde.world.meshes import forget
+
+__all__ = ["connect"]
+
+
+def _local_store(size: int) -> Store:
+    """A store in a file, for ranks of one machine whose launcher (MPI) names no address: no port is
+    needed.
+
+    All ranks of one machine have the same parent (mpirun, or its proxy): its pid and start time
+    name the file.
+    """
+    parent = psutil.Process(os.getppid())
+    folder = Path(tempfile.gettempdir()) / f"ronde-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise WorldError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
+    return FileStore(str(folder / f"{parent.pid}-{parent.create_time():.2f}"), size)
+
+
+def _store(me: World, timeout: datetime.timedelta) -> Store:
+    found = _identity()
+    if found.address is None or found.port is None:
+        if found.launcher == "mpirun" and found.local_size == found.size:
+            return _local_store(found.size)
+        raise WorldError(
+            f"{found.launcher} started {found.size} workers but names no meeting point: pass MASTER_ADDR (a host that every "
+            "worker reaches, where rank 0 runs) and MASTER_PORT (a free port there), with Open MPI as "
+            "'-x MASTER_ADDR=… -x MASTER_PORT=…'."
+        )
+    # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
+    serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(
+            found.address,
+            found.port,
+            found.size,
+            serves,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistNetworkError, RuntimeError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise WorldError(
+                f"Port {found.port} on {found.address} is taken by another program, so rank 0 cannot open the meeting point. "
+                "Choose a free one: MASTER_PORT=<port>, the same for every worker (ronde run chooses one by itself)."
+            ) from error
+        raise WorldError(
+            f"Rank {me.rank} cannot reach the meeting point {found.address}:{found.port} of rank 0: {text.splitlines()[0]}. "
+            "Is rank 0 running there, and is MASTER_ADDR a name that this host resolves?"
+        ) from error
+    # Restarted workers must not read the addresses that dead ones left in the agent's store.
+    generation = os.environ.get(
+        "RONDE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    return PrefixStore(f"ronde/{generation}", store)
+
+
+def connect(timeout_seconds: float = 1800.0) -> World:
+    """Join the world: create the default process group where there is more than one worker and none
+    exists yet.
+
+    Args:
+        timeout_seconds: how long a collective may wait for the slowest rank before it fails.
+
+    Returns:
+        World: this process's place.
+
+    Raises:
+        WorldError: the meeting point is taken or cannot be reached.
+    """
+    me = world()
+    if me.device.type == "cuda":
+        torch.cuda.set_device(me.device)
+    if me.size == 1:
+        return me
+    if "OMP_NUM_THREADS" not in os.environ:
+        # srun and mpirun set nothing: every worker would use every core.
+        torch.set_num_threads(threads_per_worker(me.local_size))
+    if me.device.type == "cpu":
+        schedule_as_batch()
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (me.rank, me.size):
+            raise WorldError(
+                f"The process group that this script made says rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"{me.launcher} says rank {me.rank} of {me.size}. Leave init_process_group to ronde, or make them agree."
+            )
+        return me
+    interface = _identity().interface
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    elif _identity().address in ("127.0.0.1", "localhost") and "lo" in dict(psutil.net_if_addrs()):
+        # Without it gloo binds what the host name resolves to, which need not be reachable, and is
+        # not loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if me.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=_store(me, timeout),
+        rank=me.rank,
+        world_size=me.size,
+        timeout=timeout,
+        device_id=me.device if me.device.type == "cuda" else None,
+    )
+    atexit.register(_leave)
+    return me
+
+
+def _leave() -> None:
+    """Let go of the group at the end: gloo's threads must not outlive the interpreter. Not after a
+    failure, when it could wait for ranks that are gone."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        forget()
+        dist.destroy_process_group()
+        # A gloo thread may still be letting go of the last exchange, for which it needs the
+        # interpreter; if that is gone, the process aborts (torch 2.13). Workers of ronde run end
+        # another way, see ronde.launch.worker.
+        time.sleep(0.05)

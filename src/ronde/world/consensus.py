@@ -1,0 +1,92 @@
+"""Do all ranks say the same? Facts are exchanged as JSON bytes: nothing from the network is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ronde.world.errors import WorldError
+from ronde.world.identity import World
+
+__all__ = ["agree", "broadcast_json", "gather_json"]
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def gather_json(me: World, value: Any) -> list[Any]:
+    """Every rank's ``value`` (anything that JSON holds), in the order of ranks, on every rank. A
+    collective.
+    """
+    if me.size == 1:
+        return [json.loads(json.dumps(value))]
+    mine = _bytes(value)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=me.device) for _ in range(me.size)]
+    dist.all_gather(lengths, torch.tensor([len(mine)], device=me.device))
+    longest = max(int(n) for n in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=me.device)
+    padded[: len(mine)] = mine.to(me.device)
+    texts = [torch.empty_like(padded) for _ in range(me.size)]
+    dist.all_gather(texts, padded)
+    return [
+        json.loads(bytes(t[: int(n)].cpu().numpy()).decode())
+        for t, n in zip(texts, lengths, strict=True)
+    ]
+
+
+def broadcast_json(me: World, value: Any) -> Any:
+    """Rank 0's ``value`` on every rank. A collective."""
+    if me.size == 1:
+        return value
+    text = _bytes(value if me.is_main else None).to(me.device)
+    length = torch.tensor([len(text)], device=me.device)
+    dist.broadcast(length, 0)
+    if not me.is_main:
+        text = torch.empty(int(length), dtype=torch.uint8, device=me.device)
+    dist.broadcast(text, 0)
+    return json.loads(bytes(text.cpu().numpy()).decode())
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
+    """Refuse to go on unless every rank has the same ``facts``. A collective.
+
+    gloo adds tensors of different shapes without an error and gets wrong sums, so this is asked
+    first.
+
+    Args:
+        facts: name -> value that JSON holds.
+        where: what is being compared, for the error: ``"ronde.distribute"``.
+
+    Raises:
+        WorldError: on every rank, naming the first fact that differs, the ranks and their values.
+    """
+    if me.size == 1:
+        return
+    everyone = gather_json(me, dict(facts))
+    names = list(dict.fromkeys(name for each in everyone for name in each))
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            shown = json.dumps(each[name]) if name in each else "nothing"
+            values.setdefault(shown, []).append(rank)
+        if len(values) > 1:
+            said = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in values.items())
+            raise WorldError(
+                f"The ranks disagree on {name} in {where}: {said}. Every worker must run the same script with the same "
+                "arguments, model and data: look for what depends on the rank, the host or an unseeded choice."
+            )

@@ -1,0 +1,717 @@
+"""A cache gives what the source would have given, whoever fills it, whoever is killed, and whatever
+happens to its files.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from cache_worker import Toy, oracle, same
+from processes import TESTS, python
+from ronde.data.named_stages import sample_key
+from ronde.data.serialize import CannotEncode, decode, encode
+from ronde.data.sources.base import Row, Sample
+from ronde.data.sources.folder import folder
+from ronde.feed import Pipeline, cached, cached_dataset, clear_cache, report_cache, rng
+from ronde.world import ArgumentError, SampleError
+
+WORKER = TESTS / "cache_worker.py"
+Point = collections.namedtuple("Point", "x y")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the commands of cache_worker.py told, each run in a process of its own."""
+    disk = tmp_path_factory.mktemp("disk")
+    commands = {
+        "hammer disk": ["hammer", str(disk / "h"), "3MiB"],
+        "hammer memory": ["hammer", "memory", "20MiB"],
+        "leave_behind": ["leave_behind", "memory"],
+        "first run": ["epochs", str(disk / "e")],
+        "second run": ["epochs", str(disk / "e")],
+        "full_disk": ["full_disk", str(disk / "f")],
+    }
+    with tempfile.TemporaryDirectory(prefix="ronde-test-", dir="/dev/shm") as memory:
+        done = python(
+            [str(WORKER), json.dumps(list(commands.values()))],
+            disk,
+            timeout=150,
+            env={"RONDE_SHM": memory},
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        found |= zip(commands, found.pop("told"), strict=True)
+        return found | {"left": [p.name for p in Path(memory).iterdir()], "stderr": done.stderr}
+
+
+def back(value):
+    return decode(bytearray(b"".join(encode(value))))
+
+
+def alike(a, b) -> bool:
+    """Equal in type, structure and every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, torch.Tensor):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.contiguous().flatten().view(torch.uint8).tolist()
+            == b.flatten().view(torch.uint8).tolist()
+        )
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return a == b or (a != a and b != b)
+
+
+# -- values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"", b"jpeg", "naïve \ud800", 3, -(10**30), True, None, 2.5, float("nan"), float("-inf"), -0.0,
+        (1, (b"x", [])), {"a": 1, 2: {"b": None}, None: (), 1.5: 0},
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.zeros((0, 3), np.float32), np.array(7, np.int8), np.array(["ab", ""]),
+        np.array(["2020-01-01"], dtype="M8[D]"), np.arange(4, dtype=">u2"), np.float32(1.1), np.bool_(True), np.array([1 + 2j]),
+        torch.arange(6).reshape(2, 3).t(), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4), torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(), torch.zeros(3, dtype=torch.float8_e5m2),
+        Sample(b"data", 3, "cat/1.jpg"), Row(age=3, name="x"), Point(1, np.ones(2)), [np.ones(3, np.uint8), torch.ones(1)],
+    ],
+    ids=lambda v: f"{type(v).__name__}-{str(v)[:20]!r}",
+)  # fmt: skip
+def test_values_come_back_bit_for_bit(value):
+    found = back(value)
+    assert alike(value if not isinstance(value, torch.Tensor) else value.resolve_conj(), found)
+
+
+def test_the_layout_in_memory_is_kept():
+    pixels = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    image = torch.from_numpy(pixels).permute(2, 0, 1)
+    found, array, sliced, flipped = back(
+        (image, pixels.transpose(1, 2, 0), torch.arange(20).reshape(4, 5)[::2, ::2], pixels[::-1])
+    )
+    assert found.stride() == image.stride() and torch.equal(found, image)
+    assert array.strides == pixels.transpose(1, 2, 0).strides and np.array_equal(
+        array, pixels.transpose(1, 2, 0)
+    )
+    assert sliced.tolist() == [[0, 2, 4], [10, 12, 14]] and np.array_equal(flipped, pixels[::-1])
+
+
+def test_images_come_back():
+    image = pytest.importorskip("PIL.Image")
+    made = image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
+    made.info["note"] = b"exif"
+    found = back((made, 1))[0]
+    assert type(found) is image.Image
+    assert (found.mode, found.size, found.tobytes(), found.info) == (
+        made.mode,
+        made.size,
+        made.tobytes(),
+        made.info,
+    )
+
+
+class Odd(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, np.array([None]), np.zeros(2, dtype=[("a", "i4")]), torch.ones(2, requires_grad=True), torch.ones(2).to_sparse(), Odd(a=1),
+     torch.empty(2, device="meta"), {(1, 2): 3}, torch.nn.Parameter(torch.ones(2)), bytearray(b"x")],
+    ids=lambda v: type(v).__name__,
+)  # fmt: skip
+def test_what_would_not_come_back_is_refused(value):
+    with pytest.raises(CannotEncode):
+        encode((1, value))
+    selfish: list = []
+    selfish.append(selfish)
+    with pytest.raises(CannotEncode, match="holds itself"):
+        encode(selfish)
+
+
+def test_damaged_bytes_are_an_error_and_nothing_else():
+    good = b"".join(encode({"x": np.arange(50), "y": (Point(1, 2), "text", torch.ones(3))}))
+    draw = random.Random(0)
+    errors = 0
+    for _ in range(3000):
+        bad = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            bad[draw.randrange(draw.choice([len(bad), 120]))] = draw.randrange(256)
+        del bad[draw.choice([len(bad), len(bad), draw.randrange(len(bad))]) :]
+        try:
+            decode(bad)
+        except ValueError:
+            errors += 1
+    assert errors > 500
+
+
+# -- reading through it ----------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "folder"])
+def where(request, tmp_path):
+    return "memory" if request.param == "memory" else str(tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_memory(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="ronde-test-", dir="/dev/shm") as folder:
+        monkeypatch.setenv("RONDE_SHM", folder)
+        yield
+        if list(Path(folder).iterdir()):
+            gc.collect()  # a test that let go of its cache without closing it
+        assert not list(Path(folder).iterdir())
+
+
+class Counted(Toy):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = collections.Counter()
+
+    def read(self, ids):
+        self.asked.update(ids)
+        return super().read(ids)
+
+
+def test_each_sample_is_read_once_and_is_the_callers_own(where):
+    source = Counted(50, "once")
+    kept = cached(source, where=where, limit="10MiB", check=False)
+    ids = [*range(49, -1, -1), 3, 3]
+    for _ in range(3):
+        for i, value in zip(ids, kept.read(ids), strict=True):
+            assert same(value, oracle(i))
+            value["data"][:] = 0  # an augmentation that works in place
+    # The first round asks for sample 3 three times at once.
+    assert set(source.asked.values()) <= {1, 3} and len(source.asked) == 50
+    report = kept.report()
+    assert (report.held, report.hits, report.misses, report.full) == (50, 104, 52, 0)
+    assert kept.fingerprint == "once" and len(kept) == 50
+    assert "50 of 50 samples" in str(report)
+    with pytest.raises(IndexError):
+        kept.read([50])
+    kept.close()
+    assert all(same(v, oracle(i)) for i, v in enumerate(kept.read(range(50)))), (
+        "a closed cache reads on from the source"
+    )
+
+
+def test_what_came_first_stays_and_the_bound_holds(where):
+    source = Counted(200, "first")
+    kept = cached(source, where=where, limit="1MB", check=False)
+    order = random.Random(2).sample(range(200), 200)
+    kept.read(order)
+    held = {i for i in range(200) if kept._opened().get(i).data is not None}
+    files = sum(
+        p.stat().st_blocks * 512 for p in kept._folder.iterdir() if p.name.startswith("cache.")
+    )
+    assert files <= 1_000_000 and kept.report().bytes <= 1_000_000
+    assert 20 < len(held) < 100
+    assert held >= set(order[:20])
+    for _ in range(2):
+        source.asked.clear()
+        random.Random(3).shuffle(order)
+        kept.read(order)
+        assert set(source.asked) == set(range(200)) - held
+    # In each of the three rounds what is not held was counted.
+    assert kept.report().full == 3 * (200 - len(held))
+    kept.close()
+
+
+def test_a_cache_on_disk_is_used_again_and_only_by_the_same(tmp_path):
+    where = str(tmp_path / "cache")
+    path = tmp_path / "data"
+    for name in ("a/1.npy", "a/2.npy", "b/3.npy"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(name.encode() * 10)
+    size = {"to": 2}
+
+    def pipeline(step):
+        return cached(
+            Pipeline(folder(path)).map(step, "decode"), "decode", where=where, limit="1MiB"
+        )
+
+    def small(sample):
+        return sample.data[: size["to"]]
+
+    def reads(step):
+        made = pipeline(step)
+        values = [made[i] for i in range(3)]
+        report = made.source.report()
+        folder_name = made.source._folder.name
+        made.source.close()
+        return values, report.hits, folder_name
+
+    first, hits, name = reads(small)
+    assert first == [b"a/", b"a/", b"b/"] and hits == 0
+    assert reads(small) == (
+        first,
+        3,
+        name,
+    )  # another object of the same pipeline; counted over both
+    size["to"] = 3  # what a closure holds
+    assert reads(small)[0] == [b"a/1", b"a/2", b"b/3"]
+    assert reads(lambda s: s.data[:4])[0][0] == b"a/1."
+    assert reads(lambda s: s.data[:5])[0][0] == b"a/1.n"
+    size["to"] = 2
+    assert reads(small)[2] == name
+    # Written anew with another content of the same size: its fingerprint, names and sizes, is the
+    # same.
+    before = folder(path).fingerprint
+    (path / "a/1.npy").write_bytes(b"Z" * len(b"a/1.npy" * 10))
+    assert folder(path).fingerprint == before
+    values, hits, other = reads(small)
+    assert (values[0], hits, other != name) == (b"ZZ", 0, True)
+    assert clear_cache(where) > 0
+    assert not list(Path(where).iterdir())
+
+
+def test_steps_that_cannot_be_told_apart_need_a_version(tmp_path):
+    class Held:
+        def __init__(self):
+            self.lock = threading.Lock()
+            self.file = open(__file__)  # noqa: SIM115
+
+        def __call__(self, sample):
+            return sample["label"]
+
+    step = Held()
+    pipeline = Pipeline(Toy(5, "held")).map(step, "decode")
+    with pytest.raises(ArgumentError, match=r"the step 'decode'.*version="):
+        pipeline.cache("decode", where=tmp_path)
+    one = pipeline.cache("decode", where=tmp_path, version="1")
+    two = pipeline.cache("decode", where=tmp_path, version="2")
+    assert one[3] == two[3] == 3
+    assert one.source._folder != two.source._folder
+    private = pipeline.cache("decode")  # in memory: this process's own
+    assert private[4] == 4
+    other = pipeline.cache("decode")
+    assert other.source._folder != private.source._folder
+    for made in (one, two, private, other):
+        made.source.close()
+    step.file.close()
+
+
+# -- randomness ------------------------------------------------------------------------
+
+
+def plus_global(sample):
+    return sample["label"] + np.random.randint(1 << 30)
+
+
+def plus_torch(sample):
+    return sample["label"] + int(torch.randint(1 << 30, ()))
+
+
+def plus_python(sample):
+    return sample["label"] + random.randrange(1 << 30)
+
+
+def plus_rng(sample):
+    return sample["label"] + int(rng().integers(1 << 30))
+
+
+own = np.random.default_rng()
+
+
+def plus_own(sample):
+    return sample["label"] + int(own.integers(1 << 30))
+
+
+@pytest.mark.parametrize(
+    "step", [plus_rng, plus_global, plus_torch, plus_python, plus_own], ids=lambda f: f.__name__
+)
+def test_a_step_that_draws_is_refused_by_name(step):
+    pipeline = Pipeline(Toy(9, "draws")).map(dict, "decode").map(step, "flip")
+    before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), random.getstate()
+    with pytest.raises(
+        ArgumentError,
+        match="the step 'flip' draws random numbers"
+        if step is not plus_own
+        else "came out differently",
+    ):
+        cached(pipeline, "flip")
+    assert (
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+    ) == before
+    kept = cached(pipeline, "decode")
+    assert [s.name for s in kept.steps] == ["flip"]
+    kept.source.close()
+
+    class Rows(Dataset):
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, i):
+            return step({"label": i})
+
+    with pytest.raises(
+        ArgumentError,
+        match="draws random numbers" if step is not plus_own else "came out differently",
+    ):
+        cached_dataset(Rows())
+
+
+def sometimes(sample):
+    return sample["label"] + (int(rng().integers(1 << 30)) if sample["name"] == "5.bin" else 0)
+
+
+def test_a_step_that_draws_for_some_samples_keeps_the_bits_of_all():
+    pipeline = Pipeline(Toy(12, "rare")).map(sometimes, "decode")
+    with pytest.warns(RuntimeWarning, match="the step 'decode' draws random numbers"):
+        kept = cached(pipeline, "decode")  # not one of the three samples that are tried draws
+        for epoch in range(3):
+            for i in range(12):
+                with sample_key(100 * epoch + i):
+                    expected = pipeline[i]
+                with sample_key(100 * epoch + i):
+                    assert kept[i] == expected
+    report = kept.source.report()
+    assert (report.held, report.random, report.hits) == (11, 3, 22)
+    kept.source.close()
+
+
+def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
+    pipeline = (
+        Pipeline(Toy(20, "after"))
+        .map(lambda s: s["data"][:50], "decode")
+        .map(lambda a: a ^ rng().integers(256, dtype=np.uint8))
+    )
+    kept = pipeline.cache("decode", limit="1MiB")
+    for epoch in (0, 1, 0):
+        for i in range(20):
+            with sample_key(1000 * epoch + i):
+                expected = pipeline[i]
+            with sample_key(1000 * epoch + i):
+                assert np.array_equal(kept[i], expected)
+    assert kept.source.report().hits == 40
+    kept.source.close()
+
+
+def test_what_cannot_be_kept_is_counted_and_said_once(tmp_path):
+    class Strange(Dataset):
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            return {i} if i % 2 else i
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        kept = cached_dataset(Strange(), where=tmp_path)
+        for _ in range(3):
+            assert [kept[i] for i in range(6)] == [0, {1}, 2, {3}, 4, {5}]
+    assert sum("builtins.set would not come back" in str(w.message) for w in said) == 1
+    report = kept.report()
+    assert (report.not_kept, report.held, report.hits) == (9, 3, 6)
+    assert report_cache(kept) == [report]
+
+
+def test_a_bad_sample_is_named_and_the_others_are_kept():
+    def picky(sample):
+        if sample["label"] == 3:
+            raise ValueError("truncated")
+        return sample["label"]
+
+    kept = Pipeline(Toy(6, "bad")).map(picky, "decode").cache("decode")
+    with pytest.raises(SampleError, match=r"sample 3.*stage decode: ValueError: truncated"):
+        kept.__getitems__(range(6))
+    assert kept.__getitems__([0, 1, 2, 4, 5]) == [0, 1, 2, 4, 5]
+    assert kept.source.report().held == 5
+    kept.source.close()
+
+
+# -- several threads and processes -----------------------------------------------------
+
+
+class Plain(Dataset):
+    classes = ("a", "b")
+
+    def __init__(self, n: int = 64) -> None:
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        value = oracle(i)
+        return torch.from_numpy(np.resize(value["data"], 100)) if len(
+            value["data"]
+        ) else torch.zeros(100, dtype=torch.uint8), i
+
+
+@pytest.mark.parametrize(
+    ("place", "start"), [("memory", "fork"), ("folder", "fork"), ("memory", "spawn")]
+)
+def test_loading_processes_share_it(tmp_path, place, start):
+    kept = cached_dataset(Plain(), where="memory" if place == "memory" else tmp_path)
+    assert kept.classes == ("a", "b") and len(kept) == 64
+    loader = DataLoader(
+        kept,
+        8,
+        shuffle=True,
+        num_workers=1 if start == "spawn" else 2,
+        multiprocessing_context=start,
+    )
+    for _ in range(1 if start == "spawn" else 2):
+        seen = []
+        for x, i in loader:
+            assert all(torch.equal(row, Plain()[int(k)][0]) for row, k in zip(x, i, strict=True))
+            seen += i.tolist()
+        assert sorted(seen) == list(range(64))
+    report = kept.report()
+    assert report.held == 64 and report.misses == 64
+    assert report.hits == (0 if start == "spawn" else 64)
+    assert torch.equal(kept[-1][0], Plain()[63][0])
+    with pytest.raises(IndexError):
+        kept[64]
+    kept.close()
+
+
+def test_many_threads_read_and_fill_it():
+    kept = cached(Toy(100, "threads"), limit="1500kB", check=False)
+
+    def go(seed: int) -> bool:
+        draw = random.Random(seed)
+        wanted = [[draw.randrange(100) for _ in range(5)] for _ in range(60)]
+        return all(
+            same(v, oracle(i)) for ids in wanted for i, v in zip(ids, kept.read(ids), strict=True)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(go, range(8)))
+    report = kept.report()
+    assert report.hits + report.misses == 8 * 60 * 5
+    assert report.corrupt == 0 and report.bytes <= 1_500_000
+    kept.close()
+
+
+@pytest.mark.parametrize(("place", "limit"), [("disk", 3 << 20), ("memory", 20 << 20)])
+def test_processes_that_are_killed_leave_a_cache_that_is_right(told, place, limit):
+    found = told[f"hammer {place}"]
+    assert found["killed"] >= 6 and set(found["codes"]) <= {0, -9} and 0 in found["codes"]
+    assert found["wrong"] == 0 and found["intact"] and found["corrupt"] == 0
+    assert found["held"] == found["told"] and found["hits"] > 0
+    assert found["held"] == 300 if place == "memory" else found["full"] > 0
+    assert found["most"] <= limit and found["bytes"] <= limit
+    assert Path(found["folder"]).exists() == (place == "disk")
+
+
+def test_what_killed_processes_left_in_memory_is_removed_and_what_is_in_use_is_not(told):
+    assert told["leave_behind"] == {
+        "before": True,
+        "after": False,
+        "mine": True,
+        "still": True,
+        "end": False,
+    }
+    assert told["there"] and told["left"] == [], "at the end of the last process nothing is left"
+
+
+def test_a_run_after_another_one(told):
+    first, second = told["first run"], told["second run"]
+    assert first["ok"] and second["ok"]
+    assert (first["hits"], first["misses"], second["hits"], second["misses"]) == (0, 40, 40, 40)
+    assert first["folder"] == second["folder"]
+    assert Path(second["folder"]).stat().st_mode & 0o777 == 0o700
+
+
+# -- files that are damaged, full or not ours ------------------------------------------
+
+
+def reopened(tmp_path, n=40):
+    return cached(Toy(n, "damage"), where=tmp_path / "c", limit="4MiB", check=False)
+
+
+def all_right(kept) -> bool:
+    return all(same(v, oracle(i)) for i, v in enumerate(kept.read(range(len(kept)))))
+
+
+def test_damaged_records_are_found_read_anew_and_replaced(tmp_path):
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    arena = kept._folder / "cache.bin"
+    kept.close()
+    data = bytearray(arena.read_bytes())
+    for place in range(1000, len(data), len(data) // 5):
+        data[place] ^= 16
+    arena.write_bytes(data)
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    damaged = kept.report().corrupt
+    assert 1 <= damaged <= 6
+    assert all_right(kept)
+    assert kept.report().corrupt == damaged, "they were replaced"
+    kept.close()
+    with arena.open("r+b") as file:  # cut short
+        file.truncate(200_000)
+    kept = reopened(tmp_path)
+    assert all_right(kept) and kept.report().corrupt > damaged + 5
+    kept.close()
+
+
+def test_a_cached_source_is_a_map_style_data_set_as_any_source(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"{i}")
+    files = folder(tmp_path, labels="none")
+    kept = cached(files, limit="1MiB")
+    assert (
+        kept[1] == files[1]
+        and kept.__getitems__([2, 0]) == files.read([2, 0])
+        and isinstance(kept, torch.utils.data.Dataset)
+    )
+    assert kept.report().hits == 0 and kept[1] == files[1] and kept.report().hits == 1
+    with pytest.raises(IndexError):
+        kept[3]
+    kept.close()
+
+
+@pytest.mark.parametrize("left", [0, 2000, 4096, 4096 + 32 * 20, 4096 + 32 * 20 + 12])
+@pytest.mark.parametrize("in_use", [False, True])
+def test_an_index_that_was_cut_short_heals(tmp_path, left, in_use):
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    index = kept._folder / "cache.idx"
+    if not in_use:
+        kept.close()
+    os.truncate(index, left)
+    if not in_use:
+        kept = reopened(tmp_path)
+    assert all_right(kept)
+    if in_use and left < 4096:
+        kept.close()  # its head is gone: nothing more is kept until it is opened again
+        kept = reopened(tmp_path)
+        assert all_right(kept)
+    before = kept.report()
+    assert before.held == 40 and all_right(kept) and kept.report().hits == before.hits + 40
+    kept.close()
+
+
+def test_a_damaged_index_is_a_miss(tmp_path):
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    index = kept._folder / "cache.idx"
+    kept.close()
+    data = bytearray(index.read_bytes())
+    good = bytes(data)
+    draw = random.Random(4)
+    for i in range(0, 40, 2):
+        data[4096 + 32 * i + draw.randrange(24)] ^= 1 << draw.randrange(8)
+    index.write_bytes(data)
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    assert kept.report().corrupt == 20 and kept.report().held == 40
+    kept.close()
+    index.write_bytes(b"\1" * 30 + good[30:])  # its first page: nothing in it can be believed
+    kept = reopened(tmp_path)
+    assert all_right(kept) and kept.report().hits == 0
+    assert all_right(kept) and kept.report().hits == 40
+    kept.close()
+    index.write_bytes(good[:500])
+    kept = reopened(tmp_path)
+    assert all_right(kept) and all_right(kept)
+    kept.close()
+
+
+def test_a_disk_that_is_full_costs_the_cache_and_not_the_run(told):
+    found = told["full_disk"]
+    assert found["wrong"] == 0 and found["no_room"] > 20 and 5 < found["held"] < 40
+    assert found["hits"] == found["held"]
+
+
+def test_a_disk_that_breaks_ends_the_cache_and_not_the_run(tmp_path):
+    kept = reopened(tmp_path)
+    assert all_right(kept)
+    broken = os.open(
+        tmp_path / "unreadable", os.O_WRONLY | os.O_CREAT
+    )  # from here on reading is an error of the system
+    os.dup2(broken, kept._opened()._records)
+    os.close(broken)
+    with pytest.warns(RuntimeWarning, match="nothing more is cached") as said:
+        assert all_right(kept) and all_right(kept)
+    assert len(said) == 1 and "Bad file descriptor" in kept.report().off
+
+
+def test_the_reserve_of_a_disk_is_left_alone(tmp_path):
+    kept = cached(Toy(20, "reserve"), where=tmp_path, limit="1MiB", reserve="1000TB", check=False)
+    assert all_right(kept)
+    report = kept.report()
+    assert report.held == 0 and report.no_room > 0
+    assert sum(p.stat().st_blocks for p in kept._folder.iterdir() if p.suffix == ".bin") == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_folder_of_somebody_else_is_not_used(tmp_path):
+    kept = reopened(tmp_path)
+    place = kept._folder
+    kept.close()
+    place.chmod(0o755)
+    with pytest.warns(RuntimeWarning, match="nothing is cached.*0700"):
+        kept = reopened(tmp_path)
+        assert all_right(kept)
+    assert "0700" in kept.report().off and "no cache" in str(kept.report())
+    (tmp_path / "elsewhere").mkdir()
+    place.chmod(0o700)
+    clear_cache(tmp_path / "c")
+    place.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(RuntimeWarning, match="nothing is cached"):
+        assert all_right(reopened(tmp_path))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_arguments():
+    pipeline = Pipeline(Toy(3)).map(dict, "decode")
+    for call, text in (
+        (lambda: cached(pipeline, "crop"), "the steps of this pipeline are read, decode"),
+        (lambda: cached(Toy(3), "decode"), "is for a pipeline"),
+        (lambda: cached([1, 2]), "expected a source"),
+        (lambda: cached(Toy(3), limit="2 parsecs"), r"limit='2 parsecs': expected"),
+        (lambda: cached(Toy(3), limit=0), "limit=0"),
+        (lambda: cached(Toy(3), limit=True), "limit=True"),
+        (lambda: cached(Toy(3), reserve="x"), "reserve='x'"),
+        (lambda: cached(Toy(3), where=""), "where=''"),
+        (lambda: cached(Toy(3), where="s3://bucket/x"), "a folder on a local disk"),
+        (lambda: cached(Toy(3), where=__file__), "is a file"),
+        (lambda: cached(Toy(3), version=3), "version=3"),
+        (lambda: cached_dataset(iter([1])), "map-style Dataset"),
+        (lambda: cached_dataset([]), "is empty"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            call()
+
+
+def test_limits_of_containers_count(tmp_path):
+    from ronde.cache.budget import _cgroup_room, free_memory
+
+    (tmp_path / "job").mkdir()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "job/memory.max").write_text("1000000\n")
+    (tmp_path / "job/memory.current").write_text("900000\n")
+    (tmp_path / "job/memory.stat").write_text("anon 600000\ninactive_file 250000\n")
+    (tmp_path / "proc").write_text("0::/job\n")
+    assert _cgroup_room(tmp_path, tmp_path / "proc") == 350_000
+    (tmp_path / "proc").write_text("0::/elsewhere\n")
+    assert _cgroup_room(tmp_path, tmp_path / "proc") == float("inf")
+    assert 0 < free_memory() < 1 << 50

@@ -1,0 +1,783 @@
+"""The command, as a person uses it: real launches, real kills, a real terminal; nothing is left
+behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import ronde as package
+from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
+from ronde.plan import Plan
+from ronde.watch import Ended, Resumed, Step, curve, read
+from sampling import long, some
+
+TRAIN = """
+import argparse, os, signal, sys, time
+import torch
+import ronde
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=0.05)
+parser.add_argument("--stop-at", type=int, default=0)
+parser.add_argument("--how", default="wait")
+parser.add_argument("--on", type=int, default=1)
+parser.add_argument("--steps-per-second", type=float, default=0)
+parser.add_argument("rest", nargs="*")
+args = parser.parse_args()
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+generator = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 1, generator=generator))
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=8, scheduler=scheduler, save_every=2)
+names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+print("rank", run.rank, "of", run.world_size, "lr", args.lr, "rest", args.rest, *(f"{n}={os.environ.get(n)}" for n in names))
+print("to stderr of", run.rank, file=sys.stderr)
+for epoch in run.epochs(4):
+    for batch in run.batches():
+        if args.stop_at and run.state.step == args.stop_at:
+            if args.how == "wait":
+                run._watcher.flush()
+                print("waiting", flush=True)
+                time.sleep(100)
+            if args.how == "raise" and run.rank == args.on or args.how == "raise all":
+                raise ValueError(f"no good on {run.rank}")
+            if args.how == "exit" and run.rank == args.on:
+                sys.exit(3)
+            if args.how == "end" and run.rank == args.on:
+                sys.exit()
+            if args.how == "kill" and run.rank == args.on:
+                os.kill(os.getpid(), signal.SIGKILL)
+        run.step(batch)
+        if args.steps_per_second:
+            time.sleep(1 / args.steps_per_second)
+print("done on", run.rank)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "__init__.py").write_text("")
+    (folder / "mine" / "job.py").write_text(
+        "import os, sys, json\n"
+        "import mine\n"
+        "names = ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'WORLD_SIZE', 'RANK')\n"
+        "print(json.dumps([__name__, sys.argv[1:], *(os.environ.get(n) for n in names)]))\n"
+    )
+    return folder
+
+
+def log(place: Path, name: str, rank: int) -> str:
+    return (place / "runs" / name / "logs" / f"rank-{rank}.log").read_text()
+
+
+def curve_of(place: Path, name: str) -> dict[int, float]:
+    return {
+        e.step: e.loss for e in read(place / "runs" / name / "record.jsonl") if isinstance(e, Step)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(place) -> subprocess.CompletedProcess:
+    """An uninterrupted run of two workers, to which others are compared."""
+    unset = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None}
+    return ronde_run(
+        ["run", "--workers", "2", "--name", "whole", "train.py", "--lr", "0.05", "a", "b c"],
+        place,
+        env=unset,
+    )
+
+
+# -- what goes well --------------------------------------------------------------------
+
+
+def test_a_run(place, whole):
+    assert whole.returncode == 0, whole.stderr
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    out = whole.stdout
+    assert (
+        "rank 0 of 2 lr 0.05 rest ['a', 'b c']" in out
+        and "done on 0" in out
+        and "to stderr of 0" in out
+    )
+    assert (
+        "rank 1 of 2" not in out
+        and "rank 1 of 2" in log(place, "whole", 1)
+        and "done on 1" in log(place, "whole", 1)
+    )
+    assert "to stderr of 1" in log(place, "whole", 1) and "rank 0 of 2" in log(place, "whole", 0)
+    threads = re.search(r"OMP_NUM_THREADS=(\d+) OMP_WAIT_POLICY=(\w+)", out)
+    assert 1 <= int(threads[1]) <= max(1, cores // 2) and threads[2] == (
+        "PASSIVE" if cores < 4 else "None"
+    )
+    assert (
+        "\x1b" not in out + whole.stderr and "\x1e" not in out
+    )  # no colours and no messages where nobody sees them
+    assert (
+        "whole: completed" in out
+        and "2 workers × 4" in out
+        and "ronde show whole" in out
+        and "⠀" in out
+    )
+    assert "12 steps, 96 samples, 4 epochs" in out and "loss" in out
+    assert sorted(curve_of(place, "whole")) == list(range(1, 13))
+    kept = sorted(p.name for p in (place / "runs" / "whole").iterdir())
+    assert kept == ["checkpoints", "logs", "plan.yaml", "record.jsonl"]
+
+
+def test_a_module_quietly_with_variables_of_ones_own(place):
+    own = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
+    done = ronde_run(
+        ["run", "-q", "-n", "1", "--name", "quiet", "-m", "mine.job", "--lr", "0.5", "--help"],
+        place,
+        env=own,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        "__main__",
+        ["--lr", "0.5", "--help"],
+        "3",
+        "ACTIVE",
+        "1",
+        "0",
+    ]
+    assert done.stderr == ""
+
+
+@long
+def test_threads_that_have_a_core_each_spin_shortly(place):
+    (place / "says.py").write_text(
+        "import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    unset = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None}
+    for env, workers, expected in (
+        ({"OMP_NUM_THREADS": "2"}, 1, "None 10000"),
+        ({"OMP_NUM_THREADS": "1"}, 1, "None None"),
+        ({"OMP_NUM_THREADS": "64"}, 2, "PASSIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, 2, "None 7"),
+    ):
+        done = ronde_run(
+            ["run", "-q", "-n", str(workers), "--runs", "none", "says.py"],
+            place,
+            env={**unset, **env},
+        )
+        if env != {"OMP_NUM_THREADS": "2"} or len(os.sched_getaffinity(0)) > 1:
+            assert done.stdout.split("\n")[0] == expected, (env, done.stdout, done.stderr)
+
+
+def test_looking_at_runs(place, whole):
+    commands = [
+        ["runs"],
+        ["runs", "--json"],
+        ["show", "whole"],
+        ["show", "whole", "--json"],
+        ["show"],
+        ["show", "whol"],
+        ["show", "NOPE"],
+    ]
+    commands += [
+        ["show", "whole", "--curve", "nothing"],
+        ["runs", "--runs", "elsewhere"],
+        ["show", "--runs", "elsewhere"],
+    ]
+    commands += [["show", "runs/whole"]]
+    table, listed, shown, as_json, last, near, nope, unknown, none, none_to_show, by_path = (
+        ronde_batch(commands, place)
+    )
+    assert all(c.returncode == 0 for c in (table, listed, shown, as_json, last, none, by_path))
+    assert re.search(r"whole +completed +2 +4 +12 ", table.stdout)
+    (entry,) = [r for r in json.loads(listed.stdout) if r["run"] == "whole"]
+    assert (entry["status"], entry["workers"], entry["step"], entry["samples"]) == (
+        "completed",
+        2,
+        12,
+        96,
+    )
+    assert entry["plan"]["batch_size"] == 8 and entry["loss"] == curve_of(place, "whole")[12]
+    assert (
+        "whole: completed" in shown.stdout
+        and "⠀" in shown.stdout
+        and by_path.stdout == shown.stdout
+    )
+    assert "completed" in last.stdout
+    told = json.loads(as_json.stdout)
+    assert {int(s): v for s, v in told["curve"]} == curve_of(place, "whole") and told[
+        "series"
+    ] == {}
+    assert near.returncode == nope.returncode == unknown.returncode == none_to_show.returncode == 2
+    assert (
+        "no run 'whol' in runs. Did you mean whole?" in near.stderr
+        and "no run 'NOPE' in runs. 'ronde runs' lists them" in nope.stderr
+    )
+    assert (
+        "whole has no 'nothing'" in unknown.stderr
+        and "no runs in elsewhere" in none.stdout
+        and "no runs in elsewhere" in none_to_show.stderr
+    )
+    for c in (table, listed, shown, as_json, near, nope, unknown, none):
+        assert "\x1b" not in c.stdout + c.stderr and "Traceback" not in c.stderr
+
+
+# -- what the user got wrong -----------------------------------------------------------
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("print('must not run')")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "runs" / "there").mkdir(parents=True)
+    (tmp_path / "runs" / "there" / "plan.yaml").write_text("mine")
+    cases = [
+        (["run", "trian.py"], ["script not found: trian.py", "Did you mean train.py?"]),
+        (["run", "zzz/other.py"], ["script not found: zzz/other.py"]),
+        (["run", "folder"], ["folder is a folder, expected a script"]),
+        (["run", "-m", "no.such.module"], ["module not found: no.such.module", str(tmp_path)]),
+        (["run", "-m", "nosuchmodule"], ["module not found: nosuchmodule"]),
+        (["run", "--workers", "2"], ["no script given"]),
+        (["run", "--workers", "0", "train.py"], ["--workers '0'", "whole number above 0"]),
+        (["run", "--workers", "-1", "train.py"], ["--workers '-1'", "whole number above 0"]),
+        (["run", "--workers", "abc", "train.py"], ["--workers 'abc'", "or auto"]),
+        (["run", "--workers", "1.5", "train.py"], ["--workers '1.5'"]),
+        (
+            ["run", "--workers", "999", "train.py"],
+            ["more workers than devices: 999 asked", "no GPU"],
+        ),
+        (
+            ["run", "--name", "there", "train.py"],
+            ["runs/there exists already", "--resume", "another --name"],
+        ),
+        (["run", "--name", "../x", "train.py"], ["'../x' is not a name for a run"]),
+        (["run", "--resume", "train.py"], ["nothing to resume: no run of 'train' in runs"]),
+        (
+            ["run", "--resume", "--name", "nope", "train.py"],
+            ["nothing to resume", "runs/nope does not exist"],
+        ),
+    ]
+    for (command, words), done in zip(
+        cases, ronde_batch([c for c, _ in cases], tmp_path), strict=True
+    ):
+        assert done.returncode == 2, (command, done)
+        assert all(w in done.stderr for w in words), (command, done.stderr)
+        assert (
+            len(done.stderr.splitlines()) == 1
+            and done.stderr.startswith("error: ")
+            and done.stdout == ""
+        ), (command, done)
+    assert (tmp_path / "runs" / "there" / "plan.yaml").read_text() == "mine"
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
+        "folder",
+        "runs",
+        "runs/there",
+        "runs/there/plan.yaml",
+        "train.py",
+    ]
+
+
+def test_help_and_version(tmp_path):
+    commands = [
+        ["--help"],
+        ["run", "--help"],
+        ["runs", "--help"],
+        ["show", "-h"],
+        ["run"],
+        [],
+        ["--version"],
+        ["nosuchverb"],
+        ["runs", "--nope"],
+    ]
+    top, run, runs, show, bare, nothing, version, verb, option = ronde_batch(commands, tmp_path)
+    assert all(c.returncode == 0 for c in (top, run, runs, show, version))
+    assert all(v in top.stdout for v in ("run", "runs", "show", "--version"))
+    for c, example in (
+        (run, "ronde run --workers 2 train.py --lr 0.1"),
+        (runs, "ronde runs --runs /data/runs --json"),
+        (show, "ronde show gpt-1"),
+    ):
+        assert "Examples:" in c.stdout and example in c.stdout
+    assert (
+        "--resume" in run.stdout
+        and "SCRIPT" in run.stdout
+        and "Usage:" in bare.stdout + bare.stderr
+        and "Usage:" in nothing.stdout + nothing.stderr
+    )
+    assert version.stdout == f"ronde {package.__version__}\n"
+    assert (
+        verb.returncode == option.returncode == 2
+        and "nosuchverb" in verb.stderr
+        and "--nope" in option.stderr
+    )
+    assert (
+        ronde_run(["--version"], tmp_path).stdout == version.stdout
+    )  # as a process of its own, too
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_fills_the_terminal_and_shows_flags_without_a_type(tmp_path):
+    verbs = [
+        ["scale"],
+        ["doctor"],
+        ["prove"],
+        ["pack"],
+        ["plan"],
+        ["run"],
+        ["runs"],
+        ["show"],
+        ["bench", "cluster"],
+    ]
+    for columns in ("80", "60"):
+        answers = ronde_batch(
+            [[], *([*v, "--help"] for v in verbs)], tmp_path, env={"COLUMNS": columns}
+        )
+        for verb, done in zip([[], *verbs], answers, strict=True):
+            text = done.stdout + done.stderr
+            assert "bool" not in text and "--help" in text, (verb, text)
+            lines = [line.rstrip() for line in text.partition("╭")[0].splitlines()]
+            assert max(map(len, lines)) <= int(columns), verb
+            for line, after in itertools.pairwise(lines):
+                # A line ends before the right edge only where the next word does not fit any more,
+                # or a paragraph ends.
+                words = after.split()
+                if line.strip() and words and not after.startswith("   "):
+                    assert len(line) + 1 + len(words[0]) >= int(columns) - 1, (verb, line, after)
+
+
+# -- what fails while it runs ----------------------------------------------------------
+
+
+def failing(place: Path, name: str, *how: str) -> subprocess.CompletedProcess:
+    """The environment is marked, and processes.py sees to it that no process with the mark is
+    left.
+    """
+    done = ronde_run(["run", "-n", "2", "--name", name, "train.py", "--stop-at", "5", *how], place)
+    assert done.returncode != 0 and "done on" not in done.stdout
+    return done
+
+
+def the_end(place: Path, name: str) -> Ended:
+    return [e for e in read(place / "runs" / name / "record.jsonl") if isinstance(e, Ended)][-1]
+
+
+def test_one_rank_raises(place):
+    done = failing(place, "one", "--how", "raise")
+    assert done.returncode == 1
+    assert "rank 1 failed first:" in done.stderr and "ValueError: no good on 1" in done.stderr
+    assert (
+        'train.py", line' in done.stderr and done.stderr.count("Traceback") == 1
+    )  # the script's own lines, once
+    assert "ronde/launch/worker.py" not in done.stderr and "elastic" not in done.stderr.lower()
+    assert (
+        "its output: runs/one/logs/rank-1.log" in done.stderr
+        and "ronde run --resume --name one" in done.stderr
+    )
+    assert "ValueError: no good on 1" in log(place, "one", 1)
+    end = the_end(place, "one")
+    assert (end.status, end.rank) == ("failed", 1) and "no good on 1" in end.error
+
+
+def test_no_file_is_named_that_is_not_kept(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "import os, signal\nprint('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = ronde_run(["run", "-n", "1", "--runs", "none", "fails.py"], tmp_path)
+    assert done.returncode != 0 and "failed first: killed by signal 9" in done.stderr
+    assert "the last words\nthe rest of its output was not kept: --runs none" in done.stderr
+    assert ".log" not in done.stderr and "--resume" not in done.stderr
+
+
+def test_all_ranks_raise(place):
+    done = failing(place, "all", "--how", "raise all")
+    assert (
+        done.returncode == 1
+        and done.stderr.count("Traceback") == 1
+        and re.search(r"ValueError: no good on [01]", done.stderr)
+    )
+    assert "failed first:" in done.stderr
+
+
+def test_a_rank_that_ends_early_is_named(place):
+    done = failing(place, "early", "--how", "end")
+    told = " ".join(done.stderr.split())
+    assert (
+        done.returncode == 1
+        and "rank 1 had ended, with status 0, before the others; rank 0 failed then:" in told
+    )
+    assert (
+        "failed first" not in told
+        and done.stderr.count("Traceback") == 1
+        and 'train.py", line' in done.stderr
+    )
+    end = the_end(place, "early")
+    assert end.error.startswith("rank 1 had ended, with status 0, before the others: ")
+
+
+def test_a_rank_exits_with_a_status_of_its_own(place):
+    done = failing(place, "exit", "--how", "exit", "--on", "0")
+    assert (
+        done.returncode == 3
+        and "rank 0 failed first" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    assert "it ended by itself with exit status 3 (train.py, line " in done.stderr
+
+
+def test_a_script_without_its_arguments_shows_what_it_printed(tmp_path):
+    """argparse prints the usage and exits with status 2: its frames say nothing."""
+    (tmp_path / "args.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()\nimport torch, ronde\n"
+    )
+    for verb in some(("run", "scale", "plan", "doctor", "prove"), 2):
+        # A run shows it as it comes, a study keeps the script's output to itself until it fails.
+        more = (
+            ["--workers", "1"]
+            if verb in ("run", "scale", "doctor")
+            else ["--device", "H100"]
+            if verb == "plan"
+            else []
+        )
+        done = ronde_run([verb, *more, "args.py"], tmp_path)
+        text = done.stdout + done.stderr
+        assert done.returncode == 2 and "Traceback" not in text and "argparse.py" not in text, (
+            verb,
+            text,
+        )
+        assert (
+            text.count("usage: args.py [-h] data")
+            == text.count("args.py: error: the following arguments are required: data")
+            == 1
+        )
+        if verb != "run":
+            assert (
+                "args.py ended by itself" in text
+                and f"Its own arguments go after its name: ronde {verb} args.py ARGS…" in text
+            )
+
+
+def test_a_worker_is_killed(place):
+    done = failing(place, "kill", "--how", "kill")
+    assert (
+        done.returncode == 1 and "rank 1 failed first: killed by signal 9 (SIGKILL)" in done.stderr
+    )
+    assert the_end(place, "kill").rank == 1
+
+
+def test_the_launcher_is_killed(place, tmp_path):
+    """Its workers must not train on as orphans."""
+    short = Path(os.environ.get("TMPDIR", "/tmp")) / f"r{os.getpid()}"
+    short.mkdir()
+    try:
+        with child(
+            ronde("run", "-n", "2", "--name", "orphan", "train.py", "--stop-at", "3"),
+            place,
+            {"TMPDIR": str(short)},
+        ) as started:
+            started.wait_for("waiting", 60)
+            workers = psutil.Process(started.pid).children(recursive=True)
+            assert len(workers) >= 2
+            os.kill(started.pid, signal.SIGKILL)
+            assert started.done(20).returncode == -signal.SIGKILL
+            assert_gone(started.mark)
+    finally:
+        shutil.rmtree(short)  # a launcher that was killed cannot take its pipes away
+
+
+# -- interrupted, and on ---------------------------------------------------------------
+
+
+def test_interrupted_and_resumed_is_the_run_that_never_stopped(place, whole):
+    """SIGINT to the launcher alone; then on, with another number of workers."""
+    with child(
+        ronde("run", "-n", "2", "--name", "again", "train.py", "--stop-at", "5"), place
+    ) as started:
+        started.wait_for("waiting", 60)
+        os.kill(started.pid, signal.SIGINT)
+        done = started.done(30)
+    assert (
+        done.returncode == 130
+        and "stopped by SIGINT; every worker has ended" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+    assert "ronde run --resume --name again" in done.stderr
+    assert the_end(place, "again").status == "interrupted" and sorted(curve_of(place, "again")) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+    resumed = ronde_run(["run", "-n", "1", "--resume", "--name", "again", "train.py"], place)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed again at step 4, epoch 2, sample 8 (written by 2 workers)" in resumed.stdout
+    (mark,) = [e for e in read(place / "runs" / "again" / "record.jsonl") if isinstance(e, Resumed)]
+    assert (mark.step, mark.epoch, mark.samples, mark.workers, mark.written_by_workers) == (
+        4,
+        1,
+        32,
+        1,
+        2,
+    )
+    assert the_end(place, "again").status == "completed"
+    straight, joined = curve_of(place, "whole"), curve_of(place, "again")
+    assert list(joined) == list(straight) and list(joined.values()) == pytest.approx(
+        list(straight.values()), rel=1e-12
+    )
+    states = [place / "runs" / n / "checkpoints" / "step-000000012" for n in ("whole", "again")]
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(s / file) for s in states)
+        assert a.keys() == b.keys() and all(
+            torch.allclose(a[k], b[k], rtol=1e-12, atol=1e-14) for k in a
+        )
+
+
+class Terminal:
+    """A command whose terminal is a pseudo-terminal of its own: what it draws, and keys pressed in
+    it.
+    """
+
+    def __init__(self, command: list[str], cwd: Path) -> None:
+        env = environment(
+            {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30", "NO_COLOR": None}
+        )
+        self.mark = env["RONDE_TEST_MARK"]
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            os.execve(command[0], command, env)
+        self.drawn = ""
+        self.status: int | None = None
+
+    def read(self, until: str, timeout: float) -> None:
+        limit = time.monotonic() + timeout
+        while until not in self.drawn:
+            if time.monotonic() > limit:
+                raise AssertionError(f"{until!r} was never drawn:\n{self.drawn}")
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    self.drawn += os.read(self.fd, 1 << 16).decode(errors="replace")
+                except OSError:  # the other side is closed
+                    raise AssertionError(f"{until!r} was never drawn:\n{self.drawn}") from None
+
+    def press(self, key: bytes) -> None:
+        os.write(self.fd, key)
+
+    def end(self, timeout: float) -> int:
+        limit = time.monotonic() + timeout
+        while self.status is None and time.monotonic() < limit:
+            if select.select([self.fd], [], [], 0.05)[0]:
+                with suppress(OSError):
+                    self.drawn += os.read(self.fd, 1 << 16).decode(errors="replace")
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return -1 if self.status is None else self.status
+
+    def close(self) -> None:
+        if self.status is None:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        assert_gone(self.mark)
+
+
+def test_a_bar_on_a_terminal_and_ctrl_c(place):
+    terminal = Terminal(
+        ronde("run", "-n", "2", "--name", "bar", "train.py", "--steps-per-second", "2"), place
+    )
+    try:
+        terminal.read("/12", 60)  # the step, of all steps
+        terminal.read("samples/s", 30)
+        terminal.press(b"\x03")  # to every process of the terminal at once
+        status = terminal.end(30)
+    finally:
+        terminal.close()
+    assert status == 130, terminal.drawn
+    assert (
+        "━" in terminal.drawn
+        and "\x1b[" in terminal.drawn
+        and "loss" in terminal.drawn
+        and "rank 0 of 2" in terminal.drawn
+    )
+    assert "\x1e" not in terminal.drawn and "Traceback" not in terminal.drawn
+    assert "stopped by SIGINT; every worker has ended" in terminal.drawn
+    shown = terminal.drawn.rfind("\x1b[?25h")
+    assert shown > terminal.drawn.rfind("\x1b[?25l")  # the cursor is back
+    assert "\x1e" not in log(place, "bar", 0) and "epoch" not in log(
+        place, "bar", 0
+    )  # nor are messages in the log
+
+
+def test_a_line_without_an_end_is_shown_on_a_terminal(place):
+    """A bar of the script's own, a question, the last word: they end in no newline."""
+    (place / "partial.py").write_text(
+        r"print('whole line'); print('\rmine 33%', end='', flush=True); print('\rmine 99%', end='')"
+    )
+    terminal = Terminal(ronde("run", "-n", "1", "--name", "partial", "partial.py"), place)
+    try:
+        status = terminal.end(60)
+    finally:
+        terminal.close()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|━", "", terminal.drawn)
+    assert status == 0 and "whole line" in drawn and "mine 99%" in drawn, drawn
+
+
+def test_what_is_left_behind_would_be_seen(tmp_path):
+    """The measure of all of the above: a process that slips away from its parent and session is
+    found by its mark, and ended.
+    """
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\nos.wait()"
+    with pytest.raises(AssertionError, match=r"left behind:\n\d+ "):
+        with child([sys.executable, "-c", code], tmp_path) as started:
+            assert started.done(30).returncode == 0
+            mark = started.mark
+            assert len(marked(mark)) == 1
+            assert_gone(mark, within=0.0)
+    assert marked(mark) == []
+
+
+def test_brackets_in_arguments_are_not_markup(tmp_path):
+    (tmp_path / "say.py").write_text("import sys; print(sys.argv[1:])")
+    done = ronde_run(["run", "-n", "1", "say.py", "[/bold]", "[1,2]"], tmp_path, 60)
+    assert done.returncode == 0, done.stderr
+    assert "say.py [/bold] [1,2]" in done.stdout and "['[/bold]', '[1,2]']" in done.stdout
+
+
+def test_a_curve_names_its_values_whole():
+    points = [(float(i), i / 10) for i in range(10)]
+    short, long = (
+        curve(points, width=20, height=4),
+        curve(points, width=20, height=4, label="evaluate/accuracy"),
+    )
+    assert "     loss └─" in short and len(short.splitlines()) == 6
+    assert (
+        long.splitlines()[0] == "evaluate/accuracy"
+        and long.splitlines()[1:] == short.replace("loss", "    ").splitlines()
+    )
+
+
+def test_show_names_a_long_curve_whole(place, whole, tmp_path):
+    run = tmp_path / "runs" / "one"
+    shutil.copytree(place / "runs" / "whole", run, ignore=shutil.ignore_patterns("checkpoints"))
+    with (run / "record.jsonl").open("a") as record:
+        for step in (1, 2, 3):
+            record.write(
+                json.dumps(
+                    {
+                        "type": "evaluate",
+                        "time": 0.0,
+                        "step": step,
+                        "epoch": 1,
+                        "samples": 8,
+                        "metrics": {"accuracy": step / 4},
+                    }
+                )
+                + "\n"
+            )
+    done = ronde_run(["show", "one", "--curve", "evaluate/accuracy"], tmp_path)
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "evaluate/accuracy", (
+        done.stdout + done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        ("pipeline=3", "workers in multiples of 3"),
+        ("tensor=2,pipeline=2", "workers in multiples of 4"),
+        ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
+        ("pipeline=2,pipeline=1", "pipeline is said twice"),
+        ("schedule=zbv", "schedule is said of a pipeline, and there is none"),
+        ("pipelines=2", "Did you mean 'pipeline'?"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path, plan, told):
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
+    done = ronde_run(["run", "-n", "2", "--plan", plan, "train.py"], tmp_path, timeout=60)
+    assert (
+        done.returncode == 2
+        and told in " ".join(done.stderr.split())
+        and "started" not in done.stdout + done.stderr
+    )
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("plan.json", None, "plan.json: there is no such file"),
+        ("plan.json", "{}", "plan.json holds no plan"),
+        (
+            "answer.json",
+            '{"plans": []}',
+            "answer.json holds no plan: expected what 'ronde plan --save' writes",
+        ),
+        (
+            "cluster.txt",
+            "nodes: 2\n",
+            "cluster.txt holds no plan that can be used: a plan has no nodes",
+        ),
+        (
+            "mine",
+            "shard: all\n",
+            "mine holds no plan that can be used: plan: shard='all' is not known",
+        ),
+        ("mine", "a: b: c\n", "mine holds no plan: it is not YAML"),
+        ("mine", "shard_within: two\n", "shard_within='two' must be a whole number"),
+        (
+            "large",
+            "workers: 8\n",
+            "large: it is for 8 workers: start it with ronde run --workers 8",
+        ),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_told(tmp_path, name, text, told):
+    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    done = ronde_run(["run", "-n", "2", "--plan", name, "train.py"], tmp_path, timeout=60)
+    assert (
+        done.returncode == 2
+        and told in " ".join(done.stderr.split())
+        and "started" not in done.stdout + done.stderr
+    )
+
+
+def test_a_plan_is_read_from_a_file_of_any_name(place):
+    Plan(workers=2, batch_size=8, shard="optimizer").save(
+        place / "plan.json"
+    )  # YAML, as ronde plan --save plan.json writes
+    done = ronde_run(
+        ["run", "-n", "2", "--name", "named", "--plan", "plan.json", "train.py"], place
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        yaml.safe_load((place / "runs" / "named" / "plan.yaml").read_text())["shard"] == "optimizer"
+    )
+    there = len(list((place / "runs" / "named" / "checkpoints").glob("step-*")))
+    assert (
+        there == 3 and "3 checkpoints" in done.stdout
+    )  # of six: what is kept is counted, not what was written

@@ -1,0 +1,610 @@
+"""Images: decoders and transforms against Pillow and plain torch, on the CPU and as on a device, by
+any number of workers.
+"""
+
+import io
+import pickle
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageEnhance, ImageOps
+from torch.utils.data import DataLoader
+
+from ronde import feed
+from ronde.data import image_decoders
+from ronde.data.images import retuned
+from ronde.data.named_stages import sample_key
+from ronde.feed import (
+    CenterCrop,
+    ColorJitter,
+    HorizontalFlip,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    take_over,
+)
+from ronde.plan.batch import shares
+from ronde.world import ArgumentError, SampleError
+
+
+def photo(width=120, height=90, seed=0):
+    """Smooth colours, some edges and some noise: as a JPEG encoder meets them in photographs."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(
+        rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8)
+    )
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+    smooth = smooth + rng.integers(-12, 13, smooth.shape)
+    smooth[height // 3 : height // 2, width // 4 : width // 2] = rng.integers(0, 256, 3)
+    return Image.fromarray(smooth.clip(0, 255).astype(np.uint8))
+
+
+def encoded(image, kind="JPEG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **({"quality": 90} if kind == "JPEG" else {}) | options)
+    return file.getvalue()
+
+
+def by_pillow(data):
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """24 JPEG files of different sizes in two classes."""
+    root = tmp_path_factory.mktemp("photos")
+    for i in range(24):
+        place = root / ("cat", "dog")[i % 2] / f"{i:02}.jpg"
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(encoded(photo(90 + 7 * i, 140 - 3 * i, seed=i)))
+    return root
+
+
+def batch(pipeline, ids=range(12), keys=None):
+    samples = []
+    for i in ids:
+        with sample_key(1000 + (i if keys is None else keys)):
+            samples.append(pipeline[i])
+    made = pipeline.collate(samples)
+    return pipeline.finish(made) if pipeline.finish is not None else made
+
+
+# -- decoding --------------------------------------------------------------------------
+
+FILES = {
+    "jpeg": partial(encoded),
+    "jpeg 4:4:4": partial(encoded, subsampling=0),
+    "jpeg 4:2:2": partial(encoded, subsampling=1),
+    "jpeg progressive": partial(encoded, progressive=True),
+    "jpeg odd size": lambda image: encoded(image.crop((0, 0, 61, 43))),
+    "jpeg one pixel": lambda image: encoded(image.crop((0, 0, 1, 1))),
+    "jpeg grey": lambda image: encoded(image.convert("L")),
+    "jpeg CMYK": lambda image: encoded(image.convert("CMYK")),
+    "png": lambda image: encoded(image, "PNG"),
+    "png alpha": lambda image: encoded(
+        Image.merge("RGBA", (*image.split(), image.split()[0])), "PNG"
+    ),
+    "png palette": lambda image: encoded(image.quantize(31), "PNG"),
+    "png grey": lambda image: encoded(image.convert("LA"), "PNG"),
+    "webp": lambda image: encoded(image, "WEBP"),
+    "webp lossless alpha": lambda image: encoded(
+        Image.merge("RGBA", (*image.split(), image.split()[0])), "WEBP", lossless=True
+    ),
+    "gif": lambda image: encoded(image.quantize(16), "GIF"),
+}
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        d
+        for d in ("auto", "simplejpeg", "torchcodec", "opencv", "pillow")
+        if d == "auto" or d in image_decoders.available()
+    ],
+)
+@pytest.mark.parametrize("kind", FILES)
+def test_every_decoder_gives_pillows_pixels(kind, decoder):
+    data = FILES[kind](photo())
+    found = image_decoders.decode(data, decoder)
+    assert found.dtype == np.uint8 and found.flags.c_contiguous
+    assert np.array_equal(found, by_pillow(data))
+
+
+def test_what_a_decoder_will_not_have_goes_to_pillow_and_is_counted():
+    before = image_decoders.counts()
+    good, cmyk = FILES["jpeg"](photo()), FILES["jpeg CMYK"](photo())
+    middle = len(good) // 2
+    broken = (
+        good[:middle] + b"\xff\x00\x12\x00" * 8 + good[middle + 32 :]
+    )  # the data in the middle make no sense
+    for data in (good, cmyk, broken):
+        assert np.array_equal(
+            image_decoders.decode(data, "simplejpeg", name="x/y.jpg"), by_pillow(data)
+        )
+    after = image_decoders.counts()
+    grown = {
+        name: after.decoded.get(name, 0) - before.decoded.get(name, 0)
+        for name in ("simplejpeg", "pillow")
+    }
+    assert grown == {"simplejpeg": 1, "pillow": 2}
+    assert after.fallbacks["simplejpeg"] - before.fallbacks.get("simplejpeg", 0) == 2
+    assert after.reasons["simplejpeg"].startswith("x/y.jpg: ")
+
+
+@pytest.mark.parametrize("decoder", ["auto", *image_decoders.available()])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (encoded(photo())[:2000], "truncated"),
+        (encoded(photo(), "PNG")[:3000], r"\(3,000 bytes\) cannot be decoded"),
+        (b"", "it is empty"),
+        (b"hello, I am no image", "no image that Pillow knows; it begins with b'hello, I'"),
+    ],
+)
+def test_what_cannot_be_decoded_names_the_file(decoder, data, says):
+    with pytest.raises(SampleError, match=rf"^cat/7\.jpg .*{says}"):
+        image_decoders.decode(data, decoder, name="cat/7.jpg")
+
+
+def test_a_truncated_file_in_a_pipeline_names_the_file(folder, tmp_path):
+    (tmp_path / "a").mkdir()
+    whole = sorted((folder / "cat").glob("*"))[0].read_bytes()
+    (tmp_path / "a" / "whole.jpg").write_bytes(whole)
+    (tmp_path / "a" / "half.jpg").write_bytes(whole[: len(whole) // 2])
+    data = feed.images(tmp_path, size=32)
+    assert data[1][0].shape == (3, 32, 32)
+    with pytest.raises(SampleError, match=r"a/half\.jpg .*truncated"):
+        data[0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_left_alone_unless_asked_for(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photo(), exif=exif)
+    assert np.array_equal(image_decoders.decode(data), by_pillow(data))
+    assert np.array_equal(
+        image_decoders.decode(data, orient=True),
+        np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))),
+    )
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+def test_decoding_to_a_fraction_is_pillows_draft(shrink):
+    data = encoded(photo(413, 311))
+    drafted = Image.open(io.BytesIO(data))
+    drafted.draft("RGB", (413 // shrink, 311 // shrink))
+    for decoder in set(image_decoders.available()) & {"simplejpeg", "opencv", "pillow"}:
+        found = image_decoders.decode(data, decoder, shrink=shrink)
+        assert found.shape == (-(-311 // shrink), -(-413 // shrink), 3)
+        assert np.array_equal(found, np.asarray(drafted))
+
+
+def test_a_decoder_of_ones_own_is_one_function_and_one_line(folder, monkeypatch):
+    def white(data, shrink):
+        return np.full((50, 50, 3), 255, dtype=np.uint8)
+
+    monkeypatch.setitem(image_decoders.DECODERS, "white", image_decoders.Decoder(white, "json"))
+    assert int(batch(feed.images(folder, size=32, decoder="white", normalize=None))[0].min()) == 255
+
+
+def test_decoders_that_cannot_be_used(folder, monkeypatch):
+    monkeypatch.setitem(
+        image_decoders.DECODERS,
+        "gone",
+        image_decoders.Decoder(
+            lambda data, shrink: None, "no_such_package_here", install="pip install gone"
+        ),
+    )
+    with pytest.raises(
+        ArgumentError,
+        match=r"decoder='gone' cannot be used here \(No module named .*pip install gone",
+    ):
+        feed.images(folder, decoder="gone")
+    with pytest.raises(
+        ArgumentError, match="decoder='gif' is not known: choose 'auto' or one of simplejpeg"
+    ):
+        feed.images(folder, decoder="gif")
+
+
+# -- transforms ------------------------------------------------------------------------
+
+
+def tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("size", [(45, 60), (31, 77), (90, 120), (200, 300), (90, 50), (1, 1)])
+def test_resize_is_pillows(size):
+    image = photo()
+    found = Resize(size)(tensor(image))
+    expected = np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR), dtype=np.int16)
+    apart = np.abs(found.permute(1, 2, 0).numpy().astype(np.int16) - expected)
+    assert found.shape == (3, *size) and apart.mean() <= 0.1 and apart.max() <= 1
+
+
+def test_resize_of_the_shorter_side_keeps_the_shape():
+    assert [
+        Resize(30)(tensor(photo(w, h))).shape[1:] for w, h in ((120, 90), (90, 120), (90, 90))
+    ] == [(30, 40), (40, 30), (30, 30)]
+
+
+def test_crops_and_flips_are_exact():
+    x = tensor(photo(121, 90))
+    assert torch.equal(CenterCrop((40, 50))(x), x[:, 25:65, 36:86])
+    assert torch.equal(HorizontalFlip(1.0)(x), x[:, :, torch.arange(120, -1, -1)])
+    assert torch.equal(HorizontalFlip(0.0)(x), x)
+    crop = RandomResizedCrop(24)
+    for key in range(20):
+        with sample_key(key):
+            top, left, h, w = crop.draw(90, 121)
+        with sample_key(key):
+            found = crop(x)
+        part = x[:, top : top + h, left : left + w].contiguous()
+        assert torch.equal(
+            found, F.interpolate(part[None], (24, 24), mode="bilinear", antialias=True)[0]
+        )
+    with pytest.raises(ValueError, match="the image is only 90 × 121 there"):
+        CenterCrop(100)(x)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_image_that_is_too_small_is_named_and_can_be_skipped(tmp_path, on_device):
+    for i in range(6):
+        Image.new("RGB", (40, 40) if i != 2 else (5, 40), (i, i, i)).save(tmp_path / f"{i}.png")
+    data = feed.images(
+        tmp_path, labels="none", augment=[CenterCrop(16)], normalize=None, on_device=on_device
+    )
+    with pytest.raises(
+        SampleError, match=r"sample 2 \(2\.png\), stage augment: .*the image is only 40 × 5 there"
+    ):
+        data.__getitems__(range(6))
+    taken = take_over(
+        data.skip_bad(0.2),
+        seed=0,
+        batch_size=6,
+        shuffle=False,
+        shuffle_dataset=False,
+        drop_last=False,
+    )
+    reading = feed.Feed(taken.dataset, taken.order, taken.settings, 0)
+    ((share, batches),) = reading.read(lambda: shares(0, 0, 6, 6, 0, 1))
+    assert [i for i, _ in reading.skipped] == [2] and len(reading.finish(share, batches)[0]) == 6
+
+
+def test_random_crops_have_the_shapes_they_should():
+    crop, height, width = RandomResizedCrop(8, scale=(0.1, 0.5)), 300, 400
+    boxes = []
+    for key in range(3000):
+        with sample_key(key):
+            boxes.append(crop.draw(height, width))
+    top, left, h, w = np.asarray(boxes).T
+    assert (
+        (top >= 0).all()
+        and (left >= 0).all()
+        and (top + h <= height).all()
+        and (left + w <= width).all()
+    )
+    area, ratio = h * w / (height * width), w / h
+    assert 0.095 < area.min() < 0.105 and 0.495 < area.max() < 0.505
+    assert 0.73 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.36
+    assert abs(area.mean() - 0.3) < 0.01  # uniform in area: its standard error is 0.002
+    assert abs(np.log(ratio).mean()) < 0.015  # uniform in the logarithm: 0.003
+    # Anywhere that fits is equally likely.
+    assert (
+        abs((top / np.maximum(height - h, 1)).mean() - 0.5) < 0.02
+        and abs((left / np.maximum(width - w, 1)).mean() - 0.5) < 0.02
+    )
+    # No shape that is asked for fits: the largest part in the middle.
+    with sample_key(0):
+        assert RandomResizedCrop(8).draw(10, 1000) == (0, 493, 10, 13)
+        assert RandomResizedCrop(8).draw(1000, 10) == (493, 0, 13, 10)
+
+
+def test_colours_are_pillows_enhancers():
+    image = photo()
+    x = tensor(image)
+    for name, enhancer in (
+        ("brightness", ImageEnhance.Brightness),
+        ("contrast", ImageEnhance.Contrast),
+        ("saturation", ImageEnhance.Color),
+    ):
+        jitter = ColorJitter(**{name: 0.8})
+        for factor in (0.2, 0.7, 1.0, 1.3, 1.8):
+            drawn = [1.0, 1.0, 1.0]
+            drawn[("brightness", "contrast", "saturation").index(name)] = factor
+            found = jitter.apply(x, tuple(drawn)).permute(1, 2, 0).numpy().astype(np.int16)
+            apart = np.abs(found - np.asarray(enhancer(image).enhance(factor), dtype=np.int16))
+            assert (
+                apart.max() <= 2 and apart.mean() < 1
+            )  # Pillow cuts fractions off, and rounds the grey
+    assert torch.equal(ColorJitter()(x), x)
+    factors = np.asarray([ColorJitter(0.5, 0.2, 2.0).draw(1, 1) for _ in range(2000)])
+    assert (
+        (factors.min(0) > [0.5, 0.8, 0]).all()
+        and (factors.max(0) < [1.5, 1.2, 3]).all()
+        and np.ptp(factors, axis=0).min() > 0.39
+    )
+
+
+def test_normalised_as_torchvision_does():
+    x = torch.stack([tensor(photo(seed=s)) for s in range(3)])
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in feed.IMAGENET)
+    expected = (x.to(torch.float64) / 255 - mean) / std
+    for given in (
+        x,
+        x.contiguous(memory_format=torch.channels_last),
+        x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
+    ):
+        found = Normalize().normalized(given, torch.float32)
+        assert found.dtype == torch.float32 and found.is_contiguous(
+            memory_format=torch.channels_last
+        )
+        assert (found - expected).abs().max() < 1e-6
+    assert (Normalize()(x[0]) - expected[0]).abs().max() < 1e-6
+    assert Normalize().normalized(x, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_transforms_say_what_is_wrong():
+    for make, says in (
+        (lambda: RandomResizedCrop(0), r"RandomResizedCrop\(size\)=0"),
+        (lambda: RandomResizedCrop(8, scale=(0.5, 0.1)), "the smaller one first"),
+        (lambda: Resize((3, 4, 5)), r"expected a whole number of pixels, or \(height, width\)"),
+        (lambda: HorizontalFlip(2), "expected a probability"),
+        (lambda: ColorJitter(brightness=-1), "expected 0 or more"),
+        (lambda: Normalize((0, 0), (1, 1)), "three numbers each"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            make()
+
+
+# -- pipelines -------------------------------------------------------------------------
+
+
+def test_evaluation_is_what_one_writes_with_pillow(folder):
+    images, labels = batch(feed.images(folder, size=56, augment=False, normalize=None))
+    files = sorted(folder.glob("*/*.jpg"))
+    assert (
+        images.shape == (12, 3, 56, 56)
+        and images.dtype == torch.uint8
+        and labels.tolist() == [0] * 12
+    )
+    for found, file in zip(images, files, strict=False):
+        image = Image.open(file).convert("RGB")
+        w, h = image.size
+        short = 64
+        image = image.resize(
+            (short, int(short * h / w)) if w <= h else (int(short * w / h), short),
+            Image.Resampling.BILINEAR,
+        )
+        left, top = round((image.width - 56) / 2), round((image.height - 56) / 2)
+        expected = np.asarray(image.crop((left, top, left + 56, top + 56)), dtype=np.int16)
+        apart = np.abs(found.permute(1, 2, 0).numpy().astype(np.int16) - expected)
+        assert apart.mean() <= 0.1 and apart.max() <= 2  # both passes may round otherwise
+
+
+SEQUENCES = {
+    "training": True,
+    "evaluation": False,
+    "colour": [RandomResizedCrop(40), HorizontalFlip(), ColorJitter(0.4, 0.4, 0.4)],
+    "flip, resize, crop": [HorizontalFlip(), Resize((70, 80)), CenterCrop((50, 40))],
+    "crop, flip, resize, flip": [
+        CenterCrop((60, 70)),
+        HorizontalFlip(),
+        Resize((33, 91)),
+        HorizontalFlip(),
+    ],
+    "larger": [Resize((300, 200)), HorizontalFlip()],
+    "crop alone": [CenterCrop(60), HorizontalFlip()],
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_on_the_device_as_on_the_cpu(folder, name):
+    """The same random numbers, and the same pixels: 1 of 255 apart at most, in hardly any place."""
+    make = partial(feed.images, folder, size=56, augment=SEQUENCES[name], normalize=None)
+    here, labels = batch(make())
+    there, labels_there = batch(make(on_device=True))
+    assert (
+        torch.equal(labels, labels_there)
+        and here.shape == there.shape
+        and there.dtype == torch.uint8
+    )
+    apart = (here.to(torch.int16) - there.to(torch.int16)).abs()
+    assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 1e-4
+    normal = [
+        batch(feed.images(folder, size=56, augment=SEQUENCES[name], on_device=d))[0]
+        for d in (False, True)
+    ]
+    assert normal[0].dtype == normal[1].dtype == torch.float32
+    assert (
+        float((normal[0] - normal[1]).abs().max()) < 0.02
+    )  # 1 of 255 is 0.0175 of blue's deviation
+
+
+def read(pipeline, workers, epoch=0, executor="processes"):
+    taken = feed.take_over(
+        pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
+    )
+    taken = feed.apply_settings(
+        taken, feed.FeedSettings(executor=executor if workers else "none", workers=workers)
+    )
+    loader = feed.Feed(taken.dataset, taken.order, taken.settings, 3)
+    return [
+        loader.finish(share, micros)[0]
+        for share, micros in loader.read(lambda: shares(epoch, 0, len(pipeline), 8, 0, 1))
+    ]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_same_bits_whoever_reads(folder, on_device):
+    augment = [RandomResizedCrop(40), HorizontalFlip(), ColorJitter(0.4, 0.4, 0.4)]
+    data = feed.images(folder, size=40, augment=augment, on_device=on_device)
+    first = read(data, 0)
+    for found in (read(data, 1), read(data, 2), read(data, 3, executor="threads")):
+        assert len(found) == len(first) == 3
+        for (x, y), (x_first, y_first) in zip(found, first, strict=True):
+            assert torch.equal(x, x_first) and torch.equal(y, y_first)
+    again = read(data, 0, epoch=1)
+    assert not torch.equal(again[0][0], first[0][0])
+
+
+def test_a_plain_dataloader_takes_it_too(folder):
+    data = feed.images(folder, size=24, augment=False)
+    for workers in (0, 2):
+        loader = DataLoader(data, 8, num_workers=workers, collate_fn=data.collate)
+        found = [data.finish(made)[0] for made in loader]
+        assert torch.equal(torch.cat(found), batch(data, range(24))[0])
+
+
+def darker(image):
+    assert image.dtype == torch.uint8 and image.shape[0] == 3
+    return image // 2
+
+
+def test_a_callable_of_ones_own(folder):
+    data = feed.images(folder, size=24, augment=[Resize((24, 24)), darker], normalize=None)
+    plain = feed.images(folder, size=24, augment=[Resize((24, 24))], normalize=None)
+    assert torch.equal(batch(data)[0], batch(plain)[0] // 2)
+    assert torch.equal(
+        batch(feed.images(folder, augment=[Resize((24, 24)), darker, Normalize()]))[0],
+        Normalize().normalized(batch(data)[0], torch.float32),
+    )
+    later = plain.map(lambda sample: (sample[0].to(torch.float64), sample[1]))
+    assert batch(later)[0].dtype == torch.float64
+    with pytest.raises(ArgumentError, match=r"on_device=True: darker works on single images"):
+        feed.images(folder, augment=[Resize((24, 24)), darker], on_device=True)
+
+
+def test_pipelines_can_be_sent_to_another_process(folder):
+    data = feed.images(
+        folder, size=24, augment=[RandomResizedCrop(24), ColorJitter(0.1)], on_device=True
+    )
+    again = pickle.loads(pickle.dumps(data))  # noqa: S301
+    assert torch.equal(batch(again)[0], batch(data)[0])
+
+
+@pytest.mark.parametrize("decode_to_size", [False, True])
+def test_what_a_cache_keeps_serves_any_crop(folder, decode_to_size):
+    augment = [RandomResizedCrop(24), HorizontalFlip()]
+    plain = [batch(feed.images(folder, augment=augment), keys=key)[0] for key in (1, 2)]
+    assert not torch.equal(*plain)
+    kept = feed.cached(
+        feed.images(folder, augment=augment, decode_to_size=decode_to_size),
+        after="decode",
+        limit="64MiB",
+    )
+    for key in (1, 2):
+        assert torch.equal(
+            batch(kept, keys=key)[0], plain[key - 1]
+        )  # the first time it is decoded, the second time not
+    assert feed.report_cache(kept)[0].hits >= 12
+    kept.source.close()
+
+
+def test_decode_to_size_takes_the_same_crop(tmp_path):
+    (tmp_path / "a").mkdir()
+    for i in range(4):
+        (tmp_path / "a" / f"{i}.jpg").write_bytes(encoded(photo(640, 480, seed=i), quality=95))
+    for augment in ([RandomResizedCrop(64, scale=(0.5, 1.0)), HorizontalFlip()], False):
+        make = partial(feed.images, tmp_path, size=64, augment=augment, normalize=None)
+        whole, sized = (batch(make(decode_to_size=d), range(4))[0].float() for d in (False, True))
+        other = batch(make(), range(4), keys=5)[0].float().flip(0)
+        # Another filter, the same part of the picture: two different crops are some 70 apart.
+        assert 0 < (whole - sized).abs().mean() < 12 and (whole - other).abs().mean() > 50
+    make = partial(feed.images, tmp_path, size=400, augment=False, normalize=None)
+    assert torch.equal(
+        batch(make(), range(4))[0], batch(make(decode_to_size=True), range(4))[0]
+    )  # nothing to gain: the very pixels
+
+
+def test_settings_can_be_changed_afterwards(folder):
+    data = feed.images(folder, size=24)
+    changed = retuned(data, decoder="pillow", on_device=True)
+    before = image_decoders.counts().decoded.get("pillow", 0)
+    assert float((batch(changed)[0] - batch(data)[0]).abs().max()) < 0.02
+    assert image_decoders.counts().decoded["pillow"] == before + 12
+    mapped = data.map(lambda sample: sample)
+    assert torch.equal(batch(retuned(mapped, decoder="pillow"))[0], batch(data)[0])
+    with pytest.raises(ArgumentError, match="steps of your own"):
+        retuned(mapped, on_device=True)
+    with pytest.raises(ArgumentError, match=r"pipelines that feed\.images made"):
+        retuned(feed.Pipeline(feed.dataset([1, 2])), decoder="pillow")
+
+
+def test_tars_packs_and_images_without_labels(folder, tmp_path):
+    import tarfile
+
+    files = sorted(folder.glob("*/*.jpg"))
+    with tarfile.open(tmp_path / "a.tar", "w") as out:
+        for i, file in enumerate(files):
+            for ending, raw in (("jpg", file.read_bytes()), ("cls", str(i % 5).encode())):
+                member = tarfile.TarInfo(f"{i:03}.{ending}")
+                member.size = len(raw)
+                out.addfile(member, io.BytesIO(raw))
+    expected, _ = batch(feed.images(folder, size=24, augment=False))
+    found, labels = batch(feed.images(tmp_path / "a.tar", size=24, augment=False))
+    assert torch.equal(found, expected) and labels.tolist() == [i % 5 for i in range(12)]
+    feed.pack(folder, tmp_path / "packed")
+    packed, classes = batch(feed.images(tmp_path / "packed", size=24, augment=False))
+    assert torch.equal(packed, expected) and classes.tolist() == [0] * 12
+    for on_device in (False, True):
+        alone = batch(
+            feed.images(folder, size=24, augment=False, labels="none", on_device=on_device)
+        )
+        assert isinstance(alone, torch.Tensor) and alone.shape == expected.shape
+
+
+def test_endings_that_are_taken_of_a_folder(tmp_path):
+    raw = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(raw, "JPEG")
+    for name in ("a.jpg", "b.JPEG", "c.jpe", "d.jfif", "e.txt"):
+        (tmp_path / name).write_bytes(raw.getvalue())
+    assert list(feed.images(tmp_path, labels="none").source.names) == [
+        "a.jpg",
+        "b.JPEG",
+        "c.jpe",
+        "d.jfif",
+    ]
+    assert len(feed.images(tmp_path, labels="none", suffixes=["txt"])) == 1
+
+
+def test_arguments_that_cannot_be_used_are_named(folder):
+    for options, says in (
+        ({"dtype": "f"}, "dtype='f': expected a floating-point type"),
+        ({"size": 2.5}, "=2.5: expected a whole number of pixels"),
+        ({"size": 2.5, "augment": False}, "=2.5: expected a whole number of pixels"),
+        ({"bogus": 1}, "bogus= is not known for these files: feed.folder takes suffixes, pattern"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            feed.images(folder, **options)
+    with pytest.raises(ArgumentError, match=r"suffixes= goes with a path: give it to the source"):
+        feed.images(feed.folder(folder), suffixes=[".jpg"])
+
+
+def test_what_cannot_be_one_batch(folder):
+    with pytest.raises(
+        ArgumentError,
+        match=r"images of different sizes cannot be one batch \(\d+ × \d+, .*end with a crop",
+    ):
+        batch(feed.images(folder, augment=[Resize(20)]))
+    for augment, says in (
+        ([Resize(20)], "results must be of one size"),
+        ([ColorJitter(0.1), CenterCrop(20)], "CenterCrop moves pixels: it must come before"),
+        ([3], "3 cannot be called"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            feed.images(folder, augment=augment, on_device=True)
+    with pytest.raises(ArgumentError, match="only one step may resize"):
+        batch(feed.images(folder, augment=[Resize(20), RandomResizedCrop(10)], on_device=True))
+    for wrong, says in (
+        ({"normalize": "cifar"}, "expected 'imagenet'"),
+        ({"dtype": torch.int64}, "expected a floating-point type"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            feed.images(folder, **wrong)
+    with pytest.raises(ArgumentError, match="needs a folder, tar files"):
+        feed.images(7)

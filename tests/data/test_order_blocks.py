@@ -1,0 +1,227 @@
+"""The order by blocks and windows, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ronde import feed
+from ronde.feed import Order, Pipeline, take_over
+from ronde.world import ArgumentError
+
+
+def uneven(blocks: int, largest: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randint(1, largest) for _ in range(blocks))
+
+
+CASES = [
+    ((1,), 1),
+    ((5,), 64),
+    ((3, 4), 1),
+    ((1,) * 40, 7),
+    ((10,) * 12, 4),
+    (uneven(23, 9, 0), 5),
+    (uneven(100, 30, 1), 64),
+    (uneven(100, 30, 2), 33),
+    ((70_000, 3, 4_000, 1, 9), 2),  # windows above and below 65,536, which are permuted in two ways
+    (uneven(3000, 60, 3), 500),
+]
+
+
+@pytest.mark.parametrize(("blocks", "window"), CASES)
+def test_every_epoch_is_a_permutation_window_by_window(blocks, window):
+    n = sum(blocks)
+    owner = np.repeat(np.arange(len(blocks)), blocks)
+    order = Order(n, seed=5, blocks=blocks, window=window)
+    seen = []
+    for epoch in (0, 1, 7):
+        ids = order.ids(epoch, 0, n)
+        assert np.array_equal(np.sort(ids), np.arange(n))
+        # Brute force: cut the epoch where the blocks that were begun are all complete; no piece may
+        # hold more than a window's blocks.
+        left = dict(enumerate(blocks))
+        opened: set[int] = set()
+        for b in owner[ids].tolist():
+            opened.add(b)
+            left[b] -= 1
+            assert len(opened) <= window
+            if all(left[o] == 0 for o in opened):
+                opened.clear()
+        assert not opened
+        seen.append(ids.tobytes())
+    if n > 20:
+        assert len(set(seen)) == 3
+        assert Order(n, seed=6, blocks=blocks, window=window).ids(0, 0, n).tobytes() != seen[0]
+
+
+@pytest.mark.parametrize(("blocks", "window"), CASES)
+def test_any_part_of_it_by_itself(blocks, window):
+    n = sum(blocks)
+    whole = Order(n, seed=5, blocks=blocks, window=window).ids(3, 0, n)
+    draw = random.Random(n)
+    cuts = sorted({0, n, *(draw.randrange(n + 1) for _ in range(40))})
+    order = Order(n, seed=5, blocks=blocks, window=window)
+    for low, high in [*itertools.pairwise(cuts), *((draw.randrange(n), n + 5) for _ in range(3))]:
+        order.ids(draw.randrange(9), 0, 1)  # another epoch in between changes nothing
+        assert np.array_equal(order.ids(3, low, high), whole[low:high])
+        assert np.array_equal(
+            Order(n, seed=5, blocks=blocks, window=window).ids(3, low, high), whole[low:high]
+        )
+    assert order.ids(3, n, n).size == 0
+
+
+def test_the_same_for_any_number_of_workers():
+    blocks = uneven(50, 20, 4)
+    n, batch = sum(blocks), 32
+    one = Order(n, 1, blocks=blocks, window=8)
+    for workers in (2, 3, 4):
+        mine = [Order(n, 1, blocks=blocks, window=8) for _ in range(workers)]
+        for start in range(0, n - batch, batch):
+            edges = [start + batch * w // workers for w in range(workers + 1)]
+            dealt = np.concatenate([mine[w].ids(2, edges[w], edges[w + 1]) for w in range(workers)])
+            assert np.array_equal(dealt, one.ids(2, start, start + batch))
+
+
+def test_fixed_for_ever():
+    order = Order(20, seed=3, blocks=(4, 1, 6, 2, 7), window=2)
+    assert order.ids(2, 0, 20).tolist() == [
+        12,
+        11,
+        3,
+        2,
+        1,
+        0,
+        4,
+        15,
+        9,
+        14,
+        10,
+        8,
+        13,
+        6,
+        19,
+        16,
+        18,
+        5,
+        17,
+        7,
+    ]
+    large = Order(100_000, seed=3, blocks=(40_000, 60_000), window=2)
+    assert large.ids(2, 50_000, 50_006).tolist() == [39754, 7625, 25763, 33245, 79840, 7879]
+    assert (
+        order.kind
+        == Order(20, seed=9, blocks=(4, 1, 6, 2, 7), window=2).kind
+        != Order(20, blocks=(4, 1, 6, 2, 7), window=3).kind
+    )
+
+
+def test_blocks_and_places_are_drawn_evenly():
+    first = np.zeros(8)
+    inside = np.zeros(40)
+    for seed in range(2000):
+        i = int(Order(40, seed, blocks=(5,) * 8, window=2).ids(0, 0, 1)[0])
+        first[i // 5] += 1
+        inside[i] += 1
+    # Chi-square with 7 and 39 degrees of freedom: above 35 and 90 once in 100,000.
+    assert ((first - 250) ** 2 / 250).sum() < 35
+    assert ((inside - 50) ** 2 / 50).sum() < 90
+
+
+def test_without_shuffling_blocks_do_not_count():
+    order = Order(10, shuffle=False, blocks=(5, 5), window=1)
+    assert order.ids(4, 2, 9).tolist() == list(range(2, 9)) and order.kind == "samples"
+
+
+@pytest.mark.parametrize("blocks", [(10,) * 20, uneven(37, 15, 8), (1,) * 50, (200, 1, 1)])
+def test_quality_against_counting(blocks):
+    n = sum(blocks)
+    owner = np.repeat(np.arange(len(blocks)), blocks)
+    order = Order(n, seed=2, blocks=blocks, window=4)
+    for batch in (2, 7, 33):
+        found = order.quality(batch, epoch=1)
+        ids = order.ids(1, 0, n)
+        counts = [
+            len(set(owner[ids[k : k + batch]].tolist())) for k in range(0, n - batch + 1, batch)
+        ]
+        assert found.batches == len(counts) and found.worst == min(counts)
+        assert found.distinct == pytest.approx(np.mean(counts))
+        # Exactly, in whole numbers.
+        ideal = sum(1 - math.comb(n - size, batch) / math.comb(n, batch) for size in blocks)
+        assert found.ideal == pytest.approx(ideal, rel=1e-9)
+        assert found.blocks == len(blocks)
+    whole = Order(n, seed=2, blocks=blocks, window=len(blocks))
+    assert whole.quality(33).share == pytest.approx(1.0, abs=0.35 if len(blocks) < 5 else 0.12)
+    assert whole.quality(33).window_samples == n
+    text = str(order.quality(7))
+    assert f"of {len(blocks):,};" in text and "%" in text
+
+
+def test_quality_of_a_plain_order():
+    found = Order(1000).quality(50)
+    assert found.share == pytest.approx(1.0) and found.distinct == 50
+    with pytest.raises(ArgumentError, match="batch_size=1001"):
+        Order(1000).quality(1001)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"blocks": (3, 4)}, "add up to 7 samples, not to n=10"),
+        ({"blocks": (10, 0)}, "block 1 has 0 samples"),
+        ({"blocks": (10,), "window": 0}, "window=0"),
+        ({"blocks": (10,), "window": True}, "window=True"),
+    ],
+)
+def test_what_cannot_be(arguments, text):
+    with pytest.raises(ArgumentError, match=text):
+        Order(10, **arguments)
+
+
+def test_memory_is_that_of_a_window():
+    import tracemalloc
+
+    order = Order(64 * 1000 * 4000, blocks=(64_000,) * 4000, window=4)
+    tracemalloc.start()
+    order.ids(0, 100_000_000, 100_000_512)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 << 20  # 256 million samples would be 2 GB
+
+
+def taken(data, **more):
+    return take_over(
+        data, seed=3, batch_size=8, shuffle=None, shuffle_dataset=True, drop_last=False, **more
+    )
+
+
+def test_remote_sources_go_by_blocks_local_ones_do_not(tmp_path):
+    values = np.arange(200_001, dtype=np.uint16)
+    values.tofile(tmp_path / "text.bin")
+    fsspec.filesystem("memory").pipe("/order/text.bin", values.tobytes())
+    local = feed.tokens(tmp_path / "text.bin", 10, "uint16")
+    remote = feed.tokens("memory://order/text.bin", 10, "uint16")
+    n = len(local)
+    assert taken(local).order == Order(n, 3) and local.blocks is None
+    assert remote.blocks is not None and sum(remote.blocks) == n == len(remote)
+    wanted = Order(n, 3, blocks=remote.blocks, window=remote.window)
+    assert taken(remote).order == wanted
+    assert taken(Pipeline(remote)).order == wanted and taken(Pipeline(local)).order == Order(n, 3)
+    assert taken(DataLoader(remote, 8, shuffle=True)).order == wanted
+    assert taken(DataLoader(remote, 8)).order == Order(n, 3, False)
+    forced = feed.tokens(tmp_path / "text.bin", 10, "uint16", blocks=True)
+    assert forced.blocks == remote.blocks
+    assert feed.tokens("memory://order/text.bin", 10, "uint16", blocks=False).blocks is None
+
+
+def test_a_foreign_data_set_may_have_something_called_blocks():
+    data = TensorDataset(torch.zeros(10, 1))
+    data.blocks = (3, 3, 4)
+    assert taken(data).order == Order(10, 3)

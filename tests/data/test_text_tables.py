@@ -1,0 +1,733 @@
+"""Text packed to length against a naive loop; tables against pyarrow's own values, row by row."""
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ronde import feed
+from ronde.plan.batch import shares
+from ronde.world import ArgumentError, SampleError
+
+DOCUMENTS = [
+    "hello world, this is the first",
+    "",
+    "grüße: eine zweite, etwas längere Zeile mit Umlauten äöü",
+    "x",
+    "and the last one 🙂 ends here",
+]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    root = tmp_path / "texts"
+    root.mkdir()
+    for i, text in enumerate(DOCUMENTS):
+        (root / f"{i}.txt").write_text(text, encoding="utf-8")
+    return root
+
+
+def read(pipeline, workers=0, batch=3):
+    taken = feed.take_over(
+        pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
+    )
+    taken = feed.apply_settings(
+        taken, feed.FeedSettings(executor="processes" if workers else "none", workers=workers)
+    )
+    loader = feed.Feed(taken.dataset, taken.order, taken.settings, 3)
+    order = taken.order.ids(0, 0, len(pipeline)).tolist()
+    return order, [
+        micros[0] for _, micros in loader.read(lambda: shares(0, 0, len(pipeline), batch, 0, 1))
+    ]
+
+
+# -- text ------------------------------------------------------------------------------
+
+
+def words(text):
+    return [len(w) for w in text.split()]
+
+
+def encodings():
+    """name, what feed.text is given, and the tokens of each document, end included, found in the
+    plainest way.
+    """
+    characters = sorted(set("".join(DOCUMENTS)))
+    yield "bytes", {}, [[*d.encode(), 256] for d in DOCUMENTS], 257
+    yield "bytes", {"end": False}, [[*d.encode()] for d in DOCUMENTS], 256
+    yield (
+        "chars",
+        {},
+        [[*map(characters.index, d), len(characters)] for d in DOCUMENTS],
+        len(characters) + 1,
+    )
+    yield words, {}, [words(d) for d in DOCUMENTS], None
+    yield words, {"end": 70_000}, [[*words(d), 70_000] for d in DOCUMENTS], 70_001
+
+
+CASES = list(encodings())
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("length", [1, 4, 7, 64])
+@pytest.mark.parametrize("pack", [True, False])
+def test_every_sample_against_a_naive_loop(texts, tmp_path, case, length, pack):
+    tokenizer, options, documents, vocabulary = CASES[case]
+    expected = []
+    if pack:
+        flat = [t for d in documents for t in d]
+        for at in range(0, len(flat) - length, length):
+            expected.append((flat[at : at + length], flat[at + 1 : at + length + 1]))
+    else:
+        for d in documents:
+            for at in range(0, len(d) - 1, length):
+                inputs, targets = d[at : min(at + length, len(d) - 1)], d[at + 1 : at + length + 1]
+                assert len(inputs) == len(targets)
+                expected.append(
+                    (
+                        inputs + [9] * (length - len(inputs)),
+                        targets + [-100] * (length - len(targets)),
+                    )
+                )
+    if not expected:
+        with pytest.raises(ArgumentError, match=r"are too few for a sample of length="):
+            feed.text(texts, length, tokenizer, pack=pack, cache=tmp_path / "cache", **options)
+        return
+    data = feed.text(
+        texts, length, tokenizer, pack=pack, pad=9, cache=tmp_path / "cache", **options
+    )
+    assert len(data) == len(expected) and data.source.documents == len(DOCUMENTS)
+    assert [(x.tolist(), y.tolist()) for x, y in (data[i] for i in range(len(data)))] == expected
+    some = [len(expected) - 1, 0, len(expected) // 2, 0]
+    inputs, targets = data.collate(data.__getitems__(some))
+    assert (
+        inputs.dtype == targets.dtype == torch.int64
+        and inputs.is_contiguous()
+        and targets.is_contiguous()
+    )
+    assert [(x.tolist(), y.tolist()) for x, y in zip(inputs, targets, strict=True)] == [
+        expected[i] for i in some
+    ]
+    if vocabulary is not None:
+        assert data.source.vocabulary == vocabulary
+    assert data.source.vocabulary > max(t for d in documents for t in d)
+
+
+def test_characters_can_be_read_back(texts, tmp_path):
+    source = feed.text(texts, 6, "chars", cache=tmp_path / "cache").source
+    letters = [*source.characters, "|"]
+    assert "".join(
+        letters[t] for i in range(len(source)) for t in source.read([i])[0][0].tolist()
+    ).startswith("hello world, this is the first||grüße: ")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_text_is_the_same_by_any_number_of_workers(texts, tmp_path, workers):
+    data = feed.text(texts, 5, cache=tmp_path / "cache")
+    order, found = read(data, workers)
+    again, first = read(data, 0)
+    assert order == again and sorted(order) == list(range(len(data)))
+    assert all(
+        torch.equal(x, x0) and torch.equal(y, y0)
+        for (x, y), (x0, y0) in zip(found, first, strict=True)
+    )
+    assert torch.equal(torch.cat([x for x, _ in found]), torch.stack([data[i][0] for i in order]))
+    plain = DataLoader(data, 4, num_workers=workers - 1)
+    assert torch.equal(
+        torch.cat([y for _, y in plain]), torch.stack([data[i][1] for i in range(len(data))])
+    )
+    assert torch.equal(pickle.loads(pickle.dumps(data))[1][0], data[1][0])  # noqa: S301
+
+
+def test_lines_of_json_and_rows_of_parquet_are_documents(texts, tmp_path):
+    (tmp_path / "d.jsonl").write_text(
+        "\n".join(json.dumps({"body": d}) for d in DOCUMENTS) + "\n\n", encoding="utf-8"
+    )
+    pa.parquet.write_table(pa.table({"body": DOCUMENTS}), tmp_path / "d.parquet", row_group_size=2)
+    expected = feed.text(texts, 5, cache=tmp_path / "cache")
+    for name in ("d.jsonl", "d.parquet"):
+        data = feed.text(tmp_path / name, 5, field="body", cache=tmp_path / "cache")
+        assert data.source.documents == len(DOCUMENTS) and len(data) == len(expected)
+        assert all(torch.equal(data[i][1], expected[i][1]) for i in range(len(data)))
+
+
+def test_tokenizers_of_hugging_face(texts, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.train_from_iterator(
+        DOCUMENTS,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=80, special_tokens=["?", "<s>"], show_progress=False
+        ),
+    )
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    flat = [t for d in DOCUMENTS for t in made.encode(d, add_special_tokens=False).ids]
+    data = feed.text(texts, 4, made, cache=tmp_path / "cache")
+    assert (
+        data[2][0].tolist() == flat[8:12]
+        and data.source.total == len(flat)
+        and data.source.vocabulary == made.get_vocab_size()
+    )
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>")
+    with_ends = [t for d in DOCUMENTS for t in [*made.encode(d, add_special_tokens=False).ids, 1]]
+    assert feed.text(texts, 4, fast, cache=tmp_path / "cache").source.total == len(with_ends)
+
+
+def test_text_is_tokenized_once(texts, tmp_path):
+    log = tmp_path / "log"
+
+    def tokenizer(text):
+        with open(log, "a") as file:
+            file.write("x")
+        return [*text.encode()]
+
+    cache = tmp_path / "cache"
+    first = feed.text(texts, 4, tokenizer, cache=cache)
+    assert log.stat().st_size == len(DOCUMENTS)
+    again = feed.text(texts, 8, tokenizer, pack=False, cache=cache)
+    assert log.stat().st_size == len(DOCUMENTS) and again.fingerprint != first.fingerprint
+    (texts / "3.txt").write_text("something else")
+    changed = feed.text(texts, 4, tokenizer, cache=cache)
+    assert (
+        log.stat().st_size == 2 * len(DOCUMENTS)
+        and changed.source.total != first.source.total
+        and changed.fingerprint != first.fingerprint
+    )
+    assert sorted(p.name[0] for p in cache.iterdir()) != [] and not [
+        p for p in cache.iterdir() if p.name.startswith(".")
+    ]
+
+
+def test_a_build_that_fails_leaves_nothing(texts, tmp_path):
+    cache = tmp_path / "cache"
+
+    def fails(text):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        feed.text(texts, 4, fails, cache=cache)
+    assert list(cache.iterdir()) == []
+
+
+def test_what_is_damaged_or_gone_is_made_anew(texts, tmp_path):
+    write(
+        pa.table({"n": [*range(50)], "c": ["a", "b"] * 25, "y": [*range(50)]}),
+        tmp_path / "t.parquet",
+    )
+    made = {
+        "text": lambda: feed.text(texts, 4, pack=False, cache=tmp_path / "text").__getitems__([3])[
+            0
+        ],
+        "table": lambda: (
+            feed.table(
+                tmp_path / "t.parquet",
+                numeric=["n"],
+                categorical=["c"],
+                target="y",
+                cache=tmp_path / "table",
+            )
+            .source.read([3])
+            .collated
+        ),
+    }
+    for name, make in made.items():
+        good = repr(make())
+        (folder,) = (tmp_path / name).iterdir()
+        for file in sorted(folder.iterdir()):
+            whole = file.read_bytes()
+            for damaged in (whole[: len(whole) // 2], bytes(len(whole)), None):
+                file.unlink() if damaged is None else file.write_bytes(damaged)
+                assert repr(make()) == good, (file, damaged)
+                assert file.read_bytes() == whole
+            assert [p.name for p in (tmp_path / name).iterdir()] == [folder.name]
+
+
+def test_a_folder_that_is_gone_before_it_is_read_is_named(texts, tmp_path):
+    write(pa.table({"n": [*range(50)]}), tmp_path / "t.parquet")
+    a, b = tmp_path / "a", tmp_path / "b"
+    for cache, data in (
+        (a, feed.text(texts, 4, cache=a)),
+        (b, feed.table(tmp_path / "t.parquet", numeric=["n"], cache=b)),
+    ):
+        (folder,) = cache.iterdir()
+        shutil.rmtree(folder)
+        with pytest.raises(
+            ArgumentError, match=rf"{folder}, where .* are kept, is gone or damaged .*Start again"
+        ):
+            data[0]
+
+
+def test_a_cache_among_the_texts_is_no_text(texts):
+    for cache, path in ((texts / "cache", texts), (texts, texts), (texts, texts / "**" / "*")):
+        first = feed.text(path, 4, cache=cache)
+        assert feed.text(
+            path, 4, cache=cache
+        ).fingerprint == first.fingerprint and first.source.documents == len(DOCUMENTS)
+
+
+def _build(log, texts, cache, total):
+    def tokenizer(text):
+        with open(log, "a") as file:
+            file.write("x")
+        return [*text.encode()]
+
+    os._exit(0 if feed.text(texts, 4, tokenizer, cache=cache).source.total == total else 1)
+
+
+def test_processes_build_once_between_them(texts, tmp_path):
+    arguments = (tmp_path / "log", texts, tmp_path / "cache", len("".join(DOCUMENTS).encode()))
+    started = [
+        multiprocessing.get_context("fork").Process(target=_build, args=arguments) for _ in range(4)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in started] == [0] * 4
+    assert (tmp_path / "log").read_text() == "x" * len(DOCUMENTS)
+
+
+def test_text_says_what_is_wrong(texts, tmp_path):
+    cache = tmp_path / "cache"
+    (tmp_path / "latin.txt").write_bytes("größe".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"other": 1}\n')
+    for make, kind, says in (
+        (lambda: feed.text(texts, 0), ArgumentError, "length=0 must be a whole number"),
+        (
+            lambda: feed.text(texts, 4, "words"),
+            ArgumentError,
+            "expected 'bytes', 'chars', a function",
+        ),
+        (
+            lambda: feed.text(tmp_path / "none", 4),
+            ArgumentError,
+            "there is no file or folder .*none",
+        ),
+        (lambda: feed.text(tmp_path / "*.gz", 4), ArgumentError, r"no file matches .*\*\.gz"),
+        (lambda: feed.text([], 4), ArgumentError, "was given an empty list"),
+        (
+            lambda: feed.text(tmp_path / "latin.txt", 4, "chars", cache=cache),
+            SampleError,
+            r"latin\.txt is not text in UTF-8",
+        ),
+        (
+            lambda: feed.text(tmp_path / "bad.jsonl", 4, cache=cache),
+            SampleError,
+            r"bad\.jsonl, line 2 is no JSON object with a field 'text'",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: [0.5], cache=cache),
+            ArgumentError,
+            "the tokenizer gave float64 .* expected a list of whole numbers",
+        ),
+        (
+            lambda: feed.text(texts, 4, pad="0", cache=cache),
+            ArgumentError,
+            "pad='0' must be a token: a whole number",
+        ),
+        (
+            lambda: feed.text(texts, 4, pad=0.5, cache=cache),
+            ArgumentError,
+            "pad=0.5 must be a token: a whole number",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: None, cache=cache),
+            ArgumentError,
+            r"0\.txt, document 1: the tokenizer gave NoneType: expected",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: "abc", cache=cache),
+            ArgumentError,
+            r"0\.txt, document 1: the tokenizer gave str: expected",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: [[1], [1, 2]], cache=cache),
+            ArgumentError,
+            "the tokenizer gave list: expected",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: {}[t], cache=cache),
+            SampleError,
+            r"0\.txt, document 1: the tokenizer failed with KeyError",
+        ),
+        (
+            lambda: feed.text(texts, 4, lambda t: [-1], cache=cache),
+            ArgumentError,
+            "the tokenizer gave the token -1",
+        ),
+        (
+            lambda: feed.text(texts, 4, words, end=True, cache=cache),
+            ArgumentError,
+            "no eos_token_id",
+        ),
+    ):
+        with pytest.raises(kind, match=says):
+            make()
+    with pytest.raises(
+        SampleError, match=r"latin\.txt is not text in UTF-8"
+    ):  # with bytes for tokens too
+        feed.text(tmp_path / "latin.txt", 2, cache=cache)
+
+
+# -- tables ----------------------------------------------------------------------------
+
+N = 1000
+
+
+def columns(seed=0, n=N):
+    rng = np.random.default_rng(seed)
+    gone = rng.random(n) < 0.1
+    return pa.table(
+        {
+            "price": pa.array(
+                [None if g else float(v) for g, v in zip(gone, rng.normal(50, 9, n), strict=True)],
+                type=pa.float64(),
+            ),
+            "rooms": pa.array(rng.integers(0, 9, n), type=pa.int16()),
+            "new": pa.array(rng.random(n) < 0.5),
+            "nan": pa.array(
+                np.where(rng.random(n) < 0.2, np.nan, rng.normal(0, 1, n)), type=pa.float32()
+            ),
+            "city": pa.array(
+                [
+                    None if i % 13 == 0 else ("Rome", "Oslo", "Bern")[int(i % 3)]
+                    for i in rng.integers(0, 60, n)
+                ]
+            ),
+            "zone": pa.array(rng.integers(-3, 30, n), type=pa.int64()),
+            "kind": pa.array(
+                [("a", "b")[int(i)] for i in rng.integers(0, 2, n)]
+            ).dictionary_encode(),
+            "y": pa.array(rng.normal(0, 1, n)),
+            "count": pa.array(rng.integers(0, 5, n)),
+            "label": pa.array([("yes", "no", "maybe")[int(i)] for i in rng.integers(0, 3, n)]),
+        }
+    )
+
+
+NUMERIC, CATEGORICAL = ["price", "rooms", "new", "nan"], ["city", "zone", "kind"]
+
+
+def write(table, path):
+    if path.suffix == ".csv":
+        pa.csv.write_csv(
+            table.set_column(
+                table.column_names.index("kind"), "kind", table["kind"].cast(pa.string())
+            ),
+            path,
+        )
+    elif path.suffix == ".feather":
+        pa.feather.write_feather(table, path, chunksize=300)
+    elif path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+            writer.write_table(table, max_chunksize=300)
+    else:
+        pa.parquet.write_table(table, path, row_group_size=300)
+    return path
+
+
+def oracle(table, missing="mean"):
+    """Row by row, in plain Python."""
+    rows = table.to_pylist()
+    means = {}
+    for name in NUMERIC:
+        known = [float(r[name]) for r in rows if r[name] is not None and not math.isnan(r[name])]
+        means[name] = sum(known) / len(known)
+    vocabularies = {
+        "city": sorted({r["city"] for r in rows if r["city"] is not None}),
+        "zone": [str(v) for v in sorted({r["zone"] for r in rows})],
+        "kind": ["a", "b"],
+    }
+    numbers = []
+    for r in rows:
+        fill = means if missing == "mean" else dict.fromkeys(NUMERIC, missing)
+        numbers.append(
+            [fill[n] if r[n] is None or math.isnan(r[n]) else float(r[n]) for n in NUMERIC]
+        )
+    codes = [
+        [0 if r[n] is None else 1 + vocabularies[n].index(str(r[n])) for n in CATEGORICAL]
+        for r in rows
+    ]
+    return torch.tensor(numbers, dtype=torch.float32), torch.tensor(codes), means, vocabularies
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "feather", "arrow"])
+def test_every_row_against_pyarrow(tmp_path, suffix):
+    table = columns()
+    path = write(table, tmp_path / f"t.{suffix}")
+    numbers, codes, means, vocabularies = oracle(table)
+    data = feed.table(
+        path,
+        numeric=NUMERIC[:2] + NUMERIC[3:],
+        categorical=CATEGORICAL,
+        target="y",
+        cache=tmp_path / "cache",
+    )
+    assert (
+        len(data) == N
+        and data.source.vocabularies == vocabularies
+        and data.source.sizes == [4, 34, 3]
+    )
+    assert [round(data.source.mean[k], 6) for k in (0, 2)] == [
+        round(means[n], 6) for n in ("price", "nan")
+    ]
+    wanted = np.random.default_rng(1).integers(0, N, 50).tolist()
+    (x, c), y = data.collate(data.__getitems__(wanted))
+    assert x.dtype == torch.float32 and c.dtype == torch.int64 and y.dtype == torch.float32
+    assert torch.allclose(x, numbers[wanted][:, [0, 1, 3]], rtol=1e-6) and torch.equal(
+        c, codes[wanted]
+    )
+    assert torch.allclose(y, torch.tensor(table["y"].to_pylist())[wanted])
+    one = data[wanted[0]]
+    assert torch.equal(one[0][0], x[0]) and torch.equal(one[0][1], c[0]) and one[1] == y[0]
+    assert torch.equal(
+        data.collate([data[i] for i in wanted])[0][1], c
+    )  # rows that were read one by one
+    gone = table["price"].null_count
+    assert (
+        data.source.missing["price"] == gone > 0
+        and data.source.missing["city"] == table["city"].null_count > 0
+    )
+
+
+def test_missing_numbers_and_normalisation(tmp_path):
+    path = write(columns(), tmp_path / "t.parquet")
+    for missing in ("mean", -1.0, float("nan")):
+        expected = oracle(columns(), missing)[0]
+        data = feed.table(
+            path,
+            numeric=NUMERIC,
+            missing="nan" if missing != missing else missing,
+            cache=tmp_path / "c",
+        )
+        x = data.source.read(range(N)).collated[0]
+        assert torch.allclose(x, expected, rtol=1e-6, equal_nan=True)
+    expected = oracle(columns())[0].double()
+    raw = pa.compute.drop_null(columns()["price"]).to_numpy()
+    data = feed.table(path, numeric=["price", "rooms"], normalize=True, cache=tmp_path / "c")
+    assert (
+        abs(data.source.mean[0] - raw.mean()) < 1e-9 and abs(data.source.std[0] - raw.std()) < 1e-9
+    )
+    x = data.source.read(range(N)).collated[0]
+    assert torch.allclose(x[:, 0].double(), (expected[:, 0] - raw.mean()) / raw.std(), atol=1e-5)
+
+
+def test_targets(tmp_path):
+    table = columns()
+    path = write(table, tmp_path / "t.parquet")
+    for name, dtype in (
+        ("y", torch.float32),
+        ("count", torch.int64),
+        ("label", torch.int64),
+        ("new", torch.int64),
+    ):
+        data = feed.table(path, numeric=["rooms"], target=name, cache=tmp_path / "c")
+        x, y = data.collate(data.__getitems__(range(N)))
+        assert x.shape == (N, 1) and y.dtype == dtype
+        if name == "label":
+            assert data.source.classes == ["maybe", "no", "yes"]
+            assert [data.source.classes[i] for i in y.tolist()] == table["label"].to_pylist()
+        elif name == "count":
+            assert y.tolist() == table["count"].to_pylist()
+    alone = feed.table(path, categorical=["kind"], cache=tmp_path / "c")
+    assert alone.collate(alone.__getitems__([0, 1]))[0].shape == (2, 1) and alone[0][0].shape == (
+        1,
+    )
+
+
+def test_a_test_table_speaks_the_training_tables_language(tmp_path):
+    train, test = columns(0), columns(1)
+    test = test.set_column(
+        test.column_names.index("city"), "city", pa.array(["Paris", "Bern"] * (N // 2))
+    )
+    first = feed.table(
+        write(train, tmp_path / "a.parquet"),
+        numeric=NUMERIC,
+        categorical=CATEGORICAL,
+        target="label",
+        cache=tmp_path / "c",
+    )
+    other = feed.table(write(test, tmp_path / "b.parquet"), like=first, cache=tmp_path / "c")
+    (x, codes), y = other.collate(other.__getitems__(range(N)))
+    assert codes[:, 0].tolist() == [0, 1] * (N // 2)  # Paris was never seen
+    assert [first.source.classes[i] for i in y.tolist()] == test["label"].to_pylist()
+    means, prices = oracle(train)[2], test["price"].to_pylist()
+    assert {round(x[i, 0].item(), 3) for i in range(N) if prices[i] is None} == {
+        round(means["price"], 3)
+    }
+    with pytest.raises(
+        ArgumentError,
+        match=r"b\.parquet: the target 'label' is a class that is not known \('never'\); the first such row of the table is 0",
+    ):
+        feed.table(
+            write(test.set_column(9, "label", pa.array(["never"] * N)), tmp_path / "b.parquet"),
+            like=first,
+            cache=tmp_path / "c",
+        )
+
+
+def test_a_test_table_is_read_in_the_training_tables_units(tmp_path):
+    first = write(
+        pa.table({"size": [1000.0, 2000.0, 3000.0], "y": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet"
+    )
+    then = write(pa.table({"size": [1000.0, None], "y": [1.0, 2.0]}), tmp_path / "b.parquet")
+    train = feed.table(
+        first, numeric=["size"], target="y", normalize=True, missing=0.0, cache=tmp_path / "c"
+    )
+    test = feed.table(then, like=train, cache=tmp_path / "c")
+    assert torch.equal(test[0][0], train[0][0]) and train[0][0].item() == pytest.approx(-(1.5**0.5))
+    assert test[1][0].item() == pytest.approx(-2000 / float(train.source.std[0]))
+    # What is said counts: also what is the default without like=.
+    plain = feed.table(then, like=train, normalize=False, missing="mean", cache=tmp_path / "c")
+    assert [plain[0][0].item(), plain[1][0].item()] == [1000.0, 2000.0]
+    again = feed.table(then, like=test, cache=tmp_path / "c")
+    assert torch.equal(again[1][0], test[1][0])
+
+
+def test_several_files_and_any_number_of_workers(tmp_path):
+    parts = [columns(seed, n) for seed, n in ((0, 30), (1, 1), (2, 77))]
+    for i, part in enumerate(parts):
+        write(part, tmp_path / f"part{i}.parquet")
+    whole = pa.concat_tables([p.set_column(6, "kind", p["kind"].cast(pa.string())) for p in parts])
+    data = feed.table(
+        tmp_path / "part*.parquet",
+        numeric=["rooms"],
+        categorical=["zone"],
+        target="count",
+        cache=tmp_path / "c",
+    )
+    order, first = read(data, 0, batch=16)
+    assert [int(v) for (x, _), _ in first for v in x[:, 0]] == [
+        whole["rooms"].to_pylist()[i] for i in order
+    ]
+    for workers in (1, 2):
+        again, found = read(data, workers, batch=16)
+        assert again == order
+        for ((x, c), y), ((x0, c0), y0) in zip(found, first, strict=True):
+            assert torch.equal(x, x0) and torch.equal(c, c0) and torch.equal(y, y0)
+    plain = [y for _, y in DataLoader(data, 16)]
+    assert torch.cat(plain).tolist() == whole["count"].to_pylist()
+    assert torch.equal(pickle.loads(pickle.dumps(data))[5][0][0], data[5][0][0])  # noqa: S301
+
+
+def test_a_table_trains(tmp_path, monkeypatch):
+    """Through the same door as a script's data."""
+    import ronde
+
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.setenv("RONDE_PROGRESS", "quiet")
+    n = 256
+    x = np.random.default_rng(0).standard_normal(n)
+    pa.parquet.write_table(pa.table({"x": x, "y": 3 * x + 1}), tmp_path / "t.parquet")
+    data = feed.table(tmp_path / "t.parquet", numeric=["x"], target="y", cache=tmp_path / "c")
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Flatten(0))
+    run = ronde.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        data,
+        loss=torch.nn.functional.mse_loss,
+        batch_size=32,
+    )
+    for _ in run.epochs(8):
+        for batch in run.batches():
+            run.step(batch)
+    assert abs(model[0].weight.item() - 3) < 0.05 and abs(model[0].bias.item() - 1) < 0.05
+
+
+def test_tables_say_what_is_wrong(tmp_path):
+    path, cache = write(columns(), tmp_path / "t.parquet"), tmp_path / "c"
+    (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:500])
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\nx,3\n")
+    (tmp_path / "empty.csv").write_text("a,b\n")
+    (tmp_path / "t.xlsx").write_text("no")
+    for make, kind, says in (
+        (lambda: feed.table(path, cache=cache), ArgumentError, "needs columns"),
+        (
+            lambda: feed.table(path, numeric=["cost"], cache=cache),
+            ArgumentError,
+            r"t\.parquet has no column 'cost': choose among price, rooms",
+        ),
+        (
+            lambda: feed.table(path, numeric=["city"], cache=cache),
+            ArgumentError,
+            "the column 'city' is string, no number",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms"], target="rooms", cache=cache),
+            ArgumentError,
+            "'rooms' is named twice among",
+        ),
+        (
+            lambda: feed.table(
+                write(pa.table({"l": [[1], [2]]}), tmp_path / "l.parquet"),
+                categorical=["l"],
+                cache=cache,
+            ),
+            ArgumentError,
+            r"l\.parquet: the column 'l' is list<.*>: its values cannot be told apart as texts",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms", "rooms"], cache=cache),
+            ArgumentError,
+            "names the column 'rooms' twice",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms"], target="price", cache=cache),
+            ArgumentError,
+            "the target 'price' is missing; the first such row of the table is",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms"], target="nan", cache=cache),
+            ArgumentError,
+            "the target 'nan' is NaN; the first",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms"], missing="zero", cache=cache),
+            ArgumentError,
+            "expected 'mean', 'nan' or a number",
+        ),
+        (
+            lambda: feed.table(tmp_path / "bad.parquet", numeric=["rooms"], cache=cache),
+            SampleError,
+            r"bad\.parquet cannot be read",
+        ),
+        (
+            lambda: feed.table(tmp_path / "bad.csv", numeric=["a"], cache=cache),
+            SampleError,
+            r"bad\.csv cannot be read: .*'x'",
+        ),
+        (
+            lambda: feed.table(tmp_path / "empty.csv", numeric=["a"], cache=cache),
+            ArgumentError,
+            r"empty\.csv holds no row",
+        ),
+        (
+            lambda: feed.table(tmp_path / "t.xlsx", numeric=["a"], cache=cache),
+            ArgumentError,
+            "is none of .parquet",
+        ),
+        (
+            lambda: feed.table(path, numeric=["rooms"], like=3, cache=cache),
+            ArgumentError,
+            r"like= takes what feed\.table gave",
+        ),
+    ):
+        with pytest.raises(kind, match=says):
+            make()
+    assert not [p for p in cache.iterdir() if p.name.startswith(".")]

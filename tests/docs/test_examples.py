@@ -1,0 +1,116 @@
+"""The examples are what they say: a few lines apart from a plain script, and the same training on
+one worker and on two.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import pytest
+
+from processes import TESTS, python, ronde_run
+from ronde.watch import Ended, Evaluated, Started, Step, read
+
+EXAMPLES = TESTS.parent / "examples"
+SMALL_GPT = [
+    "--epochs",
+    "1",
+    "--megabytes",
+    "0.1",
+    "--batch",
+    "16",
+    "--context",
+    "32",
+    "--width",
+    "32",
+    "--layers",
+    "2",
+]
+
+
+def _events(cwd: Path, name: str, kind: type) -> list:
+    return [e for e in read(cwd / "runs" / name / "record.jsonl") if isinstance(e, kind)]
+
+
+def _printed(output: str) -> float:
+    """The last number of the last evaluation that a plain script printed."""
+    return float([line for line in output.splitlines() if "evaluate" in line][-1].split()[-1])
+
+
+@pytest.mark.parametrize("example", ["gpt", "digits"])
+def test_ronde_changes_at_most_eight_lines(example):
+    plain, train = (
+        (EXAMPLES / example / name).read_text().splitlines() for name in ("plain.py", "train.py")
+    )
+    changes = [line for line in difflib.ndiff(plain, train) if line[0] in "+-"]
+    assert len([line for line in changes if line[0] == "-"]) <= 8, "\n".join(changes)
+    assert len([line for line in changes if line[0] == "+"]) <= 8, "\n".join(changes)
+
+
+def test_the_readme_shows_the_difference_as_it_is():
+    plain, train = (
+        (EXAMPLES / "gpt" / name).read_text().splitlines() for name in ("plain.py", "train.py")
+    )
+    changed = [line[0] + line[2:] for line in difflib.ndiff(plain, train) if line[0] in "+-"]
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    assert sorted(line for line in shown if line) == sorted(changed)
+
+
+def test_digits_is_the_same_training_on_one_worker_and_on_two(tmp_path):
+    pytest.importorskip("sklearn")
+    script = str(EXAMPLES / "digits" / "train.py")
+    one = python([script, "--epochs", "6"], tmp_path, timeout=80)
+    assert one.returncode == 0, one.stderr
+    two = ronde_run(
+        ["run", "--workers", "2", "--name", "two", script, "--epochs", "6"], tmp_path, timeout=80
+    )
+    assert two.returncode == 0, two.stderr
+
+    (started,) = _events(tmp_path, "two", Started)
+    assert started.workers == 2
+    alone, together = (_events(tmp_path, name, Evaluated) for name in ("digits-1", "two"))
+    assert len(alone) == len(together) == 6
+    for a, b in zip(alone, together, strict=True):
+        assert a.samples == b.samples == 359  # a fifth of 1,797
+        assert a.metrics["loss"] == pytest.approx(b.metrics["loss"], rel=0.02)
+        assert a.metrics["accuracy"] == pytest.approx(
+            b.metrics["accuracy"], abs=2.5 / 359
+        )  # two images may flip by rounding
+    assert together[-1].metrics["accuracy"] > 0.95
+    losses, losses_of_two = (
+        [s.loss for s in _events(tmp_path, name, Step)] for name in ("digits-1", "two")
+    )
+    assert len(losses) == 6 * 45
+    assert losses[:45] == pytest.approx(losses_of_two[:45], rel=1e-3, abs=1e-4)
+
+
+def test_digits_plain_reads_digits_too(tmp_path):
+    pytest.importorskip("sklearn")
+    done = python([str(EXAMPLES / "digits" / "plain.py"), "--epochs", "6"], tmp_path, timeout=80)
+    assert done.returncode == 0, done.stderr
+    assert _printed(done.stdout) > 0.95
+
+
+def test_gpt_learns_on_two_workers(tmp_path):
+    script = str(EXAMPLES / "gpt" / "train.py")
+    done = ronde_run(
+        ["run", "--workers", "2", "--name", "small", script, *SMALL_GPT], tmp_path, timeout=80
+    )
+    assert done.returncode == 0, done.stderr
+    steps = _events(tmp_path, "small", Step)
+    (evaluated,) = _events(tmp_path, "small", Evaluated)
+    (ended,) = _events(tmp_path, "small", Ended)
+    assert ended.status == "completed" and ended.step == len(steps) == 186
+    assert steps[0].loss == pytest.approx(5.545, abs=0.1)  # ln 256: it knows nothing yet
+    assert steps[-1].loss < 3.5
+    assert evaluated.metrics["loss"] < 3.5
+    assert "The model writes:\n\ndef " in done.stdout
+
+
+def test_gpt_plain_learns_as_much(tmp_path):
+    done = python([str(EXAMPLES / "gpt" / "plain.py"), *SMALL_GPT], tmp_path, timeout=80)
+    assert done.returncode == 0, done.stderr
+    assert _printed(done.stdout) < 3.5
+    assert "The model writes:\n\ndef " in done.stdout

@@ -1,0 +1,2021 @@
+"""Who loads, and what is never changed by it: the order, the bits, the training's own randomness.
+Bad samples, dead processes, settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import http.client
+import http.server
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+import zipfile
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import ronde
+from processes import child, ronde_run
+from ronde import ArgumentError, CheckpointError, FeedError, SampleError
+from ronde.checkpoint.files import _manifest_digest, _manifest_text
+from ronde.data import named_stages
+from ronde.feed import (
+    Feed,
+    FeedSettings,
+    Order,
+    Pipeline,
+    apply_settings,
+    asked_settings,
+    key_of,
+    read_settings,
+    rng,
+    rngs,
+    take_over,
+)
+from ronde.introspect.open_handles import held_open
+from ronde.loader.ownership import ours
+from ronde.loader.receiver import Receiver
+from ronde.loader.thread_workers import Threads, parts_of
+from ronde.plan import shares
+from ronde.world import RondeError
+from sampling import some
+
+EXECUTORS = ("none", "threads", "processes")
+
+
+def loading() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("ronde-")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    limit = time.monotonic() + 10
+    while loading() and time.monotonic() < limit:
+        gc.collect()
+        time.sleep(0.01)
+    assert not loading()
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+
+
+def with_executor(taken, executor, workers=2, **more):
+    return apply_settings(
+        taken, FeedSettings(executor=executor, workers=0 if executor == "none" else workers, **more)
+    )
+
+
+def read(
+    taken, size=1, batch=6, micro=None, epochs=(0,), offset=0, seed=0, evaluate=False, say=None
+):
+    """Micro-batches of every rank, in the order of the global batches, those of empty shares left
+    out.
+    """
+    steps = []
+    for rank in range(size):
+        feed = Feed(taken.dataset, taken.order, taken.settings, seed, evaluate=evaluate, say=say)
+        k = 0
+        for epoch in epochs:
+            start = offset if epoch == epochs[0] else 0
+            for share, batches in feed.read(
+                lambda rank=rank, epoch=epoch, start=start: shares(
+                    epoch, start, taken.order.epoch_samples, batch, rank, size, micro
+                )
+            ):
+                if rank == 0:
+                    steps.append([])
+                steps[k] += [
+                    b for b, (low, high) in zip(batches, share.micro, strict=True) if high > low
+                ]
+                k += 1
+        feed.close()
+    return [b for step in steps for b in step]
+
+
+# -- threads ---------------------------------------------------------------------------
+
+
+def whole(job, most):
+    return [(job, low, high) for low, high in parts_of(12, most)]
+
+
+def joined(job, parts):
+    return job, [x for part in parts for x in part]
+
+
+def test_threads_hand_out_in_order_bounded_and_stay_for_the_next_epoch():
+    threads = Threads(3, 4)
+    asked, handed = 0, 0
+    draw = random.Random(1)
+
+    def jobs():
+        nonlocal asked
+        for job in range(25):
+            asked += 1
+            assert asked - handed <= 4, "further ahead than is allowed"
+            yield job
+
+    def slow(part):
+        job, low, high = part
+        if job % 7 == 3:
+            time.sleep(0.02)  # those behind it wait
+        time.sleep(draw.random() * 0.002)
+        return list(range(low, high))
+
+    names = None
+    for _ in range(2):
+        asked = handed = 0
+        for expected, (job, (of, samples)) in enumerate(threads.run(jobs(), whole, slow, joined)):
+            handed += 1
+            assert job == of == expected and samples == list(range(12))
+        assert handed == 25
+        now = {t.ident for t in threading.enumerate() if t.name.startswith("ronde-load")}
+        assert len(now) == 3 and names in (None, now)
+        names = now
+    threads.stop()
+    assert threads.running == 0
+
+
+def test_the_first_batch_is_read_by_all_threads_and_no_part_is_tiny():
+    seen = []
+    threads = Threads(3, 3)
+    for _ in threads.run(iter(range(2)), whole, lambda part: seen.append(part[1:]) or [], joined):
+        pass
+    assert {(0, 4), (4, 8), (8, 12)} <= set(seen)
+    assert (
+        parts_of(7, 8) == [(0, 7)]
+        and parts_of(64, 3) == [(0, 21), (21, 42), (42, 64)]
+        and parts_of(0, 2) == [(0, 0)]
+    )
+    threads.stop()
+
+
+def test_a_loop_that_was_left_does_not_end_the_threads_of_the_next():
+    threads = Threads(2, 4)
+    left = threads.run(iter(range(50)), whole, lambda part: [part], joined)
+    next(left)
+    done = []
+    for job, _ in threads.run(iter(range(30)), whole, lambda part: [part], joined):
+        done.append(job)
+        if job == 3:
+            left.close()  # as when it is collected
+            assert threads.running == 2
+    assert done == list(range(30))
+    threads.stop()
+
+
+def test_a_read_that_hangs_takes_no_task_of_the_threads_that_come_after(monkeypatch):
+    from ronde.loader import thread_workers as executor
+
+    monkeypatch.setattr(executor, "_PATIENCE_SECONDS", 0.2)
+    threads, held = Threads(1, 2), threading.Event()
+    hangs = True
+
+    def read(part):
+        if hangs and part[0] == 1:
+            held.wait(60)
+        return [part]
+
+    for job, _ in threads.run(iter(range(9)), whole, read, joined):
+        if job == 0:
+            break  # the next one hangs, and is given up
+    hangs = False
+    again = threads.run(iter(range(9)), whole, read, joined)
+    assert next(again)[0] == 0
+    held.set()  # it comes back in the middle
+    assert [job for job, _ in again] == list(range(1, 9))
+    threads.stop()
+
+
+@pytest.mark.parametrize("how", ["break", "read", "join", "collected"])
+def test_threads_end_with_the_loop(how):
+    threads = Threads(2, 4)
+
+    def bad(part):
+        if how == "read" and part[0] == 5:
+            raise KeyError(f"{part[1]}")
+        return [part]
+
+    def bad_join(job, parts):
+        if how == "join" and job == 5:
+            raise ValueError("no batch")
+        return parts
+
+    def go():
+        done = []
+        for job, _ in threads.run(iter(range(50)), whole, bad, bad_join):
+            done.append(job)
+            if how == "break" and job == 5:
+                break
+        return done
+
+    if how == "break":
+        assert go() == list(range(6))
+    elif how == "collected":
+        go()
+        assert threads.running == 2
+        del threads
+        return  # the fixture sees that they are gone
+    else:
+        with pytest.raises((KeyError, ValueError)) as error:
+            go()
+        assert str(error.value) in ("'0'", "no batch")  # of several bad parts the first
+    assert threads.running == 0
+    assert [j for j, _ in threads.run(iter(range(3)), whole, lambda p: [p], joined)] == [
+        0,
+        1,
+        2,
+    ]  # they start again
+    threads.stop()
+
+
+class Reports(Dataset):
+    """Who reads, and with how many compute threads."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return torch.tensor(
+            [i, torch.get_num_threads(), threading.current_thread() is threading.main_thread()]
+        )
+
+
+@pytest.mark.parametrize("threads", [None, 2])
+def test_compute_threads_of_loading_threads_are_limited_and_no_others(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rows = torch.cat(
+            read(with_executor(take_over_(Reports(), shuffle=False), "threads", threads=threads))
+        ).tolist()
+        assert torch.get_num_threads() == 3
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert later == [3]
+    finally:
+        torch.set_num_threads(before)
+    assert [row[0] for row in rows] == list(range(40))
+    assert {tuple(row[1:]) for row in rows} == {(threads or 1, 0)}
+
+
+# -- the same order and the same bits --------------------------------------------------
+
+
+def take_over_(data, seed=0, batch_size=None, shuffle=None, evaluate=False):
+    return take_over(
+        data,
+        seed=seed,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        shuffle_dataset=not evaluate,
+        drop_last=False,
+        evaluate=evaluate,
+    )
+
+
+def by_hand(seed: int, epoch: int, key: int, purpose: int = 1) -> np.random.Generator:
+    """What a sample's generator must be: Philox under a key of (seed, purpose, epoch, sample)."""
+    return np.random.Generator(np.random.Philox(key=key_of(seed, purpose, epoch, key)))
+
+
+class Rows:
+    """A source. ``bad`` maps an id to what is wrong with it."""
+
+    def __init__(self, n=50, bad=None, named=True, fingerprint="rows"):
+        self.n, self.bad, self.named, self.fingerprint = n, bad or {}, named, fingerprint
+
+    def __len__(self):
+        return self.n
+
+    def name(self, i):
+        return f"row-{i}.bin" if self.named else None
+
+    def read(self, ids):
+        for i in ids:
+            if self.bad.get(i) == "read":
+                raise SampleError(f"row-{i}.bin is truncated")
+        return [np.full(3 if self.bad.get(i) == "shape" else 2, float(i)) for i in ids]
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        return np.array([float(i), rng().random(), rng().random()])
+
+
+class Many(Plain):
+    """Makes all samples in one call, and asks for random numbers there."""
+
+    def __getitems__(self, ids):
+        return [self[i] for i in ids]
+
+
+def draw_two(row):
+    return np.array([row[0], rng().random(), 0.0])
+
+
+def draw_more(row):
+    return row + np.array([0.0, 0.0, rng().random()])
+
+
+def draw_for_all(rows):
+    return [
+        np.array([row[0], *(r.random() for _ in range(2))])
+        for row, r in zip(rows, rngs(len(rows)), strict=True)
+    ]
+
+
+def noisy(samples):
+    return default_collate(samples), torch.tensor(rng().random())
+
+
+DATA = {
+    "data set": Plain(),
+    "__getitems__": Many(),
+    "two steps": Pipeline(Rows()).map(draw_two).map(draw_more),
+    "batched step": Pipeline(Rows()).map(draw_for_all, batched=True),
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_workers(kind):
+    for executor, size in itertools.product(EXECUTORS, (1, 2)):
+        if executor == "processes" and size == 2 and kind not in ("data set", "two steps"):
+            continue
+        taken = with_executor(take_over_(DATA[kind], seed=3), executor)
+        rows = torch.cat(read(taken, size, batch=7, epochs=(0, 1), seed=3)).tolist()
+        expected = [(e, i) for e in (0, 1) for i in Order(50, 3).ids(e, 0, 50).tolist()]
+        assert [row[0] for row in rows] == [i for _, i in expected], (executor, size)
+        for row, (epoch, i) in zip(rows, expected, strict=True):
+            drawn = by_hand(3, epoch, i)
+            assert row[1:] == [drawn.random(), drawn.random()], (executor, size, epoch, i)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_resumed_epoch_and_micro_batches_are_the_rest_of_the_same(executor):
+    taken = with_executor(take_over_(Plain(), seed=3), executor)
+    all_rows = torch.cat(read(with_executor(take_over_(Plain(), seed=3), "none"), seed=3)).tolist()
+    assert (
+        torch.cat(read(taken, batch=10, micro=3, offset=20, size=2, seed=3)).tolist()
+        == all_rows[20:]
+    )
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_sampler_draws_a_sample_several_times_each_time_with_another_augmentation(executor):
+    data = Plain()
+    taken = with_executor(
+        take_over_(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 50, 60)), seed=3),
+        executor,
+    )
+    rows = torch.cat(read(taken, 2, batch=7, seed=3)).tolist()
+    assert len(rows) == 60 > len({row[0] for row in rows})
+    assert [row[1] for row in rows] == [by_hand(3, 0, position).random() for position in range(60)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_collate_function_has_random_numbers_of_its_own(executor):
+    taken = with_executor(take_over_(DataLoader(Plain(), collate_fn=noisy), seed=3), executor)
+    ids = Order(50, 3, False).ids(0, 0, 50).tolist()
+    assert [float(noise) for _, noise in read(taken, batch=20, seed=3)] == [
+        torch.tensor(by_hand(3, 0, ids[first], purpose=2).random()).item() for first in (0, 20, 40)
+    ]
+
+
+def test_rows_of_tensors_and_streams_under_threads():
+    data = TensorDataset(torch.arange(50), torch.randn(50, 3))
+    expected = read(take_over_(data))
+    for a, b in zip(read(with_executor(take_over_(data), "threads")), expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    class Stream(IterableDataset):
+        def __len__(self):
+            return 17
+
+        def __iter__(self):
+            return iter(range(17))
+
+    assert torch.cat(read(with_executor(take_over_(Stream()), "threads"))).tolist() == list(
+        range(17)
+    )
+
+
+# -- the generators that all share -----------------------------------------------------
+
+
+class Global(Dataset):
+    """Draws from the global generators, from sample ``start`` on."""
+
+    def __init__(self, start=0, n=300):
+        self.start, self.n = start, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        drawn = (
+            [float(torch.rand((), dtype=torch.float64)), random.random(), float(np.random.rand())]
+            if i >= self.start
+            else [0.0] * 3
+        )
+        return torch.tensor([float(i), *drawn], dtype=torch.float64)
+
+
+def state():
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize(("asked", "got"), [("threads", "none"), ("auto", "processes")])
+def test_what_draws_from_global_generators_is_not_read_by_threads(asked, got):
+    expected = read(with_executor(take_over_(Global(n=60)), "none"))
+    before, told = state(), []
+    taken = with_executor(take_over_(Global(n=60)), asked)
+    feed = Feed(
+        taken.dataset,
+        taken.order,
+        taken.settings,
+        0,
+        say=lambda text, warning: told.append((text, warning)),
+    )
+    found = [b for _, bs in feed.read(lambda: shares(0, 0, 60, 6, 0, 1)) for b in bs]
+    feed.close()
+    assert (
+        feed.executor == got
+        and len(told) == 1
+        and "global generator" in told[0][0]
+        and told[0][1] == (asked == "threads")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert state() == before
+
+
+def test_one_that_begins_to_draw_late_is_found_and_read_under_keys():
+    expected = torch.cat(read(with_executor(take_over_(Global(200), shuffle=False), "none")))
+    told = []
+    found = torch.cat(
+        read(
+            with_executor(take_over_(Global(200), shuffle=False), "threads"),
+            say=lambda *said: told.append(said),
+        )
+    )
+    assert torch.equal(found, expected) and float(found[250, 1]) != 0.0
+    assert len(told) == 1 and "from here on" in told[0][0] and told[0][1]
+
+
+def test_loading_threads_leave_the_trainings_randomness_alone():
+    """A training that draws between batches, as dropout does, draws what it would have without
+    them.
+    """
+    taken = take_over_(DATA["two steps"])
+
+    def train(executor):
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        feed_ = with_executor(taken, executor)
+        feed = Feed(feed_.dataset, feed_.order, feed_.settings, 0)
+        found = []
+        for _, (batch,) in feed.read(lambda: shares(0, 0, 50, 6, 0, 1)):
+            found.append((batch.tolist(), float(torch.rand(())), random.random(), np.random.rand()))
+        feed.close()
+        return found, state()
+
+    assert train("threads") == train("none")
+
+
+# -- auto ------------------------------------------------------------------------------
+
+
+class Works(Dataset):
+    def __init__(self, work, n=200):
+        self.work, self.n = work, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        self.work()
+        return torch.tensor(i)
+
+
+def waits():
+    time.sleep(0.002)
+
+
+def waits_long():
+    time.sleep(0.05)  # beside which being woken late by a busy machine does not count
+
+
+def computes():
+    total = 0
+    for k in range(30_000):
+        total += k
+
+
+class Holds(Works):
+    def __init__(self, path):
+        super().__init__(waits)
+        self.file = path.open("rb")
+
+
+class Shared(Works):
+    """Not for threads: what one of them reads, another may have changed meanwhile."""
+
+    def __init__(self):
+        super().__init__(waits)
+        self.now = 0
+
+    def __getitem__(self, i):
+        self.now = i
+        self.work()
+        return torch.tensor([i, self.now])
+
+
+class Records(Dataset):
+    """Numbers in a file, read by seeking: right only for who has the file for himself."""
+
+    def __init__(self, path, how):
+        self.path, self.how, self.file = path, how, None
+        if how == "at once":
+            self.file = path.open("rb", buffering=0)
+        if how == "hidden":
+            self.number = os.open(path, os.O_RDONLY)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, i):
+        if self.how == "hidden":
+            os.lseek(self.number, 8 * i, os.SEEK_SET)
+            time.sleep(3e-4)  # a slow store
+            found = os.read(self.number, 8)
+        else:
+            if self.file is None:
+                self.file = self.path.open("rb", buffering=0)
+            self.file.seek(8 * i)
+            time.sleep(3e-4)
+            found = self.file.read(8)
+        return torch.tensor(int.from_bytes(found, "little"))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("at once", "none"), ("hidden", "none"), ("lazily", "processes")]
+)
+def test_auto_never_shares_an_open_file(tmp_path, how, expected):
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    told = []
+    taken = with_executor(take_over_(Records(path, how)), "auto")
+    feed = Feed(
+        taken.dataset, taken.order, taken.settings, 0, say=lambda text, warning: told.append(text)
+    )
+    found = torch.cat([b for _, bs in feed.read(lambda: shares(0, 0, 200, 8, 0, 1)) for b in bs])
+    feed.close()
+    assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
+    assert feed.executor == expected, told
+    assert (
+        taken.dataset.file is None or how != "lazily"
+    )  # nothing of the trial is left for processes to share
+
+
+def test_samples_that_a_plan_looks_at_leave_nothing_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", "none")
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    data = Records(path, "lazily")
+    model = torch.nn.Linear(1, 1)
+    run = ronde.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(data, batch_size=8, num_workers=2),
+        forward=lambda m, x: (m(x[:, None].float()), x[:, None].float()),
+        loss=torch.nn.functional.mse_loss,
+    )
+    assert run._work.sample(4).shape == (4,) and data.file is None
+    assert held_open(data) is None and held_open([zipfile.ZipInfo("a")]) is None
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_open_file_is_warned_of_where_the_executor_was_chosen(tmp_path, executor):
+    path = tmp_path / "records"
+    path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
+    told = []
+    taken = with_executor(take_over_(Records(path, "at once")), executor)
+    read(taken, say=lambda text, warning: told.append((warning, text)))
+    assert [
+        t
+        for w, t in told
+        if w and "Records.file (FileIO)" in t and f"Loading {executor} share" in t
+    ], told
+
+
+def test_auto_chooses_by_what_samples_are_like(tmp_path):
+    (tmp_path / "data").write_bytes(b"x")
+    cases = {
+        "threads": (Works(waits_long), "threads read"),
+        "processes": (Works(computes), "Python's lock|threads read"),
+        "none": (Works(int), "a sample takes"),
+    }
+    for expected, (data, why) in cases.items():
+        told = []
+        taken = with_executor(take_over_(data), "auto")
+        feed = Feed(
+            taken.dataset,
+            taken.order,
+            taken.settings,
+            0,
+            say=lambda text, warning, told=told: told.append(text),
+        )
+        found = [b for _, bs in feed.read(lambda: shares(0, 0, 24, 8, 0, 1)) for b in bs]
+        assert (
+            feed.executor == expected
+            and len(told) == 1
+            and any(w in told[0] for w in why.split("|"))
+        ), told
+        assert torch.cat(found).tolist() == Order(200, 0).ids(0, 0, 24).tolist()
+        assert [b for _, bs in feed.read(lambda: shares(0, 0, 24, 8, 0, 1)) for b in bs] and len(
+            told
+        ) == 1  # decided once
+        feed.close()
+    for data, expected, why in (
+        (Holds(tmp_path / "data"), "none", "Holds.file"),
+        (Shared(), "processes", "not the same when several threads"),
+    ):
+        told = []
+        torch.cat(
+            read(
+                with_executor(take_over_(data), "auto"),
+                say=lambda text, warning, told=told: told.append(text),
+            )
+        )
+        assert f"executor {expected}" in told[0] and why in told[0]
+    assert take_over_(DATA["two steps"]).settings.executor == "auto"
+    assert take_over_(DataLoader(DATA["two steps"], num_workers=3)).settings.chosen == "processes"
+    assert take_over_(Works(int)).settings.chosen == "none"
+
+
+# -- bad samples -----------------------------------------------------------------------
+
+
+def decode(row):
+    if row[0] == 11:
+        raise OSError("cannot identify image file")
+    return torch.from_numpy(row)
+
+
+def brighten(row):
+    return row + rng().random()
+
+
+def stop_all(rows):
+    if any(float(row[0]) == 17 for row in rows):
+        raise ValueError("one of them is wrong")
+    return rows
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [
+        ({7: "read"}, r"^sample 7: row-7\.bin is truncated$"),
+        ({}, r"^sample 11( \(row-11\.bin\))?, stage decode: OSError: cannot identify image file$"),
+        (
+            {9: "shape"},
+            r"^sample 9 \(row-9\.bin\), stage collate: it is \[3\] float64, where the others are \[2\] float64",
+        ),
+    ],
+)
+def test_a_bad_sample_is_an_error_that_names_it(executor, bad, where):
+    pipeline = (
+        Pipeline(Rows(40, bad)).map(decode if not bad else torch.from_numpy, "decode").map(brighten)
+    )
+    with pytest.raises(SampleError, match=where):
+        read(with_executor(take_over_(pipeline), executor))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_error_of_a_plain_data_set_keeps_its_type_and_says_of_which_sample(executor):
+    class Broken(Plain):
+        def __getitem__(self, i):
+            if i == 33:
+                raise ZeroDivisionError("no width")
+            return super().__getitem__(i)
+
+    with pytest.raises(ZeroDivisionError, match="no width") as error:
+        read(with_executor(take_over_(Broken(), shuffle=False), executor))
+    assert "while sample 33 of the data set was read" in str(
+        getattr(error.value, "__notes__", "")
+    ) + str(error.value)
+
+
+BAD = {7: "read", 23: "shape", 31: "read"}
+
+
+def stand_in(seed: int, epoch: int, i: int, n: int, bad) -> tuple[int, float]:
+    """By hand: which sample stands in, and its first random number."""
+    for attempt in range(16):
+        other = key_of(seed, 6, epoch, i, attempt) % n
+        if other not in bad:
+            return other, np.random.Generator(
+                np.random.Philox(key=key_of(seed, 1, epoch, i, attempt + 1))
+            ).random()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("steps", ["single", "batched"])
+def test_skipped_samples_have_the_same_stand_ins_everywhere(steps):
+    pipeline = Pipeline(Rows(40, BAD)).map(decode, "decode")
+    if steps == "batched":
+        pipeline = pipeline.map(stop_all, "look", batched=True)
+    pipeline = pipeline.map(brighten).skip_bad(0.2)
+    bad = {*BAD, 11} | ({17} if steps == "batched" else set())
+    for executor, size in itertools.product(EXECUTORS, (1, 3)):
+        if executor == "processes" and size == 3:
+            continue
+        taken = with_executor(take_over_(pipeline, seed=2), executor)
+        rows = torch.cat(read(taken, size, batch=8, epochs=(0, 1), seed=2)).tolist()
+        expected = []
+        for epoch in (0, 1):
+            for i in Order(40, 2).ids(epoch, 0, 40).tolist():
+                of, noise = (
+                    stand_in(2, epoch, i, 40, bad)
+                    if i in bad
+                    else (i, by_hand(2, epoch, i).random())
+                )
+                expected.append([of + noise] * 2)
+        assert rows == expected, (executor, size)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_skipped_samples_are_counted_and_too_many_are_an_error(executor):
+    pipeline = Pipeline(Rows(40, BAD)).map(torch.from_numpy)
+    taken = with_executor(take_over_(pipeline.skip_bad(0.075)), executor)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    for _ in range(2):
+        batches = [b for _, bs in feed.read(lambda: shares(0, 0, 40, 8, 0, 1)) for b in bs]
+        assert sum(len(b) for b in batches) == 40 and sorted(i for i, _ in feed.skipped) == [
+            7,
+            23,
+            31,
+        ]
+    told = dict(feed.skipped)
+    assert "row-7.bin" in told[7] and "row-23.bin" in told[23] and "[3] float64" in told[23]
+    feed.close()
+    with pytest.raises(
+        FeedError, match=r"[123] of 40 samples were skipped, more than the share of 0.05 .*row-"
+    ):
+        read(with_executor(take_over_(pipeline.skip_bad(0.05)), executor))
+
+
+def test_a_set_without_a_good_sample_says_so():
+    pipeline = Pipeline(Rows(5, dict.fromkeys(range(5), "read"))).skip_bad(1.0)
+    with pytest.raises(
+        SampleError, match=r"16 samples in a row cannot be used.*row-\d.bin is truncated"
+    ):
+        read(take_over_(pipeline))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_an_evaluation_leaves_bad_samples_out(executor):
+    pipeline = Pipeline(Rows(40, {**BAD, 8: "read", 9: "read"})).map(torch.from_numpy).skip_bad(0.5)
+    taken = with_executor(take_over_(pipeline, evaluate=True), executor)
+    found, missing = [], []
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0, evaluate=True)
+    for share, batches in feed.read(lambda: shares(0, 0, 40, 4, 0, 2, 2)):
+        for batch, (low, high), left in zip(batches, share.micro, feed.left_out, strict=True):
+            missing.append(left)
+            found += batch[: high - low - left, 0].tolist()
+            assert len(batch) == max(
+                1, high - low - left
+            )  # all are bad: something of that shape, which counts for nothing
+    feed.close()
+    mine = [p for start in range(0, 40, 4) for p in (start, start + 1)]
+    assert (
+        found == [float(i) for i in mine if i not in {*BAD, 8, 9}]
+        and sum(missing) == 2
+        and max(missing) == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda p: p.skip_bad(1.5), "from 0 to 1"),
+        (lambda p: Pipeline(p.source, on_error="drop"), "'raise' or 'skip'"),
+    ],
+)
+def test_wrong_policies_are_refused(call, said):
+    with pytest.raises(ArgumentError, match=said):
+        call(DATA["two steps"])
+
+
+class OwnDraws(Dataset):
+    """It draws from a generator of its own."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        time.sleep(0.001)
+        return torch.tensor([float(i), self.rng.random()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_choosing_an_executor_draws_nothing_from_a_data_sets_own_generator(workers):
+    expected = torch.cat(
+        read(take_over_(DataLoader(OwnDraws(), 10, num_workers=workers), shuffle=False), batch=10)
+    )
+    found = torch.cat(
+        read(
+            with_executor(take_over_(OwnDraws(), batch_size=10, shuffle=False), "auto", workers=1),
+            batch=10,
+        )
+    )
+    assert torch.equal(found, expected)
+
+
+# -- loading processes that die --------------------------------------------------------
+
+
+class Kills(Works):
+    def __init__(self, at, number):
+        super().__init__(int)
+        self.at, self.number = at, number
+
+    def __getitem__(self, i):
+        if i == self.at:
+            if self.number is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            os._exit(self.number[0]) if isinstance(self.number, tuple) else os.kill(
+                os.getpid(), self.number
+            )
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    some(
+        [
+            (signal.SIGKILL, r"was killed by signal 9 \(SIGKILL\): .*want of memory"),
+            (signal.SIGBUS, r"was killed by signal 7 \(SIGBUS\): .*shared memory .*/dev/shm"),
+            ((3,), "ended with exit status 3: .*executor: none"),
+            ((0,), "ended with exit status 0: .*executor: none"),
+            (KeyboardInterrupt, "ended with exit status 0: .*executor: none"),
+        ],
+        2,
+    ),
+)
+def test_a_loading_process_that_dies_is_named(number, said):
+    with pytest.raises(
+        FeedError, match=rf"loading process 1 of 2 \(pid \d+\) of training rank 0 {said}"
+    ):
+        read(with_executor(take_over_(Kills(7, number), shuffle=False), "processes"))
+
+
+def test_one_that_dies_meanwhile_is_told_at_the_next_batch_not_within_the_step():
+    taken = with_executor(take_over_(Works(int), shuffle=False), "processes", prefetch=1)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    batches = feed.read(lambda: shares(0, 0, 200, 6, 0, 1))
+    before = {p.pid for p in psutil.Process().children()}
+    next(batches)
+    (victim, _) = [p for p in psutil.Process().children() if p.pid not in before]
+    stepped = 0
+    victim.kill()
+    limit = time.monotonic() + 20
+    while (
+        victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit
+    ):
+        time.sleep(0.01)
+    for _ in range(1000):  # a step, through which no error passes
+        stepped += 1
+    with pytest.raises(
+        FeedError, match=rf"\(pid {victim.pid}\) of training rank 0 was killed by signal 9"
+    ):
+        list(batches)
+    assert stepped == 1000
+
+
+class Local(Works):
+    def __getitem__(self, i):
+        if i == 7:
+
+            class Odd(self.number):
+                def __init__(self, *given):
+                    super().__init__(given[0])
+
+            raise Odd("bad thing", 2)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("base", [Exception, RondeError])
+def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
+    data = Local(int)
+    data.number = base
+    with pytest.raises(RuntimeError) as error:
+        read(with_executor(take_over_(data, shuffle=False), "processes"))
+    assert re.search(
+        r"RuntimeError: test_feed_executor\.Local\.__getitem__\.<locals>\.Odd: bad thing\nwhile sample 7 of the data",
+        str(error.value),
+    )
+    shown = "".join(traceback.format_exception(error.value))
+    assert "in __getitem__" in shown and 'raise Odd("bad thing", 2)' in shown
+
+
+class Drawn(torch.utils.data.Sampler):
+    """A sampler of the script's own, which draws from torch's global generator."""
+
+    def __init__(self, n):
+        self.n, self.threads = n, set()
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.threads.add(threading.current_thread().name)
+        return iter(torch.randperm(self.n).tolist())
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_batches_are_received_ahead_in_order_and_a_loop_may_be_left(stay):
+    sampler = Drawn(200)
+    loader = DataLoader(Works(int), 5, sampler=sampler, num_workers=2, persistent_workers=stay)
+    taken = take_over_(loader)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    expected = [b.tolist() for b in read(with_executor(taken, "none"), batch=5)]
+    for stop in (3, 40, 1):
+        found, begun = [], torch.get_rng_state()
+        batches = feed.read(lambda: shares(0, 0, 200, 5, 0, 1))
+        for k, (_, (batch,)) in enumerate(batches, 1):
+            found.append(batch.tolist())
+            if k == stop:
+                break
+        assert "ronde-receive" in loading()  # it stays, and waits
+        batches.close()
+        assert found == expected[:stop] and torch.equal(begun, torch.get_rng_state())
+    assert sampler.threads == {"MainThread"}
+    feed.close()
+    assert "ronde-receive" not in loading()
+
+
+@pytest.mark.parametrize("stay", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_is_left_of_loading_processes_for_the_garbage_collector(stay, whole):
+    """torch's iterator over processes waits 5 s for each of them where it is collected as part of a
+    cycle, whoever's turn it is then.
+    """
+
+    def left():
+        return [
+            type(one).__name__
+            for one in gc.get_objects()
+            if type(one).__name__ == "_MultiProcessingDataLoaderIter"
+        ]
+
+    gc.collect()
+    assert not left()
+    taken = take_over_(
+        DataLoader(Works(int), 10, num_workers=2, persistent_workers=stay), shuffle=False
+    )
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    gc.disable()
+    try:
+        for _ in range(2):
+            batches = feed.read(lambda: shares(0, 0, 200, 10, 0, 1))
+            for k, _ in enumerate(batches):
+                if k == 3 and not whole:
+                    break
+            batches.close()
+        del batches
+        feed.close()
+        assert not left()
+    finally:
+        gc.enable()
+
+
+def test_memory_is_let_go_of_where_nobody_waits_for_it():
+    gone = []
+
+    class Tracked:
+        def __init__(self, k):
+            self.k = k
+
+        def __del__(self):
+            gone.append((self.k, threading.current_thread().name))
+
+    receiver = Receiver()
+    reading = receiver.read(Tracked(k) for k in range(6))
+    taken = 0
+    with pytest.raises(StopIteration):
+        while True:
+            batch = reading.take()
+            assert batch.k == taken
+            taken += 1
+    del batch
+    assert taken == 6 and reading.close(10)
+    receiver.close()
+    assert sorted(k for k, _ in gone) == list(range(6))
+    assert all(name == "ronde-receive" for k, name in gone if k < 4)
+
+
+# -- the next epoch --------------------------------------------------------------------
+
+
+def over_epochs(taken, batch=6, count=4, between=lambda epoch: None, feeds=None):
+    """All batches of some epochs, each told what comes after it."""
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    found = []
+    try:
+        for epoch in range(count):
+            of, after = (
+                partial(shares, e, 0, taken.order.epoch_samples, batch, 0, 1, 4)
+                for e in (epoch, epoch + 1)
+            )
+            for _, batches in feed.read(of, after if epoch + 1 < count else None):
+                found += batches
+            if feeds is not None:
+                feeds.append(feed)
+            between(epoch)
+    finally:
+        feed.close()
+    return found
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize(
+    "batch", [6, 27, 50]
+)  # an epoch of many steps, of two, of one: fewer than loaders are ahead
+def test_reading_over_the_ends_of_epochs_changes_nothing(executor, batch, tmp_path):
+    own = write_images(tmp_path)
+    for data in (DATA["data set"], DATA["__getitems__"], DATA["two steps"], own):
+        taken = take_over_(data)
+        expected = over_epochs(with_executor(taken, "none"), batch)
+        taken = with_executor(taken, executor)
+        kept, feeds = [], []
+        found = over_epochs(
+            taken,
+            batch,
+            4,
+            lambda epoch, kept=kept, feeds=feeds: kept.append(feeds[-1]._line is not None),
+            feeds,
+        )
+        assert len(found) == len(expected) and all(
+            torch.equal(a, b) for a, b in zip(found, expected, strict=True)
+        )
+        # The script may change a data set of its own: its loaders wait.
+        assert kept == [data is own] * 3 + [False]
+
+
+class Changing(Dataset):
+    """Made at a strength that the script may change."""
+
+    strength = 1.0
+
+    def __init__(self, more=None):
+        self.more = more
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return torch.tensor(
+            [i * self.strength * FACTOR[0] * NUMBERS["level"], float(os.getpid())],
+            dtype=torch.float64,
+        )
+
+
+FACTOR, NUMBERS = [1.0], {"level": 1.0}
+
+
+def set_strength(data, value):
+    data.strength = value
+
+
+def set_of_class(data, value):
+    Changing.strength = value
+
+
+def set_global(data, value):
+    FACTOR[0] = value
+
+
+def set_entry(data, value):
+    NUMBERS["level"] = value
+
+
+def set_what_cannot_be_seen(data, value):
+    data.more, data.strength = Image.new("RGB", (2, 2)).getdata(), value
+
+
+@pytest.mark.parametrize(
+    "change", [None, set_what_cannot_be_seen, set_strength, set_of_class, set_global, set_entry]
+)
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(executor, change):
+    """As a curriculum does: loading processes start again for every epoch, as torch's do."""
+    data = Changing()
+
+    def between(epoch):
+        if change is not None:
+            change(data, 10.0 + epoch)
+
+    def back():
+        data.__dict__.pop("strength", None)
+        Changing.strength = FACTOR[0] = NUMBERS["level"] = 1.0
+
+    try:
+        expected = torch.cat(over_epochs(with_executor(take_over_(data), "none"), 4, 4, between))
+        back()
+        found = torch.cat(over_epochs(with_executor(take_over_(data), executor), 4, 4, between))
+    finally:
+        back()
+    assert torch.equal(found[:, 0], expected[:, 0])
+    if executor == "processes":
+        epochs = [set(part[:, 1].tolist()) for part in found.split(40)]
+        assert len(set().union(*epochs)) == 8
+
+
+class Told(Dataset):
+    """Loading processes that stay are told the epoch in shared memory."""
+
+    def __init__(self):
+        self.epoch = multiprocessing.Value("i", 0)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return torch.tensor(self.epoch.value)
+
+
+def test_processes_that_share_memory_with_the_script_do_not_read_before_their_time():
+    data = Told()
+    taken = take_over_(DataLoader(data, 4, num_workers=2, persistent_workers=True))
+
+    def between(epoch):
+        time.sleep(0.05)
+        data.epoch.value = epoch + 1
+
+    found = torch.cat(over_epochs(taken, 4, 3, between))
+    assert found.tolist() == [0] * 40 + [1] * 40 + [2] * 40
+
+
+def write_images(folder):
+    for i in range(40):
+        Image.new("RGB", (9, 9), (i, i, i)).save(folder / f"{i:02}.png")
+    return ronde.feed.images(folder, size=8, labels="none", normalize=None)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_threads_begin_with_the_next_epoch_where_all_is_rondes_own(tmp_path, own):
+    data = write_images(tmp_path)
+    data = data if own else data.map(lambda image: image, name="mine")
+    kept, feeds = [], []
+    taken = with_executor(take_over_(data), "threads", prefetch=2)
+    found = over_epochs(taken, 4, 3, lambda epoch: kept.append(feeds[-1]._line is not None), feeds)
+    assert kept == ([True, True, False] if own else [False] * 3)
+    expected = over_epochs(with_executor(take_over_(data), "none"), 4, 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes", "auto"])
+@pytest.mark.parametrize("most", [{"workers": 1, "prefetch": 1}, {"workers": 3}])
+def test_an_epoch_without_batches_comes_before_one_that_has_them(tmp_path, executor, most):
+    """A training that is resumed at the end of an epoch; and one loader that is one batch ahead."""
+    taken = with_executor(take_over_(write_images(tmp_path)), executor, **most)
+    expected = over_epochs(with_executor(take_over_(write_images(tmp_path)), "none"), 4, 3)
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    of = [partial(shares, e, 40 if e == 0 else 0, 40, 4, 0, 1) for e in range(4)]
+    try:
+        assert not list(feed.read(of[0], of[1]))
+        found = [
+            b
+            for e in (1, 2)
+            for _, bs in feed.read(of[e], of[e + 1] if e < 2 else None)
+            for b in bs
+        ]
+    finally:
+        feed.close()
+    assert len(found) == 20 and all(
+        torch.equal(a, b) for a, b in zip(found, expected[10:], strict=True)
+    )
+
+
+class Inner:
+    __slots__ = ("level",)
+
+    def __init__(self, level):
+        self.level = level
+
+    def __call__(self, value=None):
+        return value
+
+
+def with_cache(pipeline):
+    taken = apply_settings(
+        take_over_(pipeline), FeedSettings(cache="decode", cache_in="memory", cache_bytes=4 << 20)
+    )
+    return taken.dataset
+
+
+class Transformed(torch.utils.data.Subset):
+    pass
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize("what", ["array", "collate"])
+def test_arrays_and_collate_functions_of_the_scripts_may_change_between_epochs(executor, what):
+    def run(executor):
+        values, scale = np.arange(40.0), [1.0]
+        loader = DataLoader(
+            ronde.feed.arrays({"y": values}),
+            4,
+            collate_fn=lambda rows: torch.tensor([row["y"] * scale[0] for row in rows]),
+        )
+
+        def between(epoch):
+            if what == "array":
+                values[:] += 100
+            else:
+                scale[0] += 1
+
+        return torch.cat(over_epochs(with_executor(take_over_(loader), executor), 4, 3, between))
+
+    assert torch.equal(run(executor), run("none"))
+
+
+def test_processes_that_ctrl_c_has_ended_between_two_epochs_are_started_anew():
+    pids = []
+
+    def between(epoch):
+        for process in psutil.Process().children():
+            if epoch == 0 and process.pid in seen:
+                process.send_signal(signal.SIGINT)
+                limit = time.monotonic() + 10
+                while (
+                    process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit
+                ):  # waiting for it would take it from torch
+                    time.sleep(0.01)
+                pids.append(process.pid)
+
+    seen = set()
+
+    class Notes(Changing):
+        def __getitem__(self, i):
+            return torch.tensor([i, os.getpid()])
+
+    taken = take_over_(DataLoader(Notes(), 4, num_workers=2, persistent_workers=True))
+    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
+    try:
+        for epoch in range(3):
+            found = torch.cat(
+                [b for _, bs in feed.read(partial(shares, epoch, 0, 40, 4, 0, 1)) for b in bs]
+            )
+            assert sorted(found[:, 0].tolist()) == list(range(40))
+            seen |= set(found[:, 1].tolist())
+            between(epoch)
+    finally:
+        feed.close()
+    assert len(pids) == 2 and len(seen) == 4
+
+
+def test_what_is_rondes_own(tmp_path):
+    images = write_images(tmp_path)
+    np.save(tmp_path / "y.npy", np.zeros(9))
+    assert ours(images) and ours(torch.utils.data.Subset(images, [0])) and ours(images.source)
+    for mine in (
+        images.map(Inner(0)),
+        ronde.feed.dataset(Works(int)),
+        Works(int),
+        ronde.feed.images(tmp_path, size=8, labels="none", augment=Inner(0)),
+    ):
+        assert not ours(mine), mine
+    assert not ours(images, lambda samples: samples) and not ours(Transformed(images, [0]))
+    assert ours(ronde.feed.arrays(tmp_path / "y.npy")) and not ours(
+        ronde.feed.arrays({"y": np.zeros(9)})
+    )
+
+
+def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch, ronde\n"
+        "from pathlib import Path; from PIL import Image\n"
+        "Path('images').mkdir(exist_ok=True)\n"
+        "for i in range(32): Image.new('RGB', (9, 9), (i, i, i)).save(f'images/{i:02}.png')\n"
+        "data = ronde.feed.images('images', size=2, labels=lambda path: 0.0)\n"
+        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 1), torch.nn.Flatten(0))\n"
+        "loss = lambda out, y: (out - y.float()).square().mean()\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=loss, batch_size=4,\n"
+        "    feed={'executor': sys.argv[1], 'workers': 2})\n"
+        "epochs = run.epochs(9)  # whoever keeps it may go on\n"
+        "for epoch in epochs:\n"
+        "    for batch in run.batches():\n"
+        "        run.step(batch)\n"
+        "    if epoch == 1: break\n"
+        "line = run._feed._line\n"
+        "print('kept', line is not None and len(line.road.asked) > 0)\n"
+    )
+    for executor in ("threads", "processes"):
+        with child(
+            [sys.executable, "train.py", executor],
+            tmp_path,
+            {"RONDE_RUNS": "none", "RONDE_DEVICE": "cpu"},
+        ) as started:
+            done = started.done(60)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert "kept True" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize("how", ["fit", "break", "evaluate"])
+def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_kept, executor, how):
+    def loaders():
+        threads = [t.ident for t in threading.enumerate() if t.name.startswith("ronde-load")]
+        return (
+            threads
+            if executor == "threads"
+            else [p.pid for p in psutil.Process().children() if p.pid not in before]
+        )
+
+    before = {p.pid for p in psutil.Process().children()}
+    seen = []
+    gone = []
+    for _ in range(2):
+        data, other = (TensorDataset(torch.zeros(20, 2, dtype=torch.float64)) for _ in range(2))
+        gone += [weakref.ref(data), weakref.ref(other)]
+        model, optimizer = linear()
+        settings = {"executor": executor, "workers": 2}
+        run = ronde.distribute(
+            model,
+            optimizer,
+            data,
+            loss=loss_of,
+            forward=lambda m, b: (m(b[0]),),
+            batch_size=4,
+            feed=settings,
+        )
+        if how == "fit":
+            run.fit(2, other)
+        elif how == "evaluate":
+            for _ in range(3):
+                run.evaluate(other)
+                assert not loaders() and not loading()
+        else:
+            for epoch in run.epochs(3):
+                for batch in run.batches():
+                    run.step(batch)
+                    seen.append(set(loaders()))
+                run.evaluate(other)
+                if epoch == 1:
+                    break
+            assert len(seen[-10]) == 2
+            if executor == "threads":
+                assert seen[-10] < seen[-1], "those of the first epoch, and the evaluation's"
+            else:
+                assert len(seen[-1]) == 2 and not seen[-10] & seen[-1], (
+                    "the data is the script's: they start for each epoch"
+                )
+        assert not loaders() and not loading()
+        run._finish("completed")
+        del run, data, other, model, optimizer
+        batch = None
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+class Fetches(Dataset):
+    """Holds a connection, whose last response has been read to its end."""
+
+    def __init__(self, port):
+        self.connection = http.client.HTTPConnection("127.0.0.1", port)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        self.connection.request("GET", f"/{i}")
+        return int(self.connection.getresponse().read())
+
+
+class _Echo(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(self.path[1:].encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_finished_response_is_no_open_file():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Echo) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            data = Fetches(server.server_port)
+            assert data[3] == 3
+            data.last = data.connection._HTTPConnection__response
+            with pytest.raises(AttributeError):
+                data.last.fileno()
+            assert held_open(data) is None
+            data.connection.close()
+            taken = with_executor(take_over_(data, shuffle=False), "processes", workers=1)
+            assert torch.cat(read(taken)).tolist() == list(range(6))
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+class Ends(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.tensor(i if i != 6 else next(iter([])))
+
+
+def looks_up(row):
+    return torch.tensor({}[f"no {int(row['x'])}"] if int(row["x"]) == 7 else 1.0)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", ["a step", "a data set that raises StopIteration"])
+def test_the_users_own_line_is_shown_whoever_loads(executor, case):
+    if case == "a step":
+        data, place, names = (
+            Pipeline(ronde.feed.arrays({"x": np.arange(12)})).map(looks_up),
+            "in looks_up",
+            "sample 7, stage augment: KeyError",
+        )
+    else:
+        data, place, names = Ends(), "in __getitem__", "sample 6"
+    with pytest.raises(SampleError if case == "a step" else RuntimeError) as error:
+        read(with_executor(take_over_(data, shuffle=False), executor))
+    shown = "".join(traceback.format_exception(error.value))
+    assert place in shown and names in shown and "test_feed_executor.py" in shown, shown
+    if case == "a step":
+        assert str(error.value).startswith(names) and "\n" not in str(error.value)
+    else:  # the error itself names it, whatever it came of
+        told = (
+            str(error.value)
+            if executor == "processes"
+            else "\n".join([str(error.value), *error.value.__notes__])
+        )
+        assert told.rstrip().endswith(
+            "raised StopIteration\nwhile sample 6 of the data set was read"
+        ), told
+
+
+# -- settings --------------------------------------------------------------------------
+
+
+def test_settings_change_how_samples_are_read_and_nothing_else(tmp_path):
+    taken = take_over_(
+        DataLoader(Plain(), batch_size=8, num_workers=3, prefetch_factor=4, pin_memory=False),
+        seed=1,
+    )
+
+    def applied(**settings):
+        return apply_settings(taken, FeedSettings(**settings), local_size=1)
+
+    for settings in (
+        applied(),
+        applied(executor="threads"),
+        applied(workers=1),
+        applied(prefetch=5, threads=2, pin_memory=True),
+    ):
+        assert (
+            settings.order == taken.order
+            and settings.dataset is taken.dataset
+            and settings.batch_size == 8
+        )
+    assert applied().settings.chosen == "processes" and applied().settings.num_workers == 3
+    assert (
+        applied(executor="threads").settings.num_workers == 3
+        and applied(executor="none").settings.num_workers == 0
+    )
+    assert applied(workers=0).settings.chosen == "none"
+    assert (
+        applied(prefetch=5).settings.options.get("prefetch_factor") is None
+        and applied(prefetch=5).settings.prefetch == 5
+    )
+    assert applied(pin_memory=True).settings.options["pin_memory"] is True
+    bare = apply_settings(take_over_(Plain()), FeedSettings(executor="threads"), local_size=10_000)
+    assert bare.settings.num_workers == 1  # cores shared out among the workers of a node
+    file = tmp_path / "x.feed.yaml"
+    FeedSettings(executor="threads", workers=2).save(file)
+    assert (
+        read_settings(file)
+        == read_settings(str(file))
+        == read_settings({"executor": "threads", "workers": 2})
+    )
+    for wrong in (
+        5,
+        {"worker": 2},
+        {"workers": -1},
+        {"executor": "fibers"},
+        tmp_path / "none.yaml",
+    ):
+        with pytest.raises(ArgumentError, match=r"feed|setting"):
+            read_settings(wrong)
+
+
+SCRIPT = """
+import os, sys, threading, torch, ronde
+from ronde.feed import rng
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return torch.tensor([float(i), rng().random()]), torch.tensor([float(i)])
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-4), Data(), loss=torch.nn.functional.mse_loss, batch_size=8)
+run.fit(2)
+print("rank", run.rank, run._feed.executor, run._feed.settings.num_workers, model.weight.tolist(), flush=True)
+"""
+
+
+def said(output: str, rank: int) -> tuple[str, str]:
+    line = next(x for x in output.splitlines() if x.startswith(f"rank {rank} "))
+    _, _, executor, workers, weights = line.split(" ", 4)
+    return f"{executor} {workers}", weights
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in text.strip().strip("[]").split(",")]
+
+
+def test_ronde_run_reads_the_settings_beside_the_script_and_says_so(tmp_path, nothing_kept, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.feed.yaml").write_text("executor: threads\nworkers: 2\n")
+    (tmp_path / "other.yaml").write_text("executor: processes\nworkers: 1\n")
+    exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+    here = said(capsys.readouterr().out, 0)
+    assert here[0] == "none 0"
+    for workers, options, expected in (
+        ("2", (), "train.feed.yaml (executor threads, workers 2)"),
+        ("1", ("--feed", "other.yaml"), "other.yaml (executor processes, workers 1)"),
+    ):
+        done = ronde_run(
+            ["run", "--workers", workers, "--runs", "none", *options, "train.py"], tmp_path, 150
+        )
+        assert done.returncode == 0, done.stderr
+        assert [x for x in done.stdout.splitlines() if x.startswith("feed: ")] == [
+            f"feed: {expected}"
+        ]
+        executor, weights = said(done.stdout, 0)
+        assert executor == ("threads 2" if workers == "2" else "processes 1")
+        assert numbers(weights) == pytest.approx(
+            numbers(here[1]), rel=1e-5
+        )  # the same training, but for the order of float32 sums
+
+
+def test_only_ronde_run_reads_the_file_beside_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.feed.yaml").write_text("workers: 2\nprefetch: 3\n")
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert asked_settings(None) == FeedSettings() and asked_settings(
+        {"workers": 1}
+    ) == FeedSettings(workers=1)
+    monkeypatch.setenv("RONDE_FEED", str(tmp_path / "train.feed.yaml"))
+    assert asked_settings({"workers": 1, "threads": 4}) == FeedSettings(
+        workers=2, prefetch=3, threads=4
+    )
+    monkeypatch.setenv("RONDE_FEED", "none")
+    assert asked_settings({"workers": 1}) == FeedSettings(workers=1)
+
+
+def test_which_settings_ronde_run_takes(tmp_path, monkeypatch):
+    from ronde.cli.script import feed_of
+
+    monkeypatch.chdir(tmp_path)
+    assert feed_of(None, "train.py") == ("none", "")
+    (tmp_path / "train.feed.yaml").write_text("workers: 2\n")
+    (tmp_path / "my.train.feed.yaml").write_text("threads: 1\n")
+    (tmp_path / "other.yaml").write_text("")
+    assert feed_of(None, "train.py") == (
+        str(tmp_path / "train.feed.yaml"),
+        "feed: train.feed.yaml (workers 2)",
+    )
+    assert feed_of(None, "my.train")[1] == "feed: my.train.feed.yaml (threads 1)"
+    assert feed_of("none", "train.py") == ("none", "")
+    assert feed_of("other.yaml", "train.py")[1] == "feed: other.yaml (nothing set)"
+    monkeypatch.setenv("RONDE_FEED", "other.yaml")
+    assert feed_of(None, "train.py")[0] == str(tmp_path / "other.yaml") and feed_of(
+        "train.feed.yaml", "x.py"
+    )[0].endswith("train.feed.yaml")
+    (tmp_path / "latin.yaml").write_bytes("# größe\nworkers: 2\n".encode("latin-1"))
+    for wrong in ("missing.yaml", "train.py", "latin.yaml"):
+        (tmp_path / "train.py").write_text("import ronde: no")
+        with pytest.raises(ArgumentError, match=wrong):
+            feed_of(wrong, "train.py")
+
+
+def test_ctrl_c_ends_a_training_whose_threads_are_reading(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace(
+            "return torch.tensor([float(i)",
+            "__import__('time').sleep(0.05); return torch.tensor([float(i)",
+        ).replace("run.fit(2)", "print('ready', flush=True); run.fit(1000)")
+    )
+    file = tmp_path / "slow.yaml"
+    file.write_text("executor: threads\nworkers: 3\n")
+    import sys
+
+    with child(
+        [sys.executable, "train.py"], tmp_path, {"RONDE_RUNS": "none", "RONDE_FEED": str(file)}
+    ) as started:
+        started.wait_for("ready", 60)
+        time.sleep(0.5)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done(20)
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+
+
+# -- in a run --------------------------------------------------------------------------
+
+
+def plus_noise(batch):
+    """On the device: two numbers of each sample's own."""
+    return batch + torch.tensor([[r.random(), 0.0] for r in rngs(len(batch))], dtype=batch.dtype)
+
+
+def linear():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def forward(model, batch):
+    return (model(batch),)
+
+
+def loss_of(out):
+    return (out**2).mean()
+
+
+@pytest.mark.parametrize(
+    "feed", [None, {"executor": "threads", "workers": 2}, FeedSettings(executor="none")]
+)
+def test_what_is_done_on_the_device_is_done_in_training_and_evaluation(nothing_kept, feed):
+    pipeline = (
+        Pipeline(Rows(20))
+        .map(torch.from_numpy)
+        .on_device(plus_noise)
+        .on_device(torch.Tensor.double)
+    )
+    model, optimizer = linear()
+    run = ronde.distribute(
+        model, optimizer, pipeline, loss=loss_of, forward=forward, batch_size=8, seed=4, feed=feed
+    )
+    seen = []
+    for epoch in run.epochs(2):
+        for batch in run.batches():
+            seen.append((epoch, batch.tolist()))
+            run.step(batch)
+    rows = [(epoch, row) for epoch, batch in seen for row in batch]
+    expected = [(e, i) for e in (0, 1) for i in Order(20, 4).ids(e, 0, 20).tolist()]
+    for (epoch, row), (e, i) in zip(rows, expected, strict=True):
+        assert epoch == e and row == [i + by_hand(4, e, i, purpose=7).random(), float(i)]
+    means = run.evaluate(pipeline, metrics={"first": lambda out: out[:, 0]})
+    with torch.no_grad():
+        batch = torch.tensor(
+            [[i + by_hand(4, 0, i, purpose=7).random(), float(i)] for i in range(20)],
+            dtype=torch.float64,
+        )
+        assert means["loss"] == pytest.approx(float(loss_of(model(batch))), rel=1e-12)
+    sample = run._work.sample(3)
+    first = Order(20, 4).ids(0, 0, 3).tolist()
+    assert sample.tolist() == [[i + by_hand(4, 0, i, purpose=7).random(), float(i)] for i in first]
+    run._feed.close()
+    for evaluation in run._evaluations.values():
+        evaluation.feed.close()
+
+
+def test_skipped_samples_are_told_at_the_end_of_an_epoch_and_left_out_of_evaluations(
+    nothing_kept, capsys
+):
+    pipeline = Pipeline(Rows(40, {7: "read", 23: "read"})).map(torch.from_numpy).skip_bad(0.1)
+    model, optimizer = linear()
+    run = ronde.distribute(
+        model,
+        optimizer,
+        pipeline,
+        loss=loss_of,
+        forward=forward,
+        batch_size=8,
+        feed={"executor": "none"},
+    )
+    for _ in run.epochs(1):
+        for batch in run.batches():
+            run.step(batch)
+    result = run.evaluate(pipeline)
+    told = "".join(capsys.readouterr())
+    for where in (
+        "epoch 1: 2 samples of 40 (5.00%) could not be used and were replaced by others: ",
+        "evaluation: 2 samples of 40 (5.00%) could not be used and were left out: ",
+    ):
+        assert where in told and "row-7.bin is truncated" in told.split(where)[1].splitlines()[0]
+    good = torch.tensor(
+        [[float(i)] * 2 for i in range(40) if i not in (7, 23)], dtype=torch.float64
+    )
+    with torch.no_grad():
+        assert result["loss"] == pytest.approx(float(loss_of(model(good))), rel=1e-12)
+
+
+SKIPPING = """
+import numpy as np, torch, ronde
+from ronde import FeedError, SampleError
+from ronde.feed import Pipeline
+
+class Rows:
+    fingerprint = "x"
+    def __len__(self):
+        return 40
+    def read(self, ids):
+        if any(i % 10 == 3 for i in ids):
+            raise SampleError(f"file-{[i for i in ids if i % 10 == 3][0]} is truncated")
+        return [np.full(2, float(i)) for i in ids]
+
+def train(most):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1).double()
+    pipeline = Pipeline(Rows()).map(torch.from_numpy).skip_bad(most)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = ronde.distribute(model, optimizer, pipeline, loss=lambda out: (out ** 2).mean(), forward=lambda m, b: (m(b),), batch_size=8)
+    run.fit(1, validate=pipeline)
+    return run, model
+
+run, model = train(0.1)
+print("rank", run.rank, "weights", model.weight.tolist(), flush=True)
+try:
+    train(0.099)
+except FeedError as error:
+    print("refused", error, flush=True)
+"""
+
+
+def test_skipped_samples_are_counted_over_all_workers(tmp_path, nothing_kept, capsys):
+    exec(compile(SKIPPING, "train.py", "exec"), {"__name__": "__main__"})
+    here = capsys.readouterr().out
+    (tmp_path / "train.py").write_text(SKIPPING)
+    done = ronde_run(["run", "--workers", "2", "--runs", "none", "train.py"], tmp_path, 150)
+    assert done.returncode == 0, done.stderr
+    weights = []
+    for told in (here, done.stdout):
+        assert "epoch 1: 4 samples of 40 (10.00%)" in told and "evaluation: 4 samples of 40" in told
+        assert "refused 4 of 40 samples were skipped" in told
+        weights.append(numbers(told.split("weights ")[1].splitlines()[0]))
+    assert weights[0] == pytest.approx(weights[1], rel=1e-12)
+
+
+def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path / "runs"))
+
+    def start(data, steps, resume=True):
+        monkeypatch.setenv("RONDE_RESUME", "1" if resume else "0")
+        model, optimizer = linear()
+        run = ronde.distribute(
+            model,
+            optimizer,
+            data,
+            loss=loss_of,
+            forward=forward,
+            batch_size=8,
+            seed=4,
+            name="x",
+            feed={"executor": "none"},
+        )
+        for batch in itertools.islice(run.batches(), steps):
+            run.step(batch)
+        run.save()
+        run._finish("completed")
+        return run
+
+    def rows(fingerprint):
+        return Pipeline(Rows(40, fingerprint=fingerprint)).map(torch.from_numpy)
+
+    class Same(Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, i):
+            return torch.full((2,), float(i), dtype=torch.float64)
+
+    start(Same(), 1, resume=False)  # written as by a version that knew no fingerprints
+    assert start(rows("one"), 1).state.step == 2
+    with pytest.raises(
+        CheckpointError,
+        match=r"its fingerprint was one then and is two now.*Restore the data set, or start a new run",
+    ):
+        start(rows("two"), 1)
+    assert start(rows("one"), 1).state.step == 3
+
+
+class Backwards(Sampler):
+    def __len__(self):
+        return 42
+
+    def __iter__(self):
+        return iter(range(41, -1, -1))
+
+
+def test_a_resume_under_another_sampler_or_another_end_of_the_epoch_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    data = TensorDataset(torch.zeros(42, 2, dtype=torch.float64))
+
+    def start(name, resume, steps=2, **options):
+        monkeypatch.setenv("RONDE_RESUME", "1" if resume else "0")
+        model, optimizer = linear()
+        loader = DataLoader(data, batch_size=8, **options)
+        run = ronde.distribute(
+            model,
+            optimizer,
+            loader,
+            loss=loss_of,
+            forward=lambda m, b: (m(b[0]),),
+            seed=4,
+            name=name,
+        )
+        for batch in itertools.islice(run.batches(), steps):
+            run.step(batch)
+        run.save()
+        run._finish("completed")
+        return run
+
+    weighted = {"sampler": WeightedRandomSampler([1.0] * 42, 42)}
+    start("shuffled", False, shuffle=True)
+    start("own", False, sampler=Backwards())
+    for name, options, text in (
+        (
+            "shuffled",
+            {"sampler": Backwards()},
+            "the sampler's class was none then and is Backwards now",
+        ),
+        (
+            "own",
+            weighted,
+            "the sampler's class was Backwards then and is WeightedRandomSampler now",
+        ),
+        ("own", {"shuffle": True}, "the sampler's class was Backwards then and is none now"),
+        ("shuffled", {"shuffle": False}, "shuffle was True then and is False now"),
+        (
+            "shuffled",
+            {"shuffle": True, "drop_last": True},
+            "drop_last was False then and is True now",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            start(name, True, **options)
+    assert start("own", True, sampler=Backwards()).state.step == 4
+    # As by a version that knew nothing of samplers.
+    path = max((tmp_path / "own" / "checkpoints").iterdir()) / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["state"]["data"]["sampler"]
+    body["digest"] = _manifest_digest(body)
+    path.write_text(_manifest_text(body))
+    assert start("own", True, **weighted, steps=1).state.step == 5
+
+
+def test_an_order_that_is_kept_cannot_be_written_to():
+    ids = Order(10).ids(0, 0, 10)
+    before = ids.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        ids.sort()
+    assert Order(10).ids(0, 0, 10).tolist() == before
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_images_are_finished_alike_in_loading_threads_and_in_the_training(
+    tmp_path, workers, on_cpu
+):
+    for i in range(20):
+        place = tmp_path / f"class{i % 2}" / f"{i}.png"
+        place.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (40, 30, 3), np.uint8)).save(
+            place
+        )
+    (tmp_path / "class0" / "bad.png").write_bytes(b"no image")
+    data = ronde.feed.images(tmp_path, size=16).skip_bad(0.2)
+    where = set()
+
+    class Listens:
+        def call(self, name, function, args, kwargs):
+            if name == "finish":
+                where.add(threading.current_thread().name.rstrip("0123456789"))
+            return function(*args, **kwargs)
+
+        def enter(self, name): ...
+        def leave(self, name): ...
+
+    found = {}
+    for executor in ("none", "threads"):
+        taken = with_executor(take_over_(data, batch_size=8), executor, workers=workers)
+        feed = Feed(taken.dataset, taken.order, taken.settings, 0, on_cpu=on_cpu)
+        before = named_stages.listen(Listens())
+        try:
+            found[executor] = [
+                feed.finish(share, micros)[0]
+                for share, micros in feed.read(
+                    lambda n=taken.order.epoch_samples: shares(0, 0, n, 8, 0, 1, None)
+                )
+            ]
+        finally:
+            named_stages.listen(before)
+            feed.close()
+        assert where == {"ronde-load-" if on_cpu and executor == "threads" else "MainThread"}
+        assert [text for _, text in feed.skipped if "bad.png" in text]
+        where.clear()
+    for (x, y), (u, v) in zip(found["none"], found["threads"], strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, u) and torch.equal(y, v)
+
+
+# -- echo ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
+    class Counts(Plain):
+        read = 0
+
+        def __getitem__(self, i):
+            Counts.read += 1
+            return super().__getitem__(i)
+
+    data = Counts()
+    plain = torch.cat(read(with_executor(take_over_(data, batch_size=8), "none"), batch=8)).tolist()
+    expected = [
+        row for start in range(0, 48, 8) for _ in range(3) for row in plain[start : start + 8]
+    ] + plain[48:] * 3
+    taken = with_executor(take_over_(data, batch_size=8), executor, echo=3)
+    assert taken.order.epoch_samples == 150
+    by_blocks = dataclasses.replace(
+        taken.order, of=dataclasses.replace(taken.order.of, blocks=(25, 25), shuffle=True)
+    )
+    assert by_blocks.kind != taken.order.kind  # a run is not resumed under another order
+    Counts.read = 0
+    for size in (1, 2):
+        assert torch.cat(read(taken, size, batch=8)).tolist() == expected
+    if executor == "none":
+        assert Counts.read == 2 * (
+            48 + 6
+        )  # each batch once; the short one at the end is too short to be told apart
+    for offset in (8, 40):
+        assert torch.cat(read(taken, 1, batch=8, offset=offset)).tolist() == expected[offset:]
+    with pytest.raises(ArgumentError, match="sampler of the script's own"):
+        with_executor(
+            take_over_(
+                DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 60))
+            ),
+            executor,
+            echo=2,
+        )

@@ -1,0 +1,384 @@
+"""What links give and processes add, and scripts that are planned from beginning to end."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from processes import child, forked, marked, python, ronde, ronde_run
+from ronde.measure import bench_links
+from ronde.measure.pipeline_overhead import (
+    action_seconds,
+    clip_fixed_seconds,
+    optimizer_fixed_seconds,
+    split_seconds,
+)
+from ronde.measure.planner import gauge
+from ronde.measure.runtime_overhead import fit_added
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.predict.cluster import Added, Cluster
+from ronde.run.losses import LossCall
+from sampling import ALL
+
+# -- links -----------------------------------------------------------------------------
+
+
+def test_a_link_is_fitted_by_a_line():
+    fit = bench_links.fit_link([(1e4, 0.0012), (1e6, 0.011), (1e7, 0.101)], ranks=4)
+    assert (
+        fit.alpha == pytest.approx(0.001, rel=0.2)
+        and fit.beta == pytest.approx(1e8, rel=0.05)
+        and fit.ranks == 4
+        and fit.residual < 0.1
+    )
+
+
+def test_what_is_added_is_never_below_nothing():
+    rows = [
+        (size, n, 2e-3 + 1e-5 * n - 1e-11 * size, 1e-2) for size in (1e4, 1e6, 1e7) for n in (2, 16)
+    ]
+    fit = fit_added(rows)
+    assert (
+        fit.byte == 0
+        and fit.tensor == pytest.approx(1e-5, rel=0.05)
+        and fit(1e6, 10, 3) == pytest.approx(6e-3, rel=0.1)
+        and fit(0, 10) == 0
+    )
+    assert fit_added([(size, n, -s, 1.0) for size, n, s, _ in rows]) == Added()
+
+
+def test_what_does_not_come_from_the_size_of_parameters():
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert 0 < optimizer_fixed_seconds(model, optimizer) < math.inf and not optimizer.state
+    assert 0 < clip_fixed_seconds(model) < math.inf
+    data = torch.zeros(4, 300)
+    work = Work(
+        model, optimizer, lambda batch: (model(batch).square().mean(), None), lambda n: data[:n]
+    )
+    assert 0 <= action_seconds(work) < math.inf and 0 <= split_seconds(work, 4).at(4) < math.inf
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    assert all(p.grad is None for p in model.parameters())
+    single = nn.Linear(3, 3)  # cannot be cut
+    assert (
+        split_seconds(
+            Work(
+                single,
+                optimizer,
+                lambda batch: (single(batch).mean(), None),
+                lambda n: data[:n, :3],
+            ),
+            4,
+        ).at(4)
+        == 0.0
+    )
+    assert (
+        action_seconds(
+            Work(
+                single,
+                optimizer,
+                lambda batch: (single(batch).mean(), None),
+                lambda n: data[:n, :3],
+            )
+        )
+        == 0.0
+    )
+
+
+def bench(tmp_path, *args, timeout=150.0):
+    return ronde_run(
+        ["bench", "cluster", *args], tmp_path, timeout
+    )  # that no process is left, it sees itself
+
+
+def test_bench_cluster_writes_a_file_that_plans_read(tmp_path):
+    done = bench(tmp_path, "--workers", "2", "--quick", "--accept-noise", "--output", "c.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = Cluster.load(tmp_path / "c.yaml")
+    assert set(found.links) == set(bench_links.COLLECTIVES)
+    for by in found.links.values():
+        assert (
+            set(by) == {"node"}
+            and by["node"].beta > 1e6
+            and by["node"].alpha >= 0
+            and by["node"].ranks == 2
+        )
+    assert (found.nodes, found.devices_per_node, found.device) == (1, 2, "cpu")
+    assert found.base_bytes > 50 << 20 and found.memory_bytes > 1 << 28
+    assert "all_reduce" in done.stdout and "written to c.yaml" in done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.yaml"]
+
+
+def test_bench_cluster_tells_what_is_wrong_before_it_starts_anything(tmp_path):
+    for args, said in (
+        (["--workers", "0"], "expected a whole number"),
+        (["--workers", "1000"], "more workers than devices"),
+        (["--output", "no/where.yaml"], "does not exist"),
+    ):
+        done = bench(tmp_path, *args)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert "ronde bench cluster --workers 2" in bench(tmp_path, "--help").stdout
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path):
+    with child(ronde("bench", "cluster", "--workers", "2", "--accept-noise"), tmp_path) as started:
+        limit = time.monotonic() + 60
+        while len(marked(started.mark)) < 3 and time.monotonic() < limit:
+            time.sleep(0.1)
+        time.sleep(1.0)
+        started.process.send_signal(signal.SIGINT)
+        done = started.done(30)
+    assert done.returncode == 130 and "nothing was written" in done.stderr, (
+        done.returncode,
+        done.stdout,
+        done.stderr,
+    )
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    monkeypatch.setattr(
+        bench_links, "TOLERANCE", 100.0
+    )  # of the one who keeps it: tests run on busy machines
+    told = []
+    first = bench_links.default_cluster(2, tell=told.append)
+    assert (
+        len(told) == 1 and first.devices == 2 and set(first.links) == set(bench_links.COLLECTIVES)
+    )
+
+    def fail(*_, **__):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    assert bench_links.default_cluster(2) == first
+    (kept,) = (tmp_path / "state").iterdir()
+    assert kept.suffix == ".yaml"
+    monkeypatch.setattr(
+        bench_links, "_METHOD", bench_links._METHOD + 1
+    )  # what an earlier version kept is measured again
+    with pytest.raises(AssertionError, match="measured again"):
+        bench_links.default_cluster(2)
+
+
+TOGETHER = """
+import dataclasses, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ronde.run.distribute
+import ronde.run.losses
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.study import forecast
+
+me = ronde.run.distribute.connect()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+x, y = torch.randn(16, 32), torch.randn(16, 8)
+work = Work(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda b: (nn.functional.mse_loss(model(b[0]), b[1]), None),
+    lambda n: (x[:n], y[:n]),
+)
+plain = forecast.measure
+forecast.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_samples=(1, 4, 16) if me.is_main else (1, 2, 8))
+before = {k: v.clone() for k, v in model.state_dict().items()}
+calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
+costs = forecast.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
+assert costs.clip_seconds == costs.clip_fixed_seconds == 0
+clipped = forecast.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
+assert clipped.clip_seconds >= clipped.clip_fixed_seconds > 0
+assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
+assert costs.contention >= 1 and costs.lockstep >= 1 and costs.accumulate_seconds >= 0
+assert costs.optimizer_seconds > 0  # of an optimizer that keeps nothing
+assert all(u.forward_seconds.at(8) > 0 for u in costs.units if u.parameter_bytes)
+Path(sys.argv[1], str(me.rank)).touch()
+"""
+
+
+def test_workers_that_measure_together_agree_on_sizes_and_leave_the_model_alone(tmp_path):
+    (tmp_path / "together.py").write_text(TOGETHER)
+    done = python(forked(tmp_path / "together.py", 2, tmp_path)[1:], tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+
+def test_no_pipeline_is_planned_where_none_could_be_cut():
+    class Packed(nn.Module):
+        """What the recurrent layer is given cannot be sent, and so the head's place is no cut
+        either.
+        """
+
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            lengths = torch.full((len(x),), x.shape[1])
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
+            return self.head(self.rnn(packed)[1][-1])
+
+    def places(model, data, **asked):
+        batch = data, torch.zeros(len(data), 1)
+        work = Work(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            lambda b: ((model(b[0]) - b[1]).square().mean(), None),
+            lambda n: tuple(t[:n] for t in batch),
+        )
+        calls = LossCall(nn.functional.mse_loss, None)
+        costs = gauge(work, Plan(batch_size=8, **asked), calls, 1, True, lambda _: None)
+        return sum(u.cut_after for u in costs.units[:-1]), costs.notes
+
+    count, notes = places(Packed(), torch.randn(8, 5, 3))
+    assert count == 0 and any(
+        n.startswith("no pipeline: there is no place to cut the model") for n in notes
+    )
+    count, notes = places(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))), torch.randn(8, 3))
+    assert count == 3 and not any("no pipeline" in n for n in notes)
+    normed = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)))
+    assert places(normed, torch.randn(8, 3))[0] > 0
+    count, notes = places(normed, torch.randn(8, 3), sync_batchnorm=True)
+    assert count == 0 and any(n.startswith("no pipeline: sync_batchnorm=True") for n in notes)
+
+
+LOOPS = {
+    "own": (
+        "for x in run.batches():\n        run.backward(run.model(x).mean())\n        run.update()",
+        True,
+    ),
+    "keyword": ("run.backward(loss=one)\n    run.update()", True),
+    "attribute": ("self.run.backward(one)\n    self.run.update()", True),
+    "step": ("for x in run.batches():\n        loss = run.step(x)", False),
+    "either": ("run.step(x) if fast else run.backward(x)\n    run.update()", False),
+    "torch": ("loss.backward()\n    optimizer.step()\n    metrics.update()", False),
+    "function": (
+        "class Twice(torch.autograd.Function):\n        def backward(ctx, g): return g\n    seen.update()",
+        False,
+    ),
+    "trainer": ("self.backward(loss)\n    self.update()\n    self.run.step(x)", False),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("place", ["train.py", "engine.py"])
+def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop, place):
+    text, owns = LOOPS[loop]
+    asks = "from ronde.measure.script_loop import own_loop\nprint(own_loop())\n"
+    (tmp_path / "train.py").write_text(f"import engine\n{asks}")
+    (tmp_path / "engine.py").write_text("")
+    with (tmp_path / place).open("a") as file:
+        file.write(f"def train(self):\n    {text}\n")
+    done = python(["train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert bool(re.fullmatch(rf"{place}:\d+", done.stdout.strip())) == owns, done.stdout
+
+
+AUTO = """
+import sys, torch, ronde
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.ReLU()) for _ in range(4)))
+data = torch.utils.data.TensorDataset(torch.randn(320, 24), torch.randn(320, 24))
+run = ronde.distribute(model, torch.optim.AdamW(model.parameters(), 1e-3), data, loss=nn.functional.mse_loss, batch_size=8, clip_norm=1.0, plan=sys.argv[1])
+for epoch in run.epochs(1):
+    for batch in run.batches():
+        run.step(batch)
+run.export(sys.argv[2])
+"""
+
+
+def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_prediction(tmp_path):
+    (tmp_path / "train.py").write_text(AUTO)
+    told = []
+    times = 2 if ALL else 1
+    for workers, plan in (("1", "replicate"), *[("2", "auto")] * times):
+        out = tmp_path / f"{plan}.safetensors"
+        env = {"RONDE_STATE": str(tmp_path / "state")}
+        done = ronde_run(
+            ["run", "--workers", workers, "--runs", "none", "train.py", plan, str(out)],
+            tmp_path,
+            120,
+            env,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        told.append(done.stdout + done.stderr)
+    whole, chosen = (load_file(tmp_path / f"{plan}.safetensors") for plan in ("replicate", "auto"))
+    assert whole.keys() == chosen.keys() and all(
+        torch.allclose(whole[k], chosen[k], rtol=1e-4, atol=1e-6) for k in whole
+    )
+    for text in told[1:]:
+        assert re.search(r"plan \S+: (Use one device\b.*For 2: s|S)plit", text) and re.search(
+            r"predicted [\d.]+ m?s a step.*, measured [\d.]+ m?s \([+-]\d+%\)", text
+        ), text
+        assert "the next prediction of" in text
+    kept = json.loads((tmp_path / "state" / "corrections.json").read_text())
+    (families,) = kept.values()
+    assert sum(len(rows) for rows in families.values()) == times
+    assert all(
+        row["predicted_seconds"] > 0 and row["measured_seconds"] > 0
+        for rows in families.values()
+        for row in rows
+    )
+    if times == 2 and len(families) == 1:
+        assert "as corrected by earlier runs" in told[2]
+
+
+def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp_path):
+    (tmp_path / "train.py").write_text("import ronde\nopen('missing.csv')\n")
+    done = ronde_run(["plan", "train.py"], tmp_path, 60, {"RONDE_STATE": str(tmp_path / "state")})
+    assert (
+        done.returncode not in (0, None)
+        and "failed before its model was measured" in done.stderr
+        and "missing.csv" in done.stderr
+    )
+    assert "links" not in done.stderr and not (tmp_path / "state").exists()
+
+
+def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch, ronde\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))\n"
+        "more = torch.ones(32 << 20)\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.mse_loss, batch_size=8)\n"
+        "for epoch in run.epochs(1):\n"
+        "    for x, y in run.batches():\n"
+        "        run.backward(nn.functional.mse_loss(run.model(x), y))\n"
+        "        run.update()\n"
+    )
+    done = ronde_run(
+        ["plan", "-n", "2", "--accept-noise", "--json", "plan.json", "train.py"], tmp_path, 90
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert "no pipeline: the script owns its loop (run.backward, train.py:9)" in json.dumps(found)
+    assert not any("pipeline" in family for family in found["families"]), found["families"]
+    # What the script holds beside its model counts, and so do the libraries of a worker.
+    assert 128 << 20 <= found["costs"]["script_bytes"] < 200 << 20
+    assert found["plans"][0]["memory"]["base"] == pytest.approx(
+        found["costs"]["script_bytes"] + found["cluster"]["base_bytes"]
+    )
+    assert found["cluster"]["base_bytes"] > 250 << 20

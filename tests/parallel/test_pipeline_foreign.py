@@ -1,0 +1,101 @@
+"""Models that nobody here wrote, cut by themselves, trained on real processes: the same weights as
+a plain loop's.
+
+A sample; ``RONDE_TEST_ALL=1`` trains all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from processes import TESTS
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+pytest.importorskip("monai")
+
+import foreign_models as foreign
+from foreign_worker import plain
+from pipeline_cases import largest_difference
+from processes import forked
+from sampling import ALL
+
+for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
+    load()
+HERE = TESTS
+LOADED = [f"foreign_models:load_{name}" for name in ("transformers", "diffusers", "monai")]
+KINDS = ("TRANSFORMERS", "DIFFUSERS", "MONAI")
+# One tied, one with several inputs, one with skips, one with layers of one's own, of each package.
+SAMPLE = {
+    2: {"TRANSFORMERS": ["gpt2", "t5"], "DIFFUSERS": ["unet_2d"], "MONAI": ["vit"]},
+    4: {"TRANSFORMERS": ["bart"], "DIFFUSERS": ["dit"], "MONAI": ["segresnet"]},
+}
+
+
+def chosen(stages: int) -> list[tuple[str, str]]:
+    if ALL:
+        # Those that draw random numbers draw others on several workers.
+        return [
+            (k, n)
+            for k in KINDS
+            for n in getattr(foreign, k)
+            if not foreign.build(getattr(foreign, k), n).random
+        ]
+    return [(k, n) for k in KINDS for n in getattr(foreign, k) if n in SAMPLE[stages][k]]
+
+
+@pytest.mark.timeout(3000 if ALL else 180)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_models_nobody_here_wrote(stages, tmp_path):
+    cases = chosen(stages)
+    assert ALL or len(cases) == sum(map(len, SAMPLE[stages].values())), cases
+    listing, out = tmp_path / "cases.json", tmp_path / "out"
+    out.mkdir()
+    listing.write_text(json.dumps(cases))
+    done = subprocess.run(
+        forked(
+            HERE / "foreign_worker.py",
+            stages,
+            listing,
+            out,
+            imports=["torch.distributed.pipelining", *LOADED],
+        ),
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=2900 if ALL else 170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    failures = []
+    for kind, name in cases:
+        expected, aside = plain(kind, name)
+        refused = out / f"{kind}-{name}-0.error"
+        if refused.exists():
+            failures.append(f"{name}: {refused.read_text()}")
+            continue
+        held = [load_file(out / f"{kind}-{name}-{r}.safetensors") for r in range(stages)]
+        missing = expected.keys() - set().union(*held)
+        assert len(aside) < len(expected) / 3, f"{name}: {sorted(aside)} have no gradient"
+        worst, where = max(
+            largest_difference({k: v for k, v in h.items() if k not in aside}, expected)
+            for h in held
+        )
+        with safe_open(out / f"{kind}-{name}-0.safetensors", "pt") as file:
+            about = file.metadata()
+        print(
+            f"{stages} stages {kind.lower()} {name}: {worst:.1e} {where}, micro-batches of {about['micro']}, {about['table']}; aside {sorted(aside)}"
+        )
+        if missing or not worst <= 1e-10:
+            failures.append(
+                f"{name}: {where} differs by {worst:.1e}; nobody holds {sorted(missing)[:3]}"
+            )
+    assert not failures, "\n".join(failures)
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,183 @@
+"""A pipeline is the same training: every schedule, on models of every shape, against a plain loop
+in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from pipeline_cases import MODELS, largest_difference, plain
+from processes import TESTS, forked
+from sampling import ALL
+
+HERE = TESTS
+BOUND = 1e-10
+
+
+def case(kind: str, plan: str, **options) -> dict:
+    return {"kind": kind, "plan": plan, "n": 22, "batch": 8, "steps": 10, **options}
+
+
+TWO = [
+    case("MLP", "pipeline=2"),
+    case("MLP", "pipeline=2,schedule=gpipe", weighted=True, n=21),
+    case("Residual", "pipeline=2,schedule=looped"),
+    case("Residual", "pipeline=2,schedule=zero-bubble", optimizer="sgd", clip=0.05),
+    case("UNet", "pipeline=2"),
+    case("UNet", "pipeline=2,schedule=zbv"),
+    case("GPT", "pipeline=2", clip=0.05),
+    case("GPT", "pipeline=2,schedule=interleaved", weighted=True),
+    case("GPT", "pipeline=2,schedule=zbv", optimizer="sgd"),
+    case("EncoderDecoder", "pipeline=2"),
+    case("EncoderDecoder", "pipeline=2,schedule=zero-bubble"),
+    case("LSTM", "pipeline=2", n=23),
+    case("LSTM", "pipeline=2,schedule=zbv"),
+    case("Odd", "pipeline=2"),
+    case("Odd", "pipeline=2,schedule=zero-bubble,micro_batch=3"),
+    case("Frozen", "pipeline=2", split_at=["last"]),
+    case(
+        "MLP", "pipeline=2,micro_batch=1", batch=3, n=4
+    ),  # fewer samples than the pipeline has micro-batches
+    case("GPT", "pipeline=2,optimize=memory"),
+    case("GPT", "pipeline=2,micro_batch=8", split_at=["blocks.3"]),
+    case("GPT", "pipeline=2,recompute=full"),
+    case("Masked", "pipeline=2,micro_batch=1"),
+    case("Masked", "pipeline=2,schedule=interleaved,micro_batch=2", weighted=True),
+    case("Tables", "pipeline=2,micro_batch=1", clip=0.05),
+    case("Tables", "pipeline=2,schedule=zero-bubble,micro_batch=1"),
+    case("Tables", "replicate,micro_batch=1", clip=0.05),
+    case("Mixture", "pipeline=2,micro_batch=2"),
+    case("Mixture", "pipeline=2,schedule=zero-bubble,micro_batch=1"),
+    case("Dropping", "pipeline=2,micro_batch=1"),
+    case("Handed", "pipeline=2,micro_batch=2"),
+    case("Joined", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["key", "later", "last"]),
+    case("Branch", "pipeline=2", split_at=["aside"]),
+    case("Ending", "pipeline=2,schedule=zbv,micro_batch=2", split_at=["second", "aside", "read"]),
+    case("Fourier", "pipeline=2"),
+]
+FOUR = [
+    case("MLP", "pipeline=4"),
+    case("Residual", "pipeline=4,schedule=gpipe"),
+    case("UNet", "pipeline=4", split_at=["down.1", "middle", "up.1"]),
+    case("GPT", "pipeline=4,schedule=zero-bubble"),
+    case("EncoderDecoder", "pipeline=4"),
+    case("MLP", "pipeline=4,schedule=interleaved"),
+    case("Residual", "pipeline=2", n=21),  # two replicas
+    case("GPT", "pipeline=2,schedule=interleaved", clip=0.05, n=21),
+    case("Odd", "pipeline=2", weighted=True),
+    case("Tables", "pipeline=4,micro_batch=1"),
+    case("UNet", "pipeline=2,schedule=zbv", batch=3, n=7),
+    case("GPT", "pipeline=2,shard=optimizer"),
+    case("GPT", "pipeline=2,shard=gradients"),
+    case(
+        "Residual", "pipeline=2,shard=parameters", clip=0.05, n=17
+    ),  # a replica without a sample of the last batch
+    case("MLP", "pipeline=2,shard=gradients", n=9),
+    case("EncoderDecoder", "pipeline=2,shard=parameters,schedule=interleaved", weighted=True),
+]
+
+
+def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]:
+    """Train on ``workers`` real processes; per case, what each rank holds at the end."""
+    listing, out = folder / "cases.json", folder / "out"
+    out.mkdir()
+    listing.write_text(json.dumps(cases))
+    done = subprocess.run(
+        forked(
+            HERE / "pipeline_worker.py",
+            workers,
+            listing,
+            out,
+            imports=["torch.distributed.pipelining"],
+        ),
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=175,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [
+        [load_file(out / f"{i}-{r}.safetensors") for r in range(workers)] for i in range(len(cases))
+    ]
+
+
+# Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
+SAMPLE = {
+    2: (0, 2, 3, 5, 6, 7, 10, 11, 13, 15, 16, 19, 20, 23, 25, 27, 28, 29, 30, 31, 32),
+    4: (1, 2, 3, 4, 6, 8, 9, 11, 13),
+}
+if not ALL:
+    TWO, FOUR = ([cases[i] for i in SAMPLE[n]] for n, cases in ((2, TWO), (4, FOUR)))
+
+
+@pytest.mark.parametrize(("workers", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+def test_a_pipeline_is_the_same_training(workers, cases, tmp_path):
+    failures = []
+    for found, values in zip(run_cases(cases, workers, tmp_path), cases, strict=True):
+        expected = plain(values)
+        name = f"{values['kind']} {values['plan']}"
+        for rank, held in enumerate(found):
+            difference, where = largest_difference(held, expected)
+            if not difference <= BOUND:
+                failures.append(f"{name}, rank {rank}: {where} differs by {difference:.1e}")
+        together = set().union(*(held.keys() for held in found))
+        if missing := expected.keys() - together:
+            failures.append(f"{name}: nobody holds {sorted(missing)}")
+        if "pipeline" in values["plan"]:
+            weights = [set(held) - {"losses", "evaluation"} for held in found]
+            if all(w == weights[0] for w in weights) and values["kind"] not in ("Frozen",):
+                failures.append(f"{name}: every worker holds everything")
+    assert not failures, "\n".join(failures)
+
+
+def test_where_it_is_cut(tmp_path):
+    """The stages' modules are those named, or chosen; the sum of parameters is the model's."""
+    cases = [
+        case("GPT", "pipeline=2", split_at=["blocks.2"], steps=1),
+        case("UNet", "pipeline=2", steps=1),
+        case("GPT", "pipeline=2", split_at=["nowhere"]),
+        case("GPT", "pipeline=2", split_at=["blocks.1", "blocks.2"]),
+        case("MLP", "pipeline=2,schedule=interleaved,virtual=9"),
+        case("Rescaled", "pipeline=2", steps=1),
+    ]
+    listing, out = tmp_path / "cases.json", tmp_path / "out"
+    out.mkdir()
+    listing.write_text(json.dumps(cases))
+    done = subprocess.run(
+        forked(
+            HERE / "pipeline_worker.py", 2, listing, out, imports=["torch.distributed.pipelining"]
+        ),
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with safe_open(out / "0-0.safetensors", "pt") as file:
+        table = json.loads(file.metadata()["table"])
+    assert [row["begins"] for row in table] == ["(start)", "blocks.2"]
+    whole = sum(p.numel() for p in MODELS["GPT"]().parameters())
+    tied = 13 * 12  # held by both
+    assert sum(row["parameters"] for row in table) == whole + tied
+    with safe_open(out / "1-1.safetensors", "pt") as file:
+        table = json.loads(file.metadata()["table"])
+    assert sum(row["parameters"] for row in table) == sum(
+        p.numel() for p in MODELS["UNet"]().parameters()
+    )
+    texts = [(out / f"{i}-0.error").read_text() for i in (2, 3, 4, 5)]
+    assert "nowhere" in texts[0]
+    assert "names 2 modules" in texts[1]
+    assert "cannot be cut into 18 stages" in texts[2]
+    assert "writes into 'layers.10.weight', in stage 0" in texts[3]
+    assert [
+        (out / f"{i}-1.error").read_text() for i in (2, 3, 4, 5)
+    ] == texts  # every rank says the same

@@ -1,0 +1,207 @@
+"""Weights that another worker holds never pass for zeros: reading or writing them is an error that
+names them.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from processes import ronde_run
+from ronde.parallel.remote_parameter import Keeper, element, let_go
+from ronde.world import PlanError
+from sampling import some
+
+SCRIPT = """
+import copy, sys
+import torch, ronde
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)], nn.Linear(8, 4)).double()
+early = copy.deepcopy(model)
+data = torch.utils.data.TensorDataset(torch.randn(48, 8).double(), torch.randint(0, 4, (48,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+run = ronde.distribute(model, optimizer, data, loss=nn.functional.cross_entropy, batch_size=16)
+kept = {name: p.clone() for name, p in model.state_dict().items()}
+average = torch.optim.swa_utils.AveragedModel(model)
+what = sys.argv[1]
+for epoch in run.epochs(2):
+    for batch in run.batches():
+        run.step(batch)
+        if what == "norm":
+            print(sum(p.norm() for p in model.parameters()))
+        if what == "vector":
+            torch.nn.utils.parameters_to_vector(model.parameters())
+        if what == "early":
+            with torch.no_grad():
+                for mine, theirs in zip(early.parameters(), model.parameters()):
+                    mine.lerp_(theirs, 0.1)
+        if what == "together":
+            torch._foreach_lerp_(list(early.parameters()), [p.detach() for p in model.parameters()], 0.1)
+        if what == "write":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.99)
+        if what == "data":
+            for p in model.parameters():
+                p.data.mul_(0.99)
+        if what == "average":
+            average.update_parameters(model)
+        if what == "fine":
+            with torch.no_grad():
+                for name, p in model.state_dict(keep_vars=True).items():
+                    p.mul_(0.99)
+                    kept[name].lerp_(p, 0.1)
+            model.to(torch.float64)
+run.export("weights.safetensors")
+model.load_state_dict(kept)
+run.export("average.safetensors")
+"""
+
+
+def test_a_script_that_writes_and_averages_its_workers_parameters_trains_the_same(tmp_path):
+    found = {}
+    for plan in ("replicate", "pipeline=2"):
+        folder = tmp_path / plan
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        done = ronde_run(
+            ["run", "--workers", "2", "--plan", plan, "train.py", "fine"], folder, timeout=120
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[plan] = {
+            name: load_file(folder / f"{name}.safetensors") for name in ("weights", "average")
+        }
+    for name, whole in found["replicate"].items():
+        for key, value in whole.items():
+            torch.testing.assert_close(
+                found["pipeline=2"][name][key], value, rtol=1e-10, atol=1e-12
+            )
+    changed = found["replicate"]
+    assert not torch.equal(changed["weights"]["0.0.weight"], changed["average"]["0.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "what", some(["norm", "vector", "early", "together", "write", "data", "average"], 3)
+)
+def test_reading_or_writing_it_is_an_error_that_names_it(what, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = ronde_run(
+        ["run", "--workers", "2", "--plan", "pipeline=2", "train.py", what], tmp_path, timeout=120
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert (
+        done.returncode != 0
+        and "to stage " in said
+        and "reads or writes '" in said
+        and "another worker holds" in said
+        and "run.export" in said
+    )
+    assert not (tmp_path / "weights.safetensors").exists()
+
+
+class Own(nn.Parameter):
+    pass
+
+
+def held_elsewhere(kind: type = nn.Parameter) -> tuple[nn.Linear, Keeper]:
+    model, keeper = nn.Linear(3, 2), Keeper("pipeline=2")
+    model.weight = kind(model.weight.detach())
+    for name, p in model.named_parameters():
+        p.data = element(p.dtype, p.device).expand(p.shape)
+        let_go(p, name, 1, keeper)
+    return model, keeper
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Own])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.sum(),
+        lambda p: p.norm().item(),
+        lambda p: p.tolist(),
+        lambda p: p.numpy(force=True),
+        lambda p: p[0],
+        lambda p: p.T,
+        lambda p: torch.ones(2, 3).mul_(p.detach()),
+        lambda p: torch.zeros(2, 3).copy_(p),
+        lambda p: torch.equal(p, p),
+        lambda p: torch.add(p, 1, out=torch.zeros(2, 3)),
+        lambda p: torch.stack([p, torch.zeros(2, 3)]),
+        lambda p: (p + 1).max(),
+        lambda p: bool((p == 0).all()),
+        lambda p: p.sum().backward(),
+        lambda p: pickle.dumps(p),
+        lambda p: torch.save(p.detach(), "/dev/null"),
+        lambda p: torch._foreach_norm([p, p]),
+        lambda p: torch._foreach_add_([torch.zeros(2, 3)], [p]),
+        lambda p: f"{p.mean():.2f}",
+        lambda p: p.clone(),
+        lambda p: p + 1,
+        lambda p: p.detach().mul_(0.99),
+        lambda p: p.data.mul_(0.99),
+        lambda p: p.data.zero_(),
+        lambda p: setattr(p, "data", torch.zeros(2, 3)),
+        lambda p: nn.init.normal_(p),
+        lambda p: nn.init.orthogonal_(p),
+        lambda p: torch._foreach_mul_([p, p], 0.5),
+        lambda p: p.detach().__setitem__(0, 1.0),
+    ],
+)
+def test_no_way_to_read_or_write_it(use, kind):
+    model, _ = held_elsewhere(kind)
+    assert isinstance(model.weight, kind)
+    match = r"reads or writes 'weight' itself, which belongs to stage 1: under plan='pipeline=2' another worker holds .*keep_vars=True"
+    with torch.no_grad(), pytest.raises(PlanError, match=match):
+        use(model.weight)
+
+
+def test_what_torch_hands_over_unseen_is_no_number():
+    model, _ = held_elsewhere()
+    other = torch.zeros(2, 3)
+    other.data = model.weight.data  # torch asks the class of what is written into alone
+    assert other.isnan().all()
+
+
+def test_what_it_has_besides_values():
+    model, keeper = held_elsewhere()
+    p = model.weight
+    assert (
+        p.shape == (2, 3)
+        and p.numel() == 6
+        and len(p) == 2
+        and p.dtype == torch.float32
+        and p.grad is None
+        and p.is_leaf
+    )
+    assert (
+        isinstance(p, nn.Parameter)
+        and p in {p}
+        and "held by another worker" in repr(p)
+        and "'weight'" in repr(p)
+    )
+    assert p.layout == torch.strided and p.type() == "torch.FloatTensor"
+    assert torch.zeros_like(p).tolist() == [[0.0] * 3] * 2 and p.new_ones(2).tolist() == [1.0, 1.0]
+    p.requires_grad_(False)
+    assert not p.requires_grad
+    assert torch.optim.AdamW([{"params": [p]}, {"params": [model.bias]}]).param_groups[0][
+        "params"
+    ] == [p]
+    assert set(model.state_dict()) == {"weight", "bias"}
+    model.double()
+    assert p.dtype == torch.float64 and p.untyped_storage().nbytes() <= 8  # still one element
+    again = copy.deepcopy(model)
+    assert (
+        again.weight is not p
+        and "held by another worker" in repr(again.weight)
+        and not again.weight.requires_grad
+    )
+    with keeper.plain():
+        assert type(p) is nn.Parameter and type(again.weight) is not nn.Parameter
+    assert type(p) is not nn.Parameter

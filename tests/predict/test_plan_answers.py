@@ -1,0 +1,281 @@
+"""What an answer says holds together: speed-ups begin at one, what is printed is what runs, the
+least is the least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import yaml
+
+from processes import ronde_run
+from ronde.plan import Plan
+from ronde.predict.answer import explain, flips, text
+from ronde.predict.cluster import Cluster, Fit
+from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.predict import Predictor, predict
+from ronde.predict.search import candidates, search
+from ronde.run.distribute import _accumulate
+from sampling import long
+
+MIB = 2.0**20
+
+
+def chain_of(
+    *seconds: float, batch: int = 64, parameters: int = 4_000_000, saved: float = 1e5, **more
+) -> Costs:
+    units = tuple(
+        Unit(
+            f"u{i}",
+            Line(1e-5, s),
+            Line(2e-5, 2 * s),
+            parameters,
+            trainable_bytes=parameters,
+            optimizer_bytes=2 * parameters,
+            saved_bytes=Line(0, saved),
+            crossing_bytes=Line(0, 1e3),
+            crossing_grad_bytes=Line(0, 1e3),
+        )
+        for i, s in enumerate(seconds)
+    )
+    return Costs(units, batch, optimizer="AdamW", measured_samples=(1, 2), **more)
+
+
+def wired(memory: float = 0.0, **more) -> Cluster:
+    fit = Fit(1e-5, 1e9, 2)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    return Cluster(
+        "here", links={k: {"node": fit, "cluster": fit} for k in kinds}, memory_bytes=memory, **more
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"optimizer_seconds": 0.03, "clip_seconds": 0.05, "clip_fixed_seconds": 0.01},
+        {"contention": 1.4, "accumulate_seconds": 0.01},
+    ],
+)
+@pytest.mark.parametrize("corrections", [{}, {"replicate": 1.5, "shard": 1.2}])
+def test_one_device_is_as_fast_as_itself(more, corrections):
+    costs = chain_of(1e-3, 2e-3, 1e-3, **more)
+    best = search(costs, wired(corrections=corrections), 1).best
+    assert (
+        best.speedup == pytest.approx(1.0)
+        and best.efficiency == pytest.approx(1.0)
+        and best.correction == 1.0
+    )
+    in_parts = predict(Plan(1, 64, micro_batch=16), costs, wired(corrections=corrections))
+    assert in_parts.step_seconds > best.step_seconds
+
+
+def test_clipping_is_part_of_one_devices_step():
+    costs, cluster = (
+        chain_of(1e-4, 1e-4, batch=8, optimizer_seconds=0.01, clip_seconds=0.1),
+        wired(),
+    )
+    found = search(costs, cluster, 2)
+    alone = search(costs, cluster, 1).best
+    assert found.best.speedup == pytest.approx(alone.step_seconds / found.best.step_seconds)
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(2, 64), (4, 20), (6, 20), (8, 50), (6, 7)])
+def test_the_micro_batches_that_are_printed_are_those_that_run(workers, batch):
+    costs, cluster = chain_of(*[1e-3] * 24, batch=batch), wired(devices_per_node=workers)
+    predictor = Predictor(costs, cluster)
+    tried = 0
+    for ladder in candidates(Plan(workers=workers, batch_size=batch), costs, cluster):
+        for plan in ladder:
+            found = predictor(plan, quick=True)
+            asked = dataclasses.replace(
+                Plan.parse(found.plan.spec), workers=workers, batch_size=batch
+            )
+            runs = _accumulate(asked)
+            assert runs.accumulation == found.micro_batches == found.plan.accumulation, (
+                found.plan.spec
+            )
+            assert (
+                -(-max(1, -(-batch // plan.replicas)) // runs.accumulation) == found.micro_samples
+            )
+            tried += 1
+    assert tried > 30
+
+
+def test_a_plan_that_fits_by_its_micro_batches_says_so():
+    costs = chain_of(*[1e-3] * 4, parameters=1_000_000, saved=2 * MIB)
+    whole = predict(Plan(2, 64), costs, wired()).memory_bytes
+    cluster = wired(memory=whole * 0.8, bucket_overlap=0.0)
+    found = search(costs, cluster, 2)
+    best = found.best
+    assert best.verdict in ("fits", "risky") and best.micro_batches > 1
+    assert f"micro_batch={best.micro_samples}" in best.plan.spec
+    told = explain(found, costs, cluster, with_flips=False)
+    if best.plan.pipeline == 1:
+        assert f"in {best.micro_batches} micro-batches of {best.micro_samples}" in told.sentence
+    assert f"micro_batch={best.micro_samples}" in " ".join(text(told).split())
+    again = dataclasses.replace(Plan.parse(best.plan.spec), workers=2, batch_size=64)
+    assert predict(again, costs, cluster).memory_bytes == pytest.approx(best.memory_bytes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_least_is_the_least(seed):
+    dice = random.Random(seed)
+    units = chain_of(*[dice.uniform(1e-4, 5e-3) for _ in range(8)], batch=16).units
+    sized = []
+    for u in units:
+        size = dice.randint(10_000, 8_000_000)
+        sized.append(
+            dataclasses.replace(
+                u,
+                parameter_bytes=size,
+                trainable_bytes=size,
+                optimizer_bytes=2 * size,
+                saved_bytes=Line(0, dice.uniform(0, MIB)),
+            )
+        )
+    costs, room = (
+        Costs(tuple(sized), 16, optimizer="AdamW", measured_samples=(1, 2)),
+        wired(devices_per_node=4),
+    )
+    speed, least = search(costs, room, 4), search(costs, room, 4, optimize="memory")
+    smallest = min(p.memory_bytes for p in (*speed.plans, *least.plans))
+    assert least.best.memory_bytes == pytest.approx(
+        smallest, rel=0.02
+    )  # half a percent for each mechanism
+    # So little that nothing fits: what is called the least is.
+    tight = dataclasses.replace(room, memory_bytes=0.9 * smallest)
+    told = explain(search(costs, tight, 4), costs, tight, with_flips=False)
+    assert told.sentence.startswith("Nothing fits 4 workers")
+    said = min(p.memory_bytes for p in told.found.plans)
+    assert said == pytest.approx(smallest, rel=0.02) and told.found.plans[0].memory_bytes == said
+    amount = told.decided.removeprefix("memory: ").split(" of ")[0]
+    assert f"the least is {amount}, by {told.found.plans[0].plan.spec}" in told.sentence
+
+
+def test_where_memory_decides_nothing_else_is_said_to():
+    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
+    told = explain(search(costs, cluster, 4, optimize="memory"), costs, cluster, with_flips=False)
+    assert "time decides" not in told.sentence and told.decided.startswith("memory")
+    assert "as fast within" not in told.runner_up and " needs " in told.runner_up
+    if told.found.best.plan.shard != "none" and told.found.best.plan.pipeline == 1:
+        assert "which takes less memory than whole replicas" in told.sentence
+
+
+def test_what_is_said_to_be_faster_than_replicas_is():
+    sizes = [0.35 + 0.02 * k for k in range(40)]
+    costs = chain_of(
+        *[1e-3] * 4, batch=64, parameters=2_000_000, saved=0.3 * MIB, optimizer_seconds=0.002
+    )
+    whole = predict(Plan(4, 64), costs, wired()).memory_bytes
+    said = 0
+    for share in sizes:
+        cluster = wired(memory=whole * share, devices_per_node=4)
+        found = search(costs, cluster, 4)
+        told = explain(found, costs, cluster, with_flips=False).sentence
+        if "which is faster than whole replicas" in told:
+            said += 1
+            rivals = [p for p in found.plans if p.plan.family == "replicate"]
+            assert found.best.step_seconds < rivals[0].step_seconds
+            if "as they would fit" not in told:
+                assert rivals[0].plan.recompute == "none"
+    assert said
+
+
+def test_parts_of_gradients_go_over_the_copies_once_a_step():
+    costs, cluster = chain_of(*[1e-3] * 3, batch=64), wired(nodes=2, devices_per_node=2)
+    parameters = 3 * 4_000_000
+    one = Plan(4, 64, shard="parameters", shard_within=2)
+    for micro, times in ((None, 1), (8, 2), (4, 4)):
+        found = predict(dataclasses.replace(one, micro_batch=micro), costs, cluster)
+        # Gathered twice and scattered once within two neighbours, for each micro-batch; the halves
+        # all-reduced over two copies.
+        assert found.micro_batches == times
+        assert found.exchanged_bytes == pytest.approx(times * 3 * parameters / 2 + parameters / 2)
+    fast = dataclasses.replace(
+        cluster,
+        links={
+            k: {"node": by["node"], "cluster": Fit(0, 1e15, 2)} for k, by in cluster.links.items()
+        },
+        overlap=0.0,
+    )
+    slow = dataclasses.replace(
+        fast,
+        links={**fast.links, "all_reduce": {**fast.links["all_reduce"], "cluster": Fit(0, 1e6, 2)}},
+    )
+    waits = [
+        predict(dataclasses.replace(one, micro_batch=m), costs, slow).step_seconds
+        - predict(dataclasses.replace(one, micro_batch=m), costs, fast).step_seconds
+        for m in (16, 4)
+    ]
+    assert waits[0] > 1 and waits[1] == pytest.approx(waits[0], rel=0.01)
+
+
+GROWS = """
+import torch, ronde
+from torch import nn
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+data = torch.utils.data.TensorDataset(torch.randn(256, 16), torch.randn(256, 16))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.mse_loss, batch_size=8, batch="grow")
+"""
+
+
+def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
+    (tmp_path / "train.py").write_text(GROWS)
+    wired(memory=2.0**30, nodes=2, devices_per_node=4).save(tmp_path / "cluster.yaml")
+    args = [
+        "plan",
+        "--accept-noise",
+        "--cluster",
+        "cluster.yaml",
+        "--json",
+        "answer.json",
+        "--save",
+        "plan.yaml",
+        "train.py",
+    ]
+    done = ronde_run(args, tmp_path, 150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["workers"] == 8 and answer["batch_size"] == 64
+    kept = yaml.safe_load((tmp_path / "plan.yaml").read_text())
+    assert (kept["workers"], kept["batch_size"], kept["batch"]) == (8, 64, "grow")
+
+
+@long
+def test_a_batch_that_grows_does_so_where_the_workers_change():
+    costs = chain_of(*[1e-3] * 4, batch=8)
+    cluster = wired(memory=2.0**30)
+    grown = {
+        f.direction: f
+        for f in flips(search(costs, cluster, 8, like=Plan(batch="grow")), costs, cluster)
+        if f.variable == "workers"
+    }
+    kept = {
+        f.direction: f
+        for f in flips(search(costs, cluster, 8), costs, cluster)
+        if f.variable == "workers"
+    }
+    assert (
+        kept["up"].at is not None and not kept["up"].to
+    )  # too many for a batch of eight, unless it grows
+    assert grown["up"].at is None or grown["up"].to
+
+
+def test_nothing_is_saved_where_nothing_fits(tmp_path):
+    (tmp_path / "train.py").write_text(GROWS)
+    wired(memory=1024.0, devices_per_node=2).save(tmp_path / "cluster.yaml")
+    done = ronde_run(
+        ["plan", "--accept-noise", "--cluster", "cluster.yaml", "--save", "plan.yaml", "train.py"],
+        tmp_path,
+        150,
+    )
+    assert (
+        done.returncode == 2
+        and "Nothing fits" in done.stdout
+        and "there is no plan to write" in done.stderr
+    )
+    assert not (tmp_path / "plan.yaml").exists()

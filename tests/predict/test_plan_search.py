@@ -1,0 +1,1507 @@
+"""What a plan would take: the cut, the schedules, the simulation, prediction, search, explanation,
+corrections.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ronde import ArgumentError
+from ronde.plan import Layout, Plan
+from ronde.plan.schedules import (
+    Action,
+    actions,
+    allowed,
+    bubble,
+    forward_only,
+    in_flight,
+    stages_of,
+    worker_of,
+)
+from ronde.predict.answer import explain, find_flip, flips, stretched, text
+from ronde.predict.cluster import Added, Cluster, Fit
+from ronde.predict.collectives import Group, collective, groups, scaled
+from ronde.predict.corrections import corrected, corrections_file, factors, record
+from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.datasheets import cluster_of, device_named, speed_of
+from ronde.predict.partition import ALPHA, Held, cut, cut_at, cut_equal
+from ronde.predict.predict import Predictor, predict
+from ronde.predict.prediction import KINDS, TERMS
+from ronde.predict.schedule_picture import svg, terminal
+from ronde.predict.search import _climb, candidates, rank_key, search, unsupported
+from ronde.predict.simulate import Times, run_step, simulate
+from ronde.predict.unit_arrays import chain
+
+GIB = 2**30
+SHAPES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("looped", 2),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zero-bubble", 1),
+    ("zero-bubble", 2),
+    ("zbv", 2),
+]
+
+
+def unit(name, forward=1.0, backward=2.0, parameters=0, saved=0.0, **more):
+    """Everything trains, Adam's state is twice the parameters."""
+    more.setdefault("trainable_bytes", parameters)
+    more.setdefault("optimizer_bytes", 2 * parameters)
+    return Unit(
+        name, Line(0, forward), Line(0, backward), parameters, saved_bytes=Line(0, saved), **more
+    )
+
+
+def even(count, batch=64, **more):
+    return Costs(tuple(unit(f"u{i}", **more) for i in range(count)), batch, optimizer="AdamW")
+
+
+def wires(alpha=0.0, beta=1e9, **more):
+    fit = Fit(alpha, beta, 2)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    return Cluster(links={k: {"node": fit, "cluster": fit} for k in kinds}, **more)
+
+
+def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
+    """A GPT by formula: two units a block, so that blocks and units differ."""
+    flops = 4e14
+    tokens, square = sequence, hidden * hidden
+
+    def block(i):
+        attention = 8 * square * tokens + 4 * tokens * tokens * hidden
+        mlp = 16 * square * tokens
+        parts = (("attention", 4 * square, attention, 14), ("mlp", 8 * square, mlp, 20))
+        return [
+            Unit(
+                f"layers.{i}.{name}",
+                Line(2e-5, work / flops),
+                Line(4e-5, 2 * work / flops),
+                4 * size,
+                4 * size,
+                8 * size,
+                0,
+                Line(0, tokens * hidden * saved),
+                Line(0, 4 * tokens * hidden),
+                Line(0, 2 * tokens * hidden * (2 if name == "attention" else 1)),
+                Line(0, 2 * tokens * hidden),
+                tensor=1.0,
+                tensor_reduce_bytes=Line(0, 2 * tokens * hidden),
+                alike=name,
+            )
+            for name, size, work, saved in parts
+        ]
+
+    vocabulary = 50_304 * hidden
+    first = Unit(
+        "embed",
+        Line(1e-5, 1e-5),
+        Line(1e-5, 1e-5),
+        4 * vocabulary,
+        4 * vocabulary,
+        8 * vocabulary,
+        0,
+        Line(0, 2 * tokens * hidden),
+        Line(),
+        Line(0, 2 * tokens * hidden),
+        Line(0, 2 * tokens * hidden),
+        tied=("embed.weight",),
+    )
+    work = 2 * vocabulary * tokens / flops
+    last = Unit(
+        "head",
+        Line(2e-5, work),
+        Line(2e-5, 2 * work),
+        saved_bytes=Line(0, 6 * tokens * 50_304),
+        tied=("embed.weight",),
+    )
+    units = (first, *(u for i in range(layers) for u in block(i)), last)
+    return Costs(
+        units,
+        batch,
+        input_bytes=16 * tokens,
+        optimizer_seconds=0.01,
+        optimizer="AdamW",
+        sequence=sequence,
+        base_bytes=2e9,
+        measured_samples=(1, 2),
+        tensor_divides=heads,
+    )
+
+
+def machines(nodes=8, per_node=8, memory=80e9):
+    node, wide = Fit(2e-5, 2.5e11, 8, assumed=True), Fit(6e-5, 1.5e11, 16, assumed=True)
+    links = {
+        k: {"node": node, "cluster": wide}
+        for k in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    }
+    links["send"] = {
+        "node": Fit(1e-5, 2e11, 2, assumed=True),
+        "cluster": Fit(2e-5, 4e10, 2, assumed=True),
+    }
+    return Cluster(
+        "machines",
+        nodes,
+        per_node,
+        "some GPU",
+        memory,
+        links=links,
+        overlap=0.9,
+        interference=1.1,
+        action_seconds=5e-5,
+    )
+
+
+# -- the cut ---------------------------------------------------------------------------
+
+
+def weigh(costs, bounds, workers, micro_batches, alpha, held, cap=None, wire=0.0, schedule="1f1b"):
+    """The objective, written a second time, one stage after the other."""
+    flights = in_flight(schedule, workers, 1, micro_batches)
+    units = costs.units
+    total_time = sum(u.forward_seconds.at(1) + u.backward_seconds.at(1) for u in units)
+
+    def states(u):
+        return (
+            u.parameter_bytes * held.parameters
+            + u.trainable_bytes * held.gradients
+            + u.optimizer_bytes * held.optimizer
+            + u.buffer_bytes
+        )
+
+    total_states, total_saved = sum(map(states, units)), sum(u.saved_bytes.at(1) for u in units)
+    worst = 0.0
+    for s, (i, j) in enumerate(itertools.pairwise(bounds)):
+        time = sum(u.forward_seconds.at(1) + u.backward_seconds.at(1) for u in units[i:j])
+        time += wire * units[j - 1].crossing_bytes.at(1) if j < len(units) else 0.0
+        time += wire * units[i - 1].crossing_grad_bytes.at(1) if i else 0.0
+        memory = sum(map(states, units[i:j])) + flights[s] * sum(
+            u.saved_bytes.at(1) for u in units[i:j]
+        )
+        if cap is not None and memory > cap:
+            return math.inf
+        worst = max(
+            worst,
+            (1 - alpha) * time / total_time
+            + alpha * memory / (total_states + flights[s] * total_saved),
+        )
+    return worst
+
+
+def test_the_cut_is_as_good_as_the_best_of_all():
+    dice = random.Random(3)
+    found = impossible = 0
+    for _ in range(260):
+        length, workers = dice.randint(3, 10), dice.randint(2, 5)
+        workers = min(workers, length)
+        units = tuple(
+            unit(
+                f"u{i}",
+                dice.uniform(0.1, 3),
+                dice.uniform(0.1, 5),
+                dice.randint(1, 50),
+                dice.uniform(0, 80),
+                optimizer_bytes=dice.randint(0, 90),
+                buffer_bytes=dice.randint(0, 5),
+                crossing_bytes=Line(0, dice.uniform(0, 2)),
+                crossing_grad_bytes=Line(0, dice.uniform(0, 2)),
+                cut_after=dice.random() < 0.8,
+            )
+            for i in range(length)
+        )
+        costs = Costs(units, 8)
+        micro, optimize = dice.randint(1, 8), dice.choice(["speed", "memory"])
+        cap, held = (
+            dice.choice([None, dice.uniform(100, 900)]),
+            Held(1.0, 1.0, dice.choice([1.0, 0.25])),
+        )
+        wire = dice.choice([0.0, 0.3])
+        schedule = dice.choice(["1f1b", "gpipe"])
+        places = [i + 1 for i in range(length - 1) if units[i].cut_after]
+        every = ((0, *inner, length) for inner in itertools.combinations(places, workers - 1))
+        best = min(
+            (
+                weigh(costs, b, workers, micro, ALPHA[optimize], held, cap, wire, schedule)
+                for b in every
+            ),
+            default=math.inf,
+        )
+        arguments = {
+            "optimize": optimize,
+            "micro_batches": micro,
+            "memory_bytes": cap,
+            "held": held,
+            "schedule": schedule,
+        }
+        arguments["send_seconds"] = (lambda size, wire=wire: wire * size) if wire else None
+        if best == math.inf:
+            impossible += 1
+            with pytest.raises(ArgumentError, match="pipeline"):
+                cut(costs, workers, **arguments)
+            continue
+        made = cut(costs, workers, **arguments)
+        found += 1
+        assert all(b in places for b in made.bounds[1:-1])
+        assert made.cost == pytest.approx(best)
+        assert weigh(
+            costs, made.bounds, workers, micro, ALPHA[optimize], held, cap, wire, schedule
+        ) == pytest.approx(best)
+    assert found >= 150 and impossible >= 20
+
+
+def test_one_slow_unit_does_not_make_the_other_stages_uneven():
+    times = [10.0, 1, 1, 1, 1, 1, 1, 1, 1]
+    costs = Costs(tuple(unit(f"u{i}", t, 0.0) for i, t in enumerate(times)), 8)
+    made = cut(costs, 3, optimize="speed")
+    assert [s.forward_seconds for s in made.stages] == [10.0, 4.0, 4.0]
+
+
+def test_the_cut_beats_counting_where_layers_are_uneven():
+    times = [8.0, 1, 1, 1, 1, 1, 1, 2]
+    costs = Costs(tuple(unit(f"u{i}", t, 2 * t) for i, t in enumerate(times)), 8)
+    equal, made = cut_equal(costs, 2), cut(costs, 2)
+    assert equal.bounds == (0, 4, 8) and max(s.seconds for s in equal.stages) == 33.0
+    assert made.bounds == (0, 1, 8) and max(s.seconds for s in made.stages) == 24.0
+    assert made.imbalance == pytest.approx(1.0) and made.names(costs) == ["u1"]
+
+
+def test_memory_is_evened_where_it_is_asked_for():
+    units = [
+        unit("big", 1.0, 1.0, 1000),
+        *(unit(f"u{i}", 4.0, 4.0, 10) for i in range(3)),
+        unit("end", 1.0, 1.0, 900),
+    ]
+    costs = Costs(tuple(units), 8)
+    speed, memory = cut(costs, 2, optimize="speed"), cut(costs, 2, optimize="memory")
+    assert max(s.seconds for s in speed.stages) <= max(s.seconds for s in memory.stages)
+    assert max(s.parameter_bytes for s in memory.stages) <= max(
+        s.parameter_bytes for s in speed.stages
+    )
+
+
+def test_stages_of_a_worker_share_its_memory():
+    costs = even(8, parameters=100)
+    made = cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4)
+    assert [s.worker for s in made.stages] == [0, 1, 1, 0]
+    whole = 8 * 400
+    assert sum(s.memory_bytes(Held()) for s in made.stages if s.worker == 0) == whole / 2
+    assert cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2)
+    with pytest.raises(ArgumentError, match=r"below .* GiB"):
+        cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2 - 1)
+
+
+def test_tied_weights_count_on_each_stage_that_has_them():
+    units = (
+        unit("embed", 1, 1, 1000, tied=("w",)),
+        unit("a", 1, 1, 10),
+        unit("b", 1, 1, 10),
+        unit("head", 1, 1, 0, tied=("w",)),
+    )
+    made = cut(Costs(units, 4), 2)
+    first, last = made.stages
+    assert first.tied_bytes == last.tied_bytes == 1000
+    assert last.parameter_bytes - sum(u.parameter_bytes for u in units[last.start :]) == 1000
+    assert last.optimizer_bytes - sum(u.optimizer_bytes for u in units[last.start :]) == 2000
+    some = (dataclasses.replace(units[0], tied_bytes=400), *units[1:])
+    assert cut(Costs(some, 4), 2).stages[1].tied_bytes == 400
+
+
+def test_a_model_that_cannot_be_cut_says_why():
+    units = (
+        unit("a", cut_after=False, why_not="a skip connection begins in it"),
+        unit("b"),
+        unit("c"),
+    )
+    with pytest.raises(
+        ArgumentError,
+        match=r"3 stages were asked for, and the model can be cut into 2 at most \(a: a skip",
+    ):
+        cut(Costs(units, 4), 3)
+    with pytest.raises(ArgumentError, match="no unit"):
+        cut(Costs((), 4), 2)
+    with pytest.raises(ArgumentError, match="2 at most"):
+        cut_equal(Costs(units, 4), 3)
+
+
+def test_named_places_are_cut_at():
+    costs = Costs(
+        (unit("a"), unit("b.first", cut_after=False, why_not="glue"), unit("b.second"), unit("c")),
+        4,
+    )
+    assert cut_at(costs, ["b", "c"], 3).bounds == (0, 1, 3, 4)
+    for names, match in (
+        (["c"], "2, each"),
+        (["x", "c"], "no 'x'"),
+        (["c", "b"], "does not come after"),
+        (["b", "b.second"], "glue"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            cut_at(costs, names, 3)
+
+
+def test_costs_of_a_chain_follow_tensor_and_recompute():
+    costs = Costs(
+        (
+            unit(
+                "layers.0.a",
+                1,
+                2,
+                100,
+                10,
+                crossing_bytes=Line(0, 3),
+                tensor=0.5,
+                tensor_reduce_bytes=Line(0, 8),
+            ),
+            unit("layers.0.b", 1, 2, 100, 20, crossing_bytes=Line(0, 4)),
+            unit("layers.1.a", 1, 2, 100, 30, crossing_bytes=Line(0, 5)),
+            unit("head", 1, 2, 100, 40),
+        ),
+        4,
+    )
+    full = chain(costs, 2.0, recompute="full")
+    assert list(full.blocks) == [0, 0, 1, -1]
+    assert list(full.saved) == [0, 0, 8, 80]  # a block keeps its input, what is in none all of it
+    assert list(full.backward) == [6, 6, 6, 4]
+    assert list(full.transient_backward) == [
+        60,
+        60,
+        52,
+        0,
+    ]  # all of the block's activations come back together
+    half = chain(costs, 2.0, tensor=2, reduce_seconds=lambda size: size / 16)
+    assert half.forward[0] == 2 * 0.75 + 1.0 and half.backward[0] == 4 * 0.75 + 1.0
+    assert half.parameters[0] == 75 and half.forward[1] == 2
+    assert chain(costs, 2.0, speed=4.0).forward[1] == 0.5
+
+
+# -- the schedules ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SHAPES)
+def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(schedule, virtual):
+    for workers, micro in itertools.product((1, 2, 3, 4, 6), range(1, 14)):
+        if allowed(schedule, workers, virtual, micro):
+            with pytest.raises(ArgumentError):
+                actions(schedule, workers, virtual, micro)
+            continue
+        lists = actions(schedule, workers, virtual, micro)
+        stages = workers * virtual
+        for worker, row in enumerate(lists):
+            assert len(set(row)) == len(row)
+            done = set()
+            for action in row:
+                assert worker_of(action.stage, workers, schedule) == worker
+                if action.kind in ("B", "I"):
+                    assert Action(action.stage, "F", action.micro) in done
+                if action.kind == "W":
+                    assert Action(action.stage, "I", action.micro) in done
+                done.add(action)
+            for stage in stages_of(worker, workers, virtual, schedule):
+                for m in range(micro):
+                    assert Action(stage, "F", m) in done
+                    assert (Action(stage, "B", m) in done) != (
+                        {Action(stage, "I", m), Action(stage, "W", m)} <= done
+                    )
+        ones = (1.0,) * stages
+        timeline = simulate(lists, Times(ones, ones, (0.1,) * stages, (0.1,) * stages))
+        assert timeline.in_flight == in_flight(schedule, workers, virtual, micro)
+        assert len(timeline.events) == sum(map(len, lists))
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SHAPES)
+def test_sends_and_receives_pair_and_never_deadlock(schedule, virtual):
+    """Carried out with sends that do not wait and receives that do, as the runtime does; and each
+    link's order is the same at both ends.
+    """
+    for workers, micro in itertools.product((2, 3, 4), (2, 4, 6, 8)):
+        if allowed(schedule, workers, virtual, micro):
+            continue
+        lists = actions(schedule, workers, virtual, micro, communications=True)
+        assert [[a for a in row if "_" not in a.kind] for row in lists] == actions(
+            schedule, workers, virtual, micro
+        )
+        sent, received = {}, {}
+        for worker, row in enumerate(lists):
+            for stage, kind, m in row:
+                step = 1 if kind.endswith("_F") else -1
+                if kind.startswith("SEND"):
+                    other = worker_of(stage + step, workers, schedule)
+                    assert other != worker
+                    sent.setdefault((worker, other), []).append((kind[-1], stage + step, m))
+                elif kind.startswith("RECV"):
+                    other = worker_of(stage - step, workers, schedule)
+                    received.setdefault((other, worker), []).append((kind[-1], stage, m))
+        assert sent == received
+        there, at = set(), [0] * workers
+        moved = True
+        while moved:
+            moved = False
+            for worker, row in enumerate(lists):
+                while at[worker] < len(row):
+                    stage, kind, m = row[at[worker]]
+                    need = None
+                    if kind in ("F", "B", "I"):
+                        source = stage - 1 if kind == "F" else stage + 1
+                        if (
+                            0 <= source < workers * virtual
+                            and worker_of(source, workers, schedule) != worker
+                        ):
+                            need = (kind == "F", stage, m)
+                            assert (
+                                Action(stage, "RECV_F" if kind == "F" else "RECV_B", m)
+                                in row[: at[worker]]
+                            )
+                    if need is not None and need not in there:
+                        break
+                    if kind.startswith("SEND"):
+                        there.add((kind == "SEND_F", stage + (1 if kind == "SEND_F" else -1), m))
+                    at[worker] += 1
+                    moved = True
+        assert at == [len(row) for row in lists]
+
+
+def test_1f1b_holds_few_micro_batches():
+    for workers, micro in itertools.product(range(1, 8), range(1, 16)):
+        assert all(n <= workers - s for s, n in enumerate(in_flight("1f1b", workers, 1, micro)))
+    assert actions("1f1b", 3, 1, 2) != actions("gpipe", 3, 1, 2)
+
+
+def test_what_a_schedule_does_not_allow_is_said():
+    assert "virtual=2" in allowed("zbv", 4, 1, 8)
+    assert "choose interleaved" in allowed("1f1b", 4, 2, 8)
+    assert "choose 1f1b" in allowed("interleaved", 4, 1, 8)
+    assert "take 8 or 10" in allowed("interleaved", 4, 2, 9)
+    assert "not known" in allowed("1f2b", 4, 1, 8)
+    assert "micro-batches of 1 or more" in allowed("gpipe", 4, 1, 0)
+
+
+def test_evaluation_runs_forward_only():
+    lists = forward_only(2, 2, 3, "zbv")
+    assert [a.stage for a in lists[0]] == [0, 0, 0, 3, 3, 3] and {
+        a.kind for row in lists for a in row
+    } == {"F"}
+
+
+# -- the simulation --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SHAPES)
+@pytest.mark.parametrize(("workers", "micro"), [(2, 4), (4, 4), (4, 8), (4, 16), (6, 12)])
+def test_equal_stages_wait_as_theory_says(schedule, virtual, workers, micro):
+    stages = workers * virtual
+    times = Times(
+        (1.0 / virtual,) * stages, (2.0 / virtual,) * stages, (0.0,) * stages, (0.0,) * stages
+    )
+    timeline = run_step(schedule, workers, virtual, micro, times)
+    assert timeline.mean_bubble == pytest.approx(bubble(schedule, workers, virtual, micro))
+    if schedule in ("gpipe", "1f1b"):
+        assert timeline.mean_bubble == pytest.approx((workers - 1) / (micro + workers - 1))
+        assert timeline.seconds == pytest.approx(3.0 * (micro + workers - 1))
+
+
+def test_a_slow_stage_sets_the_pace_and_sends_and_overhead_count():
+    times = Times((1.0, 4.0), (1.0, 4.0), (0.0, 0.0), (0.0, 0.0))
+    assert run_step("1f1b", 2, 1, 10, times).seconds == pytest.approx(1 + 10 * 8 + 1)
+    sending = Times((1.0, 1.0), (1.0, 1.0), (0.5, 0.0), (0.0, 0.25))
+    assert run_step("gpipe", 2, 1, 1, sending).seconds == pytest.approx(4 + 0.5 + 0.25)
+    assert run_step("gpipe", 2, 1, 1, sending, overhead_seconds=0.1).seconds == pytest.approx(
+        4.4 + 0.75
+    )
+    # A link carries one message at a time: eight forward passes' worth of sends are as slow as the
+    # link.
+    clogged = Times((0.01, 0.01), (0.01, 0.01), (1.0, 0.0), (0.0, 0.0))
+    assert run_step("gpipe", 2, 1, 8, clogged).seconds > 8.0
+
+
+def test_a_backward_pass_that_cannot_be_divided_is_paid_twice():
+    free = (0.0,) * 4
+    divided = run_step("zero-bubble", 4, 1, 8, Times((1.0,) * 4, (2.0,) * 4, free, free))
+    whole = run_step(
+        "zero-bubble", 4, 1, 8, Times((1.0,) * 4, (2.0,) * 4, free, free, undivided=True)
+    )
+    assert sum(whole.busy) == pytest.approx(sum(divided.busy) * 5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)]
+)
+def test_a_long_step_is_continued_in_a_line(schedule, virtual):
+    stages = 32 * virtual
+    times = Times(
+        tuple(1.0 + 0.3 * (s % 3) for s in range(stages)),
+        (2.0,) * stages,
+        (0.05,) * stages,
+        (0.05,) * stages,
+    )
+    short = run_step(schedule, 32, virtual, 1024, times)
+    exact = run_step(schedule, 32, virtual, 1024, times, exact=True)
+    assert short.extrapolated and not exact.extrapolated
+    assert short.seconds == pytest.approx(exact.seconds, rel=1e-3)
+    assert short.busy == pytest.approx(exact.busy) and short.in_flight == exact.in_flight
+
+
+def test_lists_that_wait_for_each_other_are_refused():
+    lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    with pytest.raises(ArgumentError, match=r"worker 0 waits at B of micro-batch 0 on stage 0"):
+        simulate(lists, Times((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)))
+
+
+def test_the_picture_is_readable_without_colour_and_valid():
+    times = Times((0.01,) * 4, (0.02,) * 4, (0.0,) * 4, (0.0,) * 4)
+    timeline = run_step("zbv", 2, 2, 4, times, keep_events=True)
+    shown = terminal(timeline, 80).plain.splitlines()
+    assert shown[0].startswith("worker 0  00") and all(len(line) <= 80 for line in shown[:3])
+    assert "A" in shown[0] and "a" in shown[0]
+    import xml.etree.ElementTree as tree
+
+    root = tree.fromstring(svg(timeline, 'a <b> & "c"'))
+    boxes = [e for e in root.iter() if e.tag.endswith("rect")]
+    assert len(boxes) >= len(timeline.events)
+    with pytest.raises(ArgumentError, match="keep_events"):
+        terminal(run_step("1f1b", 2, 1, 2, Times((1.0,) * 2, (1.0,) * 2, (0.0,) * 2, (0.0,) * 2)))
+
+
+# -- links -----------------------------------------------------------------------------
+
+
+def test_fits_are_scaled_by_the_ring():
+    fit = Fit(1e-4, 1e9, 2)
+    ring = scaled(fit, "all_reduce", 8, "cpu")
+    assert ring.alpha == pytest.approx(7e-4) and ring.seconds_per_byte == pytest.approx(1.75e-9)
+    assert scaled(fit, "all_reduce", 8, "some GPU").alpha == pytest.approx(3e-4)
+    assert scaled(fit, "send", 8, "cpu")(1e9) == pytest.approx(1.0001)
+    assert scaled(fit, "broadcast", 8, "cpu").alpha == pytest.approx(3e-4)
+    assert scaled(fit, "all_reduce", 1, "cpu")(1e9) == 0.0 and ring(0) == 0.0
+
+
+def test_groups_stand_where_the_layout_puts_them():
+    cluster = machines(nodes=4, per_node=8)
+    at = groups(Layout(pipeline=2, replicas=8, tensor=2), cluster)
+    assert at["tensor"].sentence() == "2 inside a node"
+    assert at["replicas"] == Group(8, "cluster", 4, 2) and at["stages"].scope == "cluster"
+    at = groups(Layout(replicas=32), cluster, shard_within=8)
+    assert at["shard"].scope == "node" and at["copies"] == Group(4, "cluster", 1, 8)
+    at = groups(Layout(pipeline=2, replicas=4), cluster)
+    assert at["stages"].scope == "node" and at["replicas"].scope == "node"
+    # Groups that cross nodes side by side share the link.
+    alone = collective(cluster, "all_reduce", Group(4, "cluster", 1, 1))
+    shared = collective(cluster, "all_reduce", Group(4, "cluster", 1, 8))
+    assert shared.seconds_per_byte == pytest.approx(8 * alone.seconds_per_byte)
+    assert collective(Cluster(), "all_reduce", Group(4, "node", 4, 1))(1e9) == 0.0
+
+
+# -- prediction ------------------------------------------------------------------------
+
+
+def memory(plan, costs, cluster=None):
+    found = predict(plan, costs, cluster or wires(memory_bytes=1e9, base_bytes=7.0))
+    return {k: round(v) for k, v in found.memory.items() if v}
+
+
+def test_memory_by_hand():
+    """Three units of 100 bytes of parameters, 10 bytes a sample saved; Adam; 8 samples; by hand
+    from the table in the docstring.
+    """
+    units = tuple(unit(f"u{i}", 1, 2, 100, 10, buffer_bytes=1) for i in range(3))
+    costs = Costs(units, 8, optimizer="AdamW")
+    # One device, at the end of the forward pass: the first gradient meets all activations (240 +
+    # 100), not the last (80 + 300).
+    assert memory(Plan(1, 8), costs) == {
+        "parameters": 300,
+        "optimizer": 600,
+        "activations": 80,
+        "gradients": 300,
+        "buffers": 3,
+        "base": 7,
+    }
+    big = Costs(tuple(unit(f"u{i}", 1, 2, 100, 100) for i in range(3)), 8, optimizer="AdamW")
+    assert (
+        memory(Plan(1, 8), big)["activations"] == 2400
+        and memory(Plan(1, 8), big)["gradients"] == 100
+    )
+    # Accumulation keeps all gradients and a part of the activations.
+    assert (
+        memory(Plan(1, 8, micro_batch=2), big)["activations"] == 600
+        and memory(Plan(1, 8, micro_batch=2), big)["gradients"] == 300
+    )
+    # Two replicas: half of the samples, all gradients all the time.
+    two = memory(Plan(2, 8), big)
+    assert (two["parameters"], two["gradients"], two["optimizer"], two["activations"]) == (
+        300,
+        300,
+        600,
+        1200,
+    )
+    one = memory(Plan(2, 8, shard="optimizer"), big)
+    assert (one["parameters"], one["gradients"], one["optimizer"]) == (300, 300, 300)
+    # Sharded: fullest when the first block's backward pass ends, with its gradients before they are
+    # reduced; none is divided yet.
+    gradients = memory(
+        Plan(2, 8, shard="gradients"), big
+    )  # its part of the parameters, and the whole
+    assert (gradients["parameters"], gradients["optimizer"], gradients["communication"]) == (
+        450,
+        300,
+        100,
+    )
+    assert gradients.get("gradients", 0) == 0
+    full = memory(
+        Plan(2, 8, shard="parameters"), big
+    )  # its part, and the block at work; the next one, and what is reduced
+    assert (full["parameters"], full["optimizer"], full["communication"]) == (250, 300, 200)
+    within = memory(Plan(4, 8, shard="parameters", shard_within=2), big)
+    assert (within["parameters"], within["optimizer"], within["activations"]) == (250, 300, 600)
+    # A pipeline of three, 8 micro-batches of one sample: the first worker holds three of them.
+    pipe = memory(Plan(3, 8, pipeline=3, micro_batch=1), big)
+    assert (pipe["parameters"], pipe["gradients"], pipe["optimizer"], pipe["activations"]) == (
+        100,
+        100,
+        200,
+        300,
+    )
+    assert (
+        memory(Plan(3, 8, pipeline=3, micro_batch=1, schedule="gpipe"), big)["activations"] == 800
+    )
+
+
+def test_messages_that_a_pipeline_keeps_count():
+    units = tuple(
+        unit(f"u{i}", 1, 2, 100, 0, crossing_bytes=Line(0, 6), crossing_grad_bytes=Line(0, 4))
+        for i in range(2)
+    )
+    costs = Costs(units, 8)
+    # Worker 0 keeps 8 sends of 6, and waits for one gradient of 4; worker 1 keeps 8 sends of 4 and
+    # one input of 6.
+    assert memory(Plan(2, 8, pipeline=2, micro_batch=1), costs)["communication"] == 8 * 6 + 4
+
+
+def test_step_time_by_hand():
+    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
+    alone = predict(Plan(1, 8), costs, Cluster())
+    assert alone.raw_step_seconds == pytest.approx(
+        4 * 3 * 8 + 1
+    ) and alone.efficiency == pytest.approx(1.0)
+    # Two replicas: 4 samples each; four buckets of a GB, a second each, all but the last one hide;
+    # a backward pass takes 8 s a unit.
+    two = predict(Plan(2, 8), costs, wires(beta=1e9))
+    assert two.terms["compute"] == pytest.approx(48) and two.terms["exchange"] == pytest.approx(1.0)
+    assert two.hidden_seconds == pytest.approx(3.0) and two.raw_step_seconds == pytest.approx(50)
+    assert two.exchanged_bytes == pytest.approx(4e9) and two.speedup == pytest.approx(97 / 50)
+    shown = predict(Plan(2, 8), costs, wires(beta=1e9, bucket_overlap=0.0))
+    assert shown.terms["exchange"] == pytest.approx(4.0)
+    # ZeRO-3 where nothing overlaps: gathered twice, scattered once, 4 s each.
+    full = predict(Plan(2, 8, shard="parameters"), costs, wires(beta=1e9))
+    assert full.terms["gather"] == pytest.approx(8.0) and full.terms["exchange"] == pytest.approx(
+        4.0
+    )
+    assert full.terms["optimizer"] == pytest.approx(0.5) and full.exchanged_bytes == pytest.approx(
+        6e9
+    )
+    half = predict(Plan(2, 8, shard="gradients"), costs, wires(beta=1e9))
+    assert half.terms["gather"] == pytest.approx(4.0) and half.terms["exchange"] == pytest.approx(
+        4.0
+    )
+    hidden = predict(Plan(2, 8, shard="parameters"), costs, wires(beta=1e9, overlap=1.0))
+    assert hidden.terms["gather"] + hidden.terms["exchange"] == pytest.approx(
+        2.0
+    )  # the first gather and the last scatter
+    # Two micro-batches gather and scatter twice; DDP exchanges in the last one only.
+    twice = predict(Plan(2, 8, shard="parameters", micro_batch=2), costs, wires(beta=1e9))
+    assert twice.terms["gather"] == pytest.approx(16.0) and twice.terms[
+        "exchange"
+    ] == pytest.approx(8.0)
+    assert predict(Plan(2, 8, micro_batch=2), costs, wires(beta=1e9)).terms[
+        "exchange"
+    ] == pytest.approx(1.0)
+    # Each of two workers broadcasts its half.
+    first = predict(Plan(2, 8, shard="optimizer"), costs, wires(beta=1e9))
+    assert first.terms["gather"] == pytest.approx(4.0) and first.terms[
+        "optimizer"
+    ] == pytest.approx(0.5)
+
+
+def test_gradients_are_sent_in_the_buckets_that_torch_makes():
+    """torch says which gradients fill a bucket together; each bucket's all-reduce begins when its
+    last gradient is there.
+    """
+    import torch
+    import torch.distributed as dist
+
+    drawn = random.Random(3)
+    several = 0
+    for _ in range(20):
+        sizes = [
+            [4 * drawn.choice((64, 40_000, 300_000, 9_000_000)) for _ in range(drawn.randrange(6))]
+            for _ in range(8)
+        ]
+        backward, rate = [1e-3 * drawn.random() for _ in sizes], drawn.choice((1e9, 1e11))
+        units = tuple(
+            unit(f"u{i}", 1e-4, seconds, sum(each), tensors=len(each), tensor_bytes=tuple(each))
+            for i, (each, seconds) in enumerate(zip(sizes, backward, strict=True))
+        )
+        found = predict(
+            Plan(2, 2),
+            Costs(units, 2),
+            wires(alpha=1e-4, beta=rate, bucket_overlap=1.0, devices_per_node=2),
+        )
+        ready, now = [], 0.0
+        for each, seconds in zip(reversed(sizes), reversed(backward), strict=True):
+            ready += [
+                (size, now + seconds * (i + 1) / len(each)) for i, size in enumerate(reversed(each))
+            ]
+            now += seconds
+        tensors = [torch.empty(size // 4, device="meta") for size, _ in ready]
+        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [1 << 20, 25 << 20])
+        several += len(buckets) > 1
+        free = 0.0
+        for bucket in buckets:
+            free = (
+                max(free, *(ready[i][1] for i in bucket))
+                + 1e-4
+                + sum(ready[i][0] for i in bucket) / rate
+            )
+        assert found.terms["exchange"] == pytest.approx(free - now)
+    assert several > 10
+
+
+def test_what_the_runtime_adds_by_hand():
+    plain = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
+    units = tuple(dataclasses.replace(u, tensors=2) for u in plain.units)
+    costs = dataclasses.replace(
+        plain, units=units, optimizer_fixed_seconds=0.2, lockstep=1.25, action_seconds=0.01
+    )
+    added = {
+        "gather": Added(0.1, 0.01, 1e-10),
+        "reduce": Added(0.2, 0.02, 2e-10),
+        "bucket": Added(call=0.5),
+        "update": Added(1.0, 0.1, 0.0),
+        "action": Added(call=0.02),
+    }
+    cluster = wires(beta=1e9, added=added, bucket_overlap=0.0)
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    full = predict(Plan(2, 8, shard="parameters"), costs, cluster)
+    assert full.terms["gather"] == pytest.approx(8 + 2 * 4 * (0.1 + 0.02 + 0.1))
+    # Each layer waits for the slower worker's; the optimizer goes through as many tensors as on one
+    # worker.
+    assert full.terms["exchange"] == pytest.approx(
+        4 + 4 * (0.2 + 0.04 + 0.2) + 0.25 * full.terms["compute"]
+    )
+    assert full.terms["optimizer"] == pytest.approx(0.2 + 0.4)
+    first = predict(Plan(2, 8, shard="optimizer"), costs, cluster)
+    assert first.terms["gather"] == pytest.approx(4 + 1.0 + 8 * 0.1) and first.terms[
+        "optimizer"
+    ] == pytest.approx(0.5)
+    buckets = (
+        predict(Plan(2, 8), costs, cluster).terms["exchange"]
+        - predict(Plan(2, 8), costs, wires(beta=1e9, bucket_overlap=0.0)).terms["exchange"]
+    )
+    assert buckets / 0.5 == pytest.approx(round(buckets / 0.5)) and buckets > 0  # so much a bucket
+    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, cluster).terms[
+        "overhead"
+    ] == pytest.approx(16 * 0.03)
+    # Clipping: of what a worker holds, but ZeRO-1 clips before it divides.
+    clips = dataclasses.replace(costs, clip_seconds=0.5, clip_fixed_seconds=0.1)
+    for spec, more in (
+        ({}, 0.5),
+        ({"shard": "optimizer"}, 0.5),
+        ({"shard": "parameters"}, 0.3),
+        ({"pipeline": 2, "micro_batch": 4}, 0.25),
+    ):
+        plan = Plan(2, 8, **spec)
+        assert predict(plan, clips, cluster).terms["optimizer"] - predict(
+            plan, costs, cluster
+        ).terms["optimizer"] == pytest.approx(more)
+    # Tensor-parallel workers wait for each other too.
+    blocks = dataclasses.replace(
+        costs,
+        units=tuple(
+            dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=Line(1e3)) for u in costs.units
+        ),
+    )
+    waits, even_paced = (
+        predict(Plan(2, 8, tensor=2), c, cluster).terms
+        for c in (blocks, dataclasses.replace(blocks, lockstep=1.0))
+    )
+    assert waits["tensor"] - even_paced["tensor"] == pytest.approx(0.25 * waits["compute"])
+    dear = wires(beta=1e9, added={**added, "tensor": Added(call=0.05)}, bucket_overlap=0.0)
+    more = predict(Plan(2, 8, tensor=2), blocks, dear).terms["tensor"] - waits["tensor"]
+    assert more == pytest.approx(2 * 4 * 0.05)  # forward and backward of four blocks
+    # It was measured while others slept: where layers take longer as all work, so does this.
+    crowded = dataclasses.replace(costs, contention=1.5)
+    assert predict(Plan(2, 8, shard="parameters"), crowded, cluster).terms[
+        "gather"
+    ] == pytest.approx(8 + 2 * 4 * 0.22 * 1.5)
+    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), crowded, cluster).terms[
+        "overhead"
+    ] == pytest.approx(16 * (0.01 + 0.02 * 1.5))
+
+
+def test_within_the_doubt_of_a_disturbed_measurement_the_simpler_plan_wins():
+    costs = even(8, batch=64, parameters=10**8)
+
+    def best(seconds, noise):
+        """The winner where a whole copy of the gradients takes so long on the wire."""
+        return search(
+            costs,
+            wires(beta=32e8 / seconds, bucket_overlap=0.0, noise=noise),
+            2,
+            brief=True,
+            simulate=4,
+        )
+
+    def faster(seconds):
+        found = best(seconds, 0.0).families
+        return 1 - found["pipeline"].step_seconds / found["replicate"].step_seconds
+
+    def where(wanted):
+        low, high = 1e-3, 1e3
+        for _ in range(25):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if faster(middle) < wanted else (low, middle)
+        return high
+
+    little, much = where(0.03), where(0.08)
+    assert best(little, 0.0).best.plan.family == "pipeline"
+    disturbed = best(little, 0.2)
+    assert disturbed.best.plan.family == "replicate"
+    assert "is as fast within" in explain(disturbed, costs, wires(), with_flips=False).runner_up
+    assert best(much, 0.2).best.plan.family == "pipeline"
+    # Also where only one thing is not simple about it.
+    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
+    for faster_by, noise, wins in (
+        (0.03, 0.0, True),
+        (0.03, 0.04, False),
+        (0.06, 0.04, True),
+        (0.06, 0.3, True),
+        (0.04, 0.3, False),
+    ):
+        other = dataclasses.replace(
+            simple,
+            plan=dataclasses.replace(simple.plan, shard="optimizer"),
+            raw_step_seconds=simple.raw_step_seconds * (1 - faster_by),
+        )
+        assert (rank_key(other, "speed", noise) < rank_key(simple, "speed", noise)) == wins
+
+
+def test_gradients_of_further_micro_batches_are_added_to_those_that_are_there():
+    plain = even(4, batch=8, parameters=10**9)
+    costs = dataclasses.replace(plain, accumulate_seconds=0.8)
+
+    def more(plan: Plan) -> float:
+        one, other = (
+            predict(plan, c, wires(action_seconds=0.0)).raw_step_seconds for c in (costs, plain)
+        )
+        return one - other
+
+    assert more(Plan(2, 8)) == 0
+    assert more(Plan(2, 8, micro_batch=1)) == pytest.approx(3 * 0.8)
+    assert more(Plan(2, 8, shard="parameters", micro_batch=1)) == pytest.approx(
+        3 * 0.4
+    )  # of what is kept, a half
+    # A worker of four has a quarter of them; 7 of 8 micro-batches add, and the first and the last
+    # three wait for it too.
+    assert more(Plan(4, 8, pipeline=4, micro_batch=1)) == pytest.approx((8 + 3) * 0.2 * 7 / 8)
+
+
+def test_workers_that_share_cores_are_faster_while_others_wait():
+    two = Times((1.5,) * 2, (3.0,) * 2, (0.0,) * 2, (0.0,) * 2)
+    # One micro-batch: never do both work, so that each pass takes what it does alone.
+    assert run_step("gpipe", 2, 1, 1, two, contention=1.5).seconds == pytest.approx(
+        (1.5 + 3.0) * 2 / 1.5
+    )
+    # Two copies of it: the other copy works beside each pass, one of three others.
+    both = run_step("gpipe", 2, 1, 1, two, contention=1.5, copies=2).seconds
+    assert both == pytest.approx(2 * 4.5 / 1.5 * (1 + 0.5 / 3))
+    # Of nine slots of a forward and a backward pass, in the first and the last one worker waits.
+    many = run_step("1f1b", 2, 1, 8, two, contention=1.5)
+    assert many.seconds == pytest.approx(7 * 4.5 + 2 * 4.5 / 1.5, rel=0.03)
+    assert run_step("1f1b", 2, 1, 8, two).seconds == pytest.approx(9 * 4.5)
+    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), contention=2.0)
+    alone = predict(Plan(4, 8, pipeline=4, micro_batch=8), costs, wires(action_seconds=0.0))
+    assert alone.raw_step_seconds == pytest.approx(
+        0.5
+        * predict(
+            Plan(4, 8, pipeline=4, micro_batch=8),
+            even(4, batch=8, parameters=10**9),
+            wires(action_seconds=0.0),
+        ).raw_step_seconds
+    )
+
+
+def test_a_pipeline_by_hand():
+    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
+    pipe = predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, wires(action_seconds=0.0))
+    assert pipe.raw_step_seconds == pytest.approx(
+        3 * (8 + 3) + 0.25
+    ) and pipe.bubble == pytest.approx(3 / 11)
+    assert pipe.terms["bubble"] == pytest.approx(9.0) and pipe.terms["compute"] == pytest.approx(
+        24.0
+    )
+    assert [s.in_flight for s in pipe.stages] == [4, 3, 2, 1] and pipe.split_at == (
+        "u1",
+        "u2",
+        "u3",
+    )
+    both = predict(Plan(4, 8, pipeline=2, micro_batch=1), costs, wires(action_seconds=0.0))
+    assert both.terms["exchange"] == pytest.approx(
+        2.0
+    )  # two units' gradients over two replicas, after the pipeline
+    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, wires(action_seconds=0.01)).terms[
+        "overhead"
+    ] == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "replicate",
+        "zero1",
+        "zero2",
+        "zero3,recompute=full",
+        "pipeline=4",
+        "tensor=2,shard=gradients",
+        "pipeline=2,virtual=2,schedule=interleaved,shard=parameters",
+    ],
+)
+def test_the_terms_sum_to_the_step_and_the_kinds_to_the_memory(spec):
+    plan = dataclasses.replace(Plan.parse(spec), workers=16, batch_size=512)
+    found = predict(plan, transformer(), machines())
+    assert set(found.terms) == set(TERMS) and set(found.memory) == set(KINDS)
+    assert sum(found.terms.values()) == pytest.approx(found.raw_step_seconds)
+    assert all(v >= 0 for v in (*found.terms.values(), *found.memory.values()))
+    assert found.placement and found.verdict in ("fits", "risky", "does not fit")
+    assert json.loads(json.dumps(found.to_dict()))["plan"]["workers"] == 16
+    quick = Predictor(transformer(), machines())(plan, quick=True)
+    assert quick.raw_step_seconds == pytest.approx(found.raw_step_seconds, rel=0.25)
+    assert quick.memory_bytes == pytest.approx(found.memory_bytes, rel=0.25)
+
+
+def test_verdicts_follow_the_memory():
+    costs = even(2, parameters=1000)
+    need = predict(Plan(1, 64), costs, Cluster()).memory_bytes
+    for share, verdict in ((0.79, "fits"), (0.81, "risky"), (0.96, "does not fit")):
+        assert predict(Plan(1, 64), costs, Cluster(memory_bytes=need / share)).verdict == verdict
+    assert predict(Plan(1, 64), costs, Cluster()).verdict == "unknown"
+
+
+def test_a_correction_is_applied_and_the_raw_figure_kept():
+    found = predict(Plan(2, 64), even(2), wires(corrections={"replicate": 1.2}))
+    assert found.correction == 1.2 and found.step_seconds == pytest.approx(
+        1.2 * found.raw_step_seconds
+    )
+    # A disturbed run of one family does not make another, which has not run, the winner.
+    others = [
+        search(even(4), wires(corrections=c), 2, simulate=8).best.plan.spec
+        for c in ({}, {"replicate": 5.0}, {"pipeline": 5.0})
+    ]
+    assert len(set(others)) == 1
+
+
+def test_plans_that_cannot_be_predicted_are_refused():
+    costs = even(4)
+    for plan, match in (
+        (Plan(6, 64, pipeline=4), "do not divide"),
+        (Plan(8, 64, pipeline=8), "cut into 4 at most"),
+        (Plan(4, 64, pipeline=4, schedule="zbv"), "virtual=2"),
+        (Plan(4, 64, shard="parameters", shard_within=3), "shard_within=3"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            predict(plan, costs, Cluster())
+
+
+def test_a_device_that_is_not_at_hand_is_estimated_and_said_to_be():
+    assert (
+        device_named("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+        and device_named("NVIDIA H100 80GB HBM3").name == "H100-80GB"
+    )
+    with pytest.raises(ArgumentError, match="is not known"):
+        device_named("abacus")
+    costs = Costs((unit("a", 1.0, 2.0, 10, flops=1e12),), 8, measured_samples=(2,))
+    cluster = cluster_of("H100", 2, costs=costs)
+    # A second each of two samples, against 2e12 operations at 60 % of 989e12 and 20 µs.
+    assert (
+        cluster.speed == pytest.approx(2.0 / (2e12 / (0.6 * 989e12) + 20e-6))
+        and cluster.speed_is_estimate
+    )
+    notes = " ".join(predict(Plan(16, 64), costs, cluster).notes)
+    assert "an estimate" in notes and "data sheet" in notes
+    with pytest.raises(ArgumentError, match="operations are not known"):
+        speed_of(device_named("H100"), Costs((unit("a"),), 8))
+    assert cluster.links["all_reduce"]["node"].beta == pytest.approx(0.8 * 450e9 / (2 * 7 / 8))
+
+
+# -- the search ------------------------------------------------------------------------
+
+
+def test_the_search_offers_only_what_is_carried_out():
+    dice = random.Random(5)
+    for _ in range(12):
+        costs = transformer(layers=dice.choice([2, 5, 12]), batch=dice.choice([3, 16, 96]))
+        cluster = machines(nodes=dice.choice([1, 4]), memory=dice.choice([4e9, 80e9]))
+        if dice.random() < 0.3:
+            cluster = dataclasses.replace(cluster, device="cpu")
+        workers = dice.choice([1, 2, 3, 6, 8, 12])
+        try:
+            found = search(costs, cluster, workers, simulate=12)
+        except ArgumentError:
+            assert workers > costs.batch_size
+            continue
+        for made in found.plans:
+            assert unsupported(made.plan, costs, cluster) is None
+            assert made.plan.batch_size == costs.batch_size and made.plan.workers == workers
+            assert made.plan.replicas <= costs.batch_size
+            assert made.micro_batches * made.micro_samples >= math.ceil(
+                costs.batch_size / made.plan.replicas
+            )
+            assert cluster.device != "cpu" or made.plan.offload == "none"
+            assert made.plan.pipeline == 1 or made.plan.virtual == 2 or made.plan.schedule != "zbv"
+        order = ["fits", "risky", "does not fit"]
+        ranks = [order.index(p.verdict) for p in found.plans]
+        assert ranks == sorted(ranks)
+
+
+def test_what_is_not_carried_out_is_named():
+    costs, cluster = transformer(), machines()
+    for plan, match in (
+        (Plan(16, 512, pipeline=2, tensor=2), "not carried out together"),
+        (Plan(1, 512, shard="parameters"), "two replicas"),
+        (Plan(1024, 512), "less than one sample"),
+        (Plan(8, 512, tensor=3, shard="gradients"), "do not divide"),
+        (Plan(6, 512, tensor=3), "attention heads"),
+        (
+            Plan(8, 512, pipeline=8, virtual=2, schedule="zbv", shard_within=2, shard="parameters"),
+            "two replicas",
+        ),
+        (Plan(8, 512, virtual=2), "needs a pipeline"),
+        (Plan(8, 512, pipeline=2, offload="optimizer"), "offload"),
+        (Plan(8, 512, tensor=2, shard="optimizer"), "tensor goes with"),
+        (Plan(8, 512, pipeline=8, schedule="zero-bubble", recompute="full"), "stays until then"),
+    ):
+        assert match in (unsupported(plan, costs, cluster) or "")
+    plain = dataclasses.replace(
+        costs, units=tuple(dataclasses.replace(u, tensor=0.0) for u in costs.units)
+    )
+    assert "recognised" in unsupported(Plan(8, 512, tensor=2), plain, cluster)
+    assert not any(
+        p.tensor > 1 for ladder in candidates(Plan(8, 512), plain, cluster) for p in ladder
+    )
+
+
+def test_small_models_are_replicated_and_big_ones_are_not():
+    small = search(transformer(layers=2, hidden=256, sequence=128, batch=256), machines(nodes=1), 8)
+    assert (
+        small.best.plan.shard in ("none", "gradients")
+        and small.best.plan.pipeline == small.best.plan.tensor == 1
+    )
+    big = search(transformer(layers=48, hidden=8192, batch=64), machines(nodes=8), 64)
+    assert big.best.verdict == "fits" and big.best.plan.family != "replicate"
+    assert big.families["replicate"].verdict == "does not fit"
+    assert {"shard", "pipeline × shard", "tensor × shard"} <= set(big.families)
+    assert big.left_out["memory"] > 0
+
+
+def test_a_slow_network_prefers_a_pipeline_and_a_fast_one_replicas():
+    costs = dataclasses.replace(
+        even(16, batch=64, parameters=10**8, crossing_bytes=Line(0, 1e3)), optimizer_seconds=0.0
+    )
+    costs = dataclasses.replace(
+        costs,
+        units=tuple(
+            dataclasses.replace(u, forward_seconds=Line(0, 0.01), backward_seconds=Line(0, 0.02))
+            for u in costs.units
+        ),
+    )
+    slow = search(costs, wires(beta=5e7, devices_per_node=4, action_seconds=0.0), 4)
+    fast = search(costs, wires(beta=1e12, devices_per_node=4, action_seconds=0.0), 4)
+    assert slow.best.plan.pipeline == 4 and fast.best.plan.family == "replicate"
+
+
+def test_least_memory_can_be_asked_for():
+    costs, cluster = transformer(layers=8), machines(nodes=1)
+    speed, least = search(costs, cluster, 8), search(costs, cluster, 8, optimize="memory")
+    assert least.best.memory_bytes < speed.best.memory_bytes
+
+
+def test_more_workers_than_samples_are_refused():
+    costs = Costs((unit("a"),), 4)
+    with pytest.raises(ArgumentError, match="use fewer workers or a larger batch"):
+        search(costs, wires(), 8)
+    for bad in (0, -1, True, 2.0):
+        with pytest.raises(ArgumentError, match="workers="):
+            search(costs, wires(), bad)
+
+
+def test_four_thousand_devices_are_searched():
+    costs, cluster = (
+        transformer(layers=96, batch=16_384, hidden=4096, heads=32),
+        machines(nodes=512),
+    )
+    found = search(costs, cluster, 4096, simulate=20)
+    assert found.considered > 1000 and found.simulated <= 60
+    assert found.best.verdict == "fits"
+    assert len(found.families) >= 5
+    pruned = search(costs, cluster, 4096, simulate=0, brief=True, prune=True)
+    assert (
+        pruned.best.plan.family
+        == search(costs, cluster, 4096, simulate=0, brief=True).best.plan.family
+    )
+
+
+# -- the explanation -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planted", "holds", "at"), [(1.3, 1.0, 2.0), (7.7, 4.0, 8.0), (60.0, 32.0, 64.0)]
+)
+def test_a_planted_flip_is_found_upwards(planted, holds, at):
+    flip = find_flip(
+        "link speed", 1.0, lambda v: ("shard", "zero3") if v >= planted else ("replicate", ""), "up"
+    )
+    assert (flip.to, flip.spec, flip.holds, flip.at) == ("shard", "zero3", holds, at)
+    assert (
+        flip.sentence()
+        == f"link speed: flips to shard between × {holds:.0f} and × {at:.0f} (now × 1)"
+    )
+
+
+def test_a_planted_flip_is_found_downwards_in_whole_numbers_or_not_at_all():
+    asked = []
+    flip = find_flip(
+        "global batch", 50.0, lambda v: ("pipeline", "") if v < 8 else ("replicate", ""), "down"
+    )
+    assert flip.at == 6.0 and flip.holds == 12.0
+    never = find_flip(
+        "global batch",
+        50.0,
+        lambda v: (asked.append(v) or "replicate", ""),
+        "down",
+        now=("replicate", ""),
+    )
+    assert (
+        never.at is None
+        and never.sentence() == "global batch: no flip down to 1 sample"
+        and asked == [25.0, 12.0, 6.0, 3.0, 2.0, 1.0]
+    )
+    few = find_flip(
+        "workers", 8.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up", doublings=1
+    )
+    assert few.at is None and few.sentence() == "workers: no flip up to 16 devices"
+    doubled = find_flip(
+        "workers", 6.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up"
+    )
+    assert doubled.sentence() == "workers: flips to shard between 12 and 24 devices (now 6)"
+    gone = find_flip(
+        "memory", 8.0 * GIB, lambda v: ("", "") if v < 3 * GIB else ("replicate", ""), "down"
+    )
+    assert gone.sentence() == "memory: flips to no plan at all between 2 GiB and 4 GiB (now 8 GiB)"
+
+
+def test_the_flip_in_memory_is_where_replicas_stop_fitting():
+    """Free links: replicas win until they pass 80 % of the memory. Activations are nothing, so that
+    smaller micro-batches do not help.
+    """
+    costs = even(4, batch=64, parameters=10**6)
+    need = predict(Plan(4, 64), costs, Cluster()).memory_bytes
+    cluster = wires(beta=1e15, memory_bytes=4 * need, devices_per_node=4, action_seconds=0.0)
+    found = search(costs, cluster, 4)
+    assert found.best.plan.family == "replicate"
+    flip = next(
+        f
+        for f in explain(found, costs, cluster).flips
+        if f.variable == "memory" and f.direction == "down"
+    )
+    assert flip.at < need / 0.8 <= flip.holds == 2 * flip.at and flip.to != "replicate"
+
+
+def test_the_flip_in_the_batch_is_where_workers_get_no_sample():
+    costs = even(8, batch=64, parameters=10**6)
+    cluster = wires(beta=1e15, devices_per_node=8, action_seconds=0.0)
+    found = search(costs, cluster, 8)
+    flip = next(
+        f
+        for f in explain(found, costs, cluster).flips
+        if f.variable == "global batch" and f.direction == "down"
+    )
+    assert (flip.holds, flip.at) == (8.0, 4.0) and flip.to == "pipeline × replicate"
+
+
+def test_flips_are_what_a_whole_search_gives_there():
+    """Costs a step and a pass that do not grow with the batch: at a large batch, replicas win,
+    which no factor of today's times tells.
+    """
+    units = tuple(
+        unit(
+            f"u{i}",
+            2e-5,
+            4e-5,
+            parameters=5 * 10**5,
+            crossing_bytes=Line(0, 1e3),
+            crossing_grad_bytes=Line(0, 1e3),
+        )
+        for i in range(8)
+    )
+    costs = Costs(units, 32, optimizer="AdamW", action_seconds=1e-4)
+    cluster = wires(
+        alpha=1e-4, beta=1e9, devices_per_node=2, action_seconds=1e-4, bucket_overlap=0.0
+    )
+    found = search(costs, cluster, 2)
+    every = explain(found, costs, cluster).flips
+    assert every == flips(found, costs, cluster)
+    told = {(f.variable, f.direction): f for f in every}
+
+    def family(batch):
+        return search(dataclasses.replace(costs, batch_size=batch), cluster, 2).best.plan.family
+
+    assert any(f.at is not None for (name, _), f in told.items() if name == "global batch")
+    for direction in ("down", "up"):
+        flip = told["global batch", direction]
+        assert flip.at is None or family(round(flip.at)) == flip.to != found.best.plan.family
+        assert family(round(flip.holds)) == found.best.plan.family
+        assert flip.limit == (1.0 if direction == "down" else 2048.0)
+
+
+def test_there_is_no_flip_beyond_as_many_workers_as_are_looked_at():
+    costs = even(4, batch=8192)
+    told = flips(
+        search(costs, wires(devices_per_node=8, nodes=512), 4096, simulate=1, brief=True),
+        costs,
+        wires(),
+    )
+    assert [f.direction for f in told if f.variable == "workers"] == ["down"]
+
+
+def test_a_large_search_is_asked_about_few_values(monkeypatch):
+    monkeypatch.setattr("ronde.predict.answer._LOOKED_AT", 0)
+    costs, cluster = (
+        even(8, batch=64, parameters=10**6),
+        wires(devices_per_node=2, memory_bytes=80e9),
+    )
+    told = flips(search(costs, cluster, 2), costs, cluster)
+    assert len(told) == 8 and {f.limit / f.now for f in told} == {0.5, 2.0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pruned_search_has_the_same_winner(seed):
+    draw = random.Random(seed)
+    for _ in range(6):
+        units = tuple(
+            unit(
+                f"u{i}",
+                10 ** draw.uniform(-5, -2),
+                10 ** draw.uniform(-5, -2),
+                int(10 ** draw.uniform(3, 8)),
+                10 ** draw.uniform(3, 7),
+                crossing_bytes=Line(0, 1e5),
+                crossing_grad_bytes=Line(0, 1e5),
+            )
+            for i in range(draw.choice([3, 6, 12]))
+        )
+        costs = Costs(
+            units,
+            draw.choice([8, 64, 256]),
+            noise=draw.choice([0.0, 0.1]),
+            optimizer_seconds=10 ** draw.uniform(-4, -1),
+        )
+        memory = draw.choice([0.0, 10 ** draw.uniform(8, 9.5)])
+        cluster = wires(
+            10 ** draw.uniform(-6, -3),
+            10 ** draw.uniform(8, 11),
+            devices_per_node=4,
+            memory_bytes=memory,
+        )
+        workers = draw.choice([2, 4])
+        whole, pruned = (
+            search(costs, cluster, workers, prune=prune).best for prune in (False, True)
+        )
+        assert pruned.plan.family == whole.plan.family and pruned.step_seconds == pytest.approx(
+            whole.step_seconds
+        )
+
+
+def test_a_ladder_whose_smallest_micro_batch_is_too_slow_is_climbed_all_the_same():
+    """The largest does not fit, one sample each is slower than what is known already: the winner
+    lies between.
+    """
+    seen = []
+
+    def look(plan):
+        seen.append(plan.micro_batch)
+        return (
+            None
+            if plan.micro_batch == 1
+            else simple
+            if plan.micro_batch <= 16
+            else dataclasses.replace(simple, verdict="does not fit")
+        )
+
+    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
+    _climb([Plan(2, 128, micro_batch=m) for m in (64, 32, 16, 8, 4, 2, 1)], look, "speed")
+    assert 16 in seen
+
+
+def test_one_device_is_advised_where_several_are_slower():
+    costs = even(4, batch=8, forward=1e-4, backward=2e-4, parameters=10**8)
+    slow = wires(
+        beta=1e8, devices_per_node=2, memory_bytes=80e9, bucket_overlap=0.0, action_seconds=1.0
+    )
+    found = search(costs, slow, 2)
+    assert found.best.speedup < 0.9
+    told = explain(found, costs, slow, with_flips=False).sentence
+    assert (
+        told.startswith(
+            f"Use one device: 2 reach only {found.best.speedup:.2g}× of it, since of their step "
+        )
+        and "For 2: split " in told
+    )
+    assert "memory only" not in told
+    unknown = dataclasses.replace(slow, memory_bytes=0.0)
+    told = explain(search(costs, unknown, 2), costs, unknown, with_flips=False).sentence
+    assert (
+        told.startswith("Use one device, if its memory has room for ") and "memory only" not in told
+    )
+    # Where one has no room for it, several are worth it for the memory.
+    small = dataclasses.replace(
+        slow, memory_bytes=predict(Plan(1, 8), costs, slow).memory_bytes * 0.9, device="cpu"
+    )
+    found = search(costs, small, 2)
+    assert found.best.verdict == "fits" and found.best.speedup < 0.9
+    told = explain(found, costs, small, with_flips=False).sentence
+    assert told.startswith("Split") and told.endswith(
+        "(does not fit): 2 are worth it for the memory only."
+    )
+    assert f"One device alone would be {1 / found.best.speedup:.1f}× as fast, but needs" in told
+
+
+def test_longer_sequences_stretch_in_a_line():
+    costs = transformer(sequence=1024)
+    longer = stretched(costs, 2.0)
+    before, after = costs.units[1], longer.units[1]
+    assert (
+        after.forward_seconds.per_sample == 2 * before.forward_seconds.per_sample
+        and after.forward_seconds.fixed == before.forward_seconds.fixed
+    )
+    assert (
+        after.saved_bytes.per_sample == 2 * before.saved_bytes.per_sample
+        and after.parameter_bytes == before.parameter_bytes
+    )
+    assert longer.sequence == 2048
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "memory_bytes", "begins"),
+    [
+        (transformer(layers=2, hidden=256, sequence=128, batch=256), 8, 80e9, "Split the data"),
+        (transformer(layers=48, hidden=8192, batch=64), 64, 80e9, "Split"),
+        (transformer(layers=4, batch=8), 1, 80e9, "One device"),
+        (transformer(layers=48, hidden=8192, batch=64), 8, 4e9, "Nothing fits"),
+        (
+            even(8, batch=2, parameters=10**6),
+            4,
+            0.0,
+            "Split the model: 4 replicas would share 2 samples",
+        ),
+    ],
+)
+def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, begins):
+    cluster = dataclasses.replace(machines(nodes=max(1, workers // 8)), memory_bytes=memory_bytes)
+    found = search(costs, cluster, workers, simulate=20)
+    told = explain(found, costs, cluster, with_flips=False)
+    assert told.sentence.startswith(begins)
+    assert told.decided and told.runner_up
+    shown = text(told)
+    assert max(map(len, shown.splitlines())) <= 100 and "\x1b" not in shown
+    for name in found.families:
+        assert name in shown
+    values = json.loads(json.dumps(told.to_dict()))
+    assert (
+        values["sentence"] == told.sentence
+        and values["plans"][0]["spec"] == told.found.best.plan.spec
+    )
+
+
+# -- corrections -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_corrections_are_kept_per_cluster_and_family(state):
+    assert factors("here") == {}
+    assert record("here", "replicate", 1.0, 1.2) == pytest.approx(1.2)
+    record("here", "pipeline × shard", 2.0, 1.0)
+    record("there", "replicate", 1.0, 3.0)
+    assert factors("here") == {
+        "replicate": pytest.approx(1.2),
+        "pipeline × shard": pytest.approx(0.5),
+    }
+    for measured in (1.0, 1.1, 50.0, 1.1, 1.1):
+        record("here", "replicate", 1.0, measured)
+    assert factors("here")["replicate"] == pytest.approx(1.1)  # one disturbed run does not count
+    assert corrected(Cluster(name="here", corrections={"tensor": 2.0})).corrections == {
+        **factors("here"),
+        "tensor": 2.0,
+    }
+    for _ in range(40):
+        record("here", "replicate", 1.0, 1.0)
+    assert len(json.loads(corrections_file().read_text())["here"]["replicate"]) == 20
+    assert not list(state.glob(".corrections-*"))
+
+
+def test_a_damaged_file_of_corrections_is_set_aside(state):
+    record("here", "replicate", 1.0, 2.0)
+    for broken in ("{", "[1]", '{"here": {"replicate": [{"measured_seconds": 1}]}}'):
+        corrections_file().write_text(broken)
+        assert factors("here") == {}
+    assert record("here", "replicate", 1.0, 3.0) == 3.0 and factors("here") == {"replicate": 3.0}
+    assert (state / "corrections.damaged").exists()
+
+
+def test_corrections_from_many_at_once_are_all_kept(state):
+    threads = [
+        threading.Thread(target=record, args=("here", f"family {i}", 1.0, 2.0)) for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(factors("here")) == 12
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_are_none_are_not_kept(state, bad):
+    with pytest.raises(ArgumentError, match="above 0"):
+        record("here", "replicate", bad, 1.0)
+    assert not corrections_file().exists()
+
+
+def test_the_state_goes_where_it_was_asked_to(monkeypatch, tmp_path):
+    monkeypatch.delenv("RONDE_STATE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert corrections_file() == tmp_path / "ronde" / "corrections.json"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert corrections_file() == tmp_path / ".local" / "state" / "ronde" / "corrections.json"
+
+
+# -- imports ---------------------------------------------------------------------------
+
+
+def test_predicting_does_not_import_torch():
+    code = (
+        "import sys, ronde.plan; assert not {'numpy', 'rich', 'torch'} & set(sys.modules);"
+        "import ronde.predict.search, ronde.predict.answer, ronde.predict.schedule_picture, ronde.predict.corrections; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

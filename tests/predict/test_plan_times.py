@@ -1,0 +1,430 @@
+"""What a model costs in seconds: against known sleeps; nothing of the script is changed by
+measuring it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cost_models import MSE, Sleep, Tied, numbers, sgd, tokens_loss, words
+from ronde.measure.model_units import Link
+from ronde.measure.planner import gauge
+from ronde.measure.quiet_gate import Gate, NoisyMachine
+from ronde.measure.time_units import Subject, measure
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.predict.costs import Costs
+from ronde.run.losses import LossCall
+from ronde.world import ArgumentError
+
+# -- times -----------------------------------------------------------------------------
+
+
+def test_sleeping_layers_are_told_apart():
+    model = nn.Sequential(Sleep(0.02, 0.01), Sleep(0.005, 0.03), Sleep(0.01, 0.02))
+    costs = measure(
+        model,
+        sgd(model),
+        MSE,
+        numbers(8),
+        8,
+        samples=[2, 8],
+        seconds=0.3,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    forward = [u.forward_seconds.at(8) for u in costs.units[:3]]
+    back = [u.backward_seconds.at(8) for u in costs.units[:3]]
+    assert forward[0] >= 0.015 and forward[0] > forward[2] > forward[1]
+    assert back[1] >= 0.025 and back[1] > back[2] > back[0]
+    assert costs.measured_samples == (2, 8) and costs.threads == torch.get_num_threads()
+    assert costs.device.startswith("cpu") and costs.whole_factor > 0
+
+
+def test_what_is_computed_again_is_timed_with_its_blocks_computed_again():
+    # A block whose forward pass sleeps does so again in its backward pass, as its last layer keeps
+    # what the sleeping one returns.
+    model = nn.Sequential(
+        *(nn.Sequential(Sleep(0.01, 0.001), nn.Linear(8, 8)) for _ in range(3)), nn.Linear(8, 8)
+    )
+    own = [vars(m).get("forward") for m in model.modules()]
+    costs = measure(
+        model,
+        sgd(model),
+        MSE,
+        numbers(8),
+        8,
+        samples=[2, 8],
+        seconds=0.3,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    assert {u.block for u in costs.units if u.recomputed} == {"0", "1", "2"} and costs.again == (
+        "selective",
+        "full",
+    )
+    assert costs.again_seconds["full"].at(8) >= 0.025
+    assert [vars(m).get("forward") for m in model.modules()] == own
+    assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+
+
+class Shorter(nn.Module):
+    """Runs less when it is computed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.inner(x).sin().cos() if torch._C._current_graph_task_id() == -1 else x
+
+
+def test_a_block_that_cannot_be_computed_again_is_measured_without():
+    model = nn.Sequential(Shorter(), Shorter(), nn.Linear(8, 8))
+    costs = measure(
+        model,
+        sgd(model),
+        MSE,
+        numbers(8),
+        8,
+        samples=[2, 8],
+        seconds=0.3,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    assert (
+        costs.again == () and costs.again_seconds == {} and costs.units[0].forward_seconds.at(8) > 0
+    )
+    with contextlib.ExitStack() as stack:
+        chain = [Link(u.name, u.alike) for u in costs.units]
+        subject = Subject(
+            stack, model, sgd(model), MSE, chain, torch.device("cpu"), contextlib.nullcontext
+        )
+        assert subject.again(("full",), {4: numbers(8)(4)}, 0.1) == {}
+    assert (
+        len(subject.notes) == 1
+        and "recompute=full could not be timed (CheckpointError" in subject.notes[0]
+    )
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_what_tensor_parallelism_divides_is_timed_and_weighed():
+    torch.manual_seed(0)
+    # A block's columns and its row lie in different modules.
+    model = nn.Sequential(
+        nn.Linear(16, 256), nn.Sequential(nn.GELU(), nn.Linear(256, 16)), nn.LayerNorm(16)
+    )
+    before = copy.deepcopy(model.state_dict())
+    optimizer = sgd(model)
+    work = Work(model, optimizer, lambda b: MSE(model, b), numbers(16, out=16))
+    costs = gauge(work, Plan(workers=1, batch_size=64), MSE, None, True, lambda _: None)
+    by_name = {u.name: u for u in costs.units}
+    assert (
+        costs.tensor_measured
+        and by_name["0"].tensor == 1
+        and by_name["1.1"].tensor == 256 * 16 / (256 * 16 + 16)
+        and by_name["2"].tensor == 0
+    )
+    assert (
+        by_name["1.0"].tensor == 1
+        and by_name["2"].tensor_reduce_bytes.at(1) == 0
+        and by_name["1.1"].tensor_reduce_bytes.at(1) == 16 * 4
+    )
+    # GELU keeps the hidden features, of which a worker has half.
+    assert by_name["0"].saved_bytes.at(64) + by_name["1.0"].saved_bytes.at(64) == pytest.approx(
+        2 * 64 * 256 * 4, rel=0.1
+    )
+    halves = by_name["0"].tensor_saved_bytes.at(64) + by_name["1.0"].tensor_saved_bytes.at(64)
+    assert halves == pytest.approx(64 * 256 * 4, rel=0.1)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    assert [type(p) for p in model.parameters()] == [nn.Parameter] * 6 and not any(
+        "forward" in vars(m) for m in model.modules()
+    )
+
+
+class Awkward(nn.Module):
+    """Several inputs, a recurrent layer, batch normalisation, dropout, state of its own, an odd
+    output.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.norm, self.drop, self.frozen = nn.BatchNorm1d(8), nn.Dropout(0.5), nn.BatchNorm1d(8)
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x, extra):
+        self.seen += 1
+        _, (h, _) = self.rnn(x)
+        h = self.drop(self.frozen(self.norm(h[0])))
+        random.random(), np.random.rand()
+        return {"out": (self.head(torch.cat([h, extra], 1)),), "more": None}
+
+
+def test_nothing_of_the_script_changes_bit_by_bit():
+    torch.manual_seed(3)
+    model = Awkward()
+    model.frozen.eval()
+    model.head.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    compute = LossCall(
+        lambda out, y: F.mse_loss(out["out"][0], y),
+        lambda m, batch: (m(batch["x"], batch["e"]), batch["y"]),
+    )
+    batch = {"x": torch.randn(8, 4, 8), "e": torch.randn(8, 8), "y": torch.randn(8, 8)}
+    compute(model, batch)[0].backward()
+    optimizer.step()
+    scheduler.step()
+    compute(model, batch)[0].backward()
+
+    def snapshot():
+        return {
+            **{f"w {k}": v.clone() for k, v in model.state_dict().items()},
+            **{f"g {k}": p.grad.clone() for k, p in model.named_parameters() if p.grad is not None},
+            **{
+                f"o {i} {k}": torch.as_tensor(v).clone()
+                for i, s in optimizer.state_dict()["state"].items()
+                for k, v in s.items()
+            },
+            **{f"v {k}": torch.tensor(b._version) for k, b in model.named_buffers()},
+            "rng": torch.get_rng_state(),
+            "batch": torch.cat([t.flatten() for t in batch.values()]),
+        }
+
+    identity = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    flags, hooks = (
+        [m.training for m in model.modules()],
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+    before, python_state, numpy_state = (
+        snapshot(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
+    step = optimizer.step
+    threads, seen, rate = torch.get_num_threads(), model.seen, optimizer.param_groups[0]["lr"]
+    costs = measure(
+        model,
+        optimizer,
+        compute,
+        batch,
+        8,
+        seconds=0.2,
+        threads=1,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    after = snapshot()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[k], after[k]) for k in before), [
+        k for k in before if not torch.equal(before[k], after[k])
+    ]
+    assert all(
+        p is q and p.grad is g and p.requires_grad == r
+        for q, (p, g, r) in zip(model.parameters(), identity, strict=True)
+    )
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == (python_state, numpy_state)
+    assert [m.training for m in model.modules()] == flags
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert (torch.get_num_threads(), model.seen, optimizer.param_groups[0]["lr"]) == (
+        threads,
+        seen,
+        rate,
+    )
+    assert optimizer.step is step
+    assert [u.name for u in costs.units] == ["rnn", "norm", "frozen", "drop", "head", "(loss)"]
+    assert costs.units[0].flops > 0 and costs.optimizer_seconds > 0
+
+
+def test_a_model_that_cannot_be_copied_stands_in_for_itself_and_stays_as_it_was():
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = 0
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def __deepcopy__(self, memo):
+            raise TypeError("a lock cannot be copied")
+
+        def forward(self, x):
+            self.seen += 1
+            return self.norm(self.layer(x))
+
+    model = Locked()
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    costs = measure(
+        model,
+        torch.optim.Adam(parameters),
+        MSE,
+        numbers(8),
+        8,
+        seconds=0.1,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    assert [u.name for u in costs.units] == [
+        "layer",
+        "norm",
+        "(loss)",
+    ] and costs.optimizer_seconds > 0
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and model.seen == 0
+    assert all(
+        p is q and p.grad is None for p, q in zip(parameters, model.parameters(), strict=True)
+    )
+    assert all(p is q for p, q in zip(buffers, model.buffers(), strict=True))
+
+
+class Keeping(nn.Module):
+    """Leaves something behind that the loss reads from the script's own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        self.kept = self.inner(x)
+        return x + self.kept
+
+
+class Latents(nn.Module):
+    """Begins with a parameter, as a Perceiver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.first, self.last = (
+            nn.Parameter(torch.randn(3, 8)),
+            nn.Linear(8, 8),
+            nn.Linear(8, 1),
+        )
+
+    def forward(self, x):
+        return self.last(self.first(self.latents.expand(len(x), 3, 8)).mean(1) + x)
+
+
+def slope(model, batch):
+    x = batch[0].detach().requires_grad_(True)
+    out = model(x)
+    return out, torch.autograd.grad(out.sum(), x, create_graph=True)[0], batch[1]
+
+
+def scripts_that_look_at_their_model():
+    keeping = nn.Sequential(Keeping(), Keeping(), nn.Linear(8, 1))
+    last = keeping[1]
+    yield (
+        "global",
+        keeping,
+        LossCall(
+            lambda out, y: (
+                F.mse_loss(out, y) + keeping[0].kept.square().mean() + last.kept.square().mean()
+            ),
+            None,
+        ),
+    )
+    yield "latents", Latents(), MSE
+    layers = [nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)]
+    yield (
+        "slope",
+        nn.Sequential(*layers),
+        LossCall(lambda out, slope, y: F.mse_loss(out, y) + slope.square().mean(), slope),
+    )
+    yield "compiled", torch.compile(nn.Sequential(*layers), backend="eager"), MSE
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "compute"),
+    list(scripts_that_look_at_their_model()),
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_models_that_are_looked_at_or_look_at_themselves_are_measured_and_stay_as_they_were(
+    name, model, compute
+):
+    weights = [p.detach().clone() for p in model.parameters()]
+    costs = measure(
+        model,
+        sgd(model),
+        compute,
+        numbers(8),
+        8,
+        seconds=0.1,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    assert sum(u.parameter_bytes for u in costs.units) == 4 * sum(w.numel() for w in weights)
+    assert sum(u.flops for u in costs.units) > 0 and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert name != "global" or all(m.kept is None for m in model[:2])
+
+
+def test_tied_and_repeated_blocks_are_measured():
+    model = Tied()
+    costs = measure(
+        model,
+        sgd(model),
+        LossCall(tokens_loss, None),
+        words,
+        8,
+        samples=[2, 8],
+        seconds=0.2,
+        on_noise="note",
+        reference=lambda: 0.004,
+    )
+    assert all(u.forward_seconds.at(8) > 0 and u.backward_seconds.at(8) > 0 for u in costs.units)
+    assert costs.sequence == 16
+
+
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ArgumentError, match="meta"):
+        measure(model, sgd(model), MSE, numbers(4, out=4), 4)
+
+
+# -- the noise gate --------------------------------------------------------------------
+
+
+def gate_of(readings):
+    values = iter(readings)
+    return Gate(lambda: next(values), watch_others=False)
+
+
+def test_the_gate_leaves_out_disturbed_rounds_also_when_the_best_comes_later():
+    gate = gate_of([1.2] * 4 + [1.0, 1.05, 1.3, 1.2] + [1.0] * 4)
+    gate.begin(4)
+    for _ in range(4):
+        gate.round()
+    gate.end(4)
+    assert gate.good() == [True, True, False, False]
+    assert gate.drift == pytest.approx(1 / 6)
+    assert not gate.refuses(0.0, too_few=False) and gate.refuses(0.2, too_few=False)
+    assert "too busy" in str(gate.error("times"))
+
+
+def test_a_disturbed_clock_is_refused_and_says_how_disturbed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    count = iter(range(10**9))
+
+    def disturbed():  # quiet before, then twice as slow for good
+        return 0.004 if next(count) < 5 else 0.008
+
+    with pytest.raises(NoisyMachine, match=r"too busy.*\+100%") as raised:
+        measure(model, sgd(model), MSE, numbers(8), 8, seconds=0.1, reference=disturbed)
+    assert raised.value.level > 0.5
+    count = iter(range(10**9))
+    costs = measure(
+        model, sgd(model), MSE, numbers(8), 8, seconds=0.1, reference=disturbed, on_noise="note"
+    )
+    assert costs.noise > 0.5 and any("too busy" in note for note in costs.notes)

@@ -1,0 +1,590 @@
+"""``ronde prove``: planted faults are found and named, sound models are not blamed. The full grid:
+benchmarks/prove_truth.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from processes import TESTS, child, ronde, ronde_run
+from sampling import some
+
+HERE = TESTS
+sys.path.insert(0, str(HERE / "prove_scripts"))
+
+from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
+
+from ronde.prove.catalogue import CAUSES  # noqa: E402
+from ronde.prove.compare import Comparison, _Judge  # noqa: E402
+from ronde.prove.diagnose import disagreement
+from ronde.prove.process_pool import Pool  # noqa: E402
+from ronde.prove.prove import Study, chosen_plans, prove  # noqa: E402
+from ronde.prove.recorder import _last_batch  # noqa: E402
+from ronde.prove.values import probe  # noqa: E402
+from ronde.world import ArgumentError  # noqa: E402
+
+# One of each kind: order, data, contract, forward, loss, gradients, a plan's own, update, schedule,
+# between steps, evaluation.
+SAMPLE = [
+    "unseeded_sampler",
+    "data_length_by_rank",
+    "batchnorm",
+    "rank_forward",
+    "noise",
+    "own_sum",
+    "loss_ignored",
+    "accumulate_twice",
+    "hook_clip",
+    "tied_by_data",
+    "replaced_head",
+    "scheduler_by_rank",
+    "weights_by_share",
+    "metric_f1",
+    "spectral_micro",
+    "scheduler_by_world",
+    "counts_calls",
+    "running_mean",
+    "running_scale",
+    "one_generator",
+    "own_mixup",
+    "collate_standardise",
+    "functional_batchnorm",
+    "dict_rmse",
+    "own_balance",
+    "own_ignores",
+    "own_temperature",
+    "own_tilted",
+    "zero_in_parts",
+    "pair_of_constant",
+    "gathered_negatives",
+    "hand_clamp",
+    "max_norm",
+    "cosine_by_world",
+    "epochs_by_world",
+    "skip_on_rank",
+    "split_by_rank",
+    "replacement",
+    "second_training",
+]
+SOUND = [
+    "residual",
+    "gpt",
+    "packed",
+    "accumulated",
+    "own",
+    "complex",
+    "synced",
+    "asks_its_process",
+    "of_a_record",
+    "of_a_mapping",
+]
+CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", [*some(SAMPLE, 2), *some([f.fault for f in HIDDEN], 4)])
+def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
+    found, named, said = judge(case, verdict)
+    assert found and named, said
+
+
+@pytest.mark.parametrize("name", some(SOUND, 2))
+def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
+    verdict = Study(pool, healthy_command(name), 6, 120).verdict(["replicate"])
+    assert verdict.status == "equal" and verdict.exit_status == 0, verdict
+    [plan] = verdict.plans
+    assert plan.steps == 6 and plan.evaluations and plan.largest < 1e-7
+    if name == "residual":
+        assert plan.aside == ("b.bias",)  # a bias before a normalisation
+    if name == "gpt":
+        assert any("Dropout was switched off" in note for note in verdict.notes)
+
+
+def test_a_pipeline_whose_last_batch_is_smaller_is_not_blamed(pool: Pool) -> None:
+    verdict = Study(
+        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "uneven"], 6, 120
+    ).verdict(["pipeline=2"])
+    assert verdict.status == "equal" and verdict.plans[0].steps == 6, verdict
+
+
+def test_what_rounding_decides_is_not_called_different(pool: Pool) -> None:
+    verdict = Study(
+        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "chaos"], 6, 120
+    ).verdict(["replicate"])
+    assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None
+    assert (
+        "rounding cannot be told from error" in verdict.error
+        and verdict.plans[0].status == "cannot"
+    )
+
+
+def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
+    verdict = Study(
+        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "logs"], 6, 120
+    ).verdict(["replicate"])
+    assert verdict.status == "equal", verdict
+    [note] = [n for n in verdict.notes if "logs" in n]
+    assert (
+        "'accuracy' after step 1 is" in note and "'loss'" not in note and "'seconds'" not in note
+    ), note
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "before"), [("nothing_but_nan", 1, False), ("nan_later", 3, True)]
+)
+def test_what_is_not_finite_on_both_sides_is_not_called_equal(
+    pool: Pool, name: str, step: int, before: bool
+) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "hidden_faults.py"), name], 6, 120).verdict(
+        ["replicate"]
+    )
+    assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None, (
+        verdict
+    )
+    assert (
+        f"from step {step} on the loss or every weight is not finite" in verdict.error
+        and ("What comes before" in verdict.error) == before
+    )
+
+
+SPLIT = "shard=gradients"
+CARRIED = [
+    (
+        "early",
+        ["replicate", "pipeline=2"],
+        {
+            "pipeline=2": "in the pass by which ronde.distribute lays this plan out, the script fails: NameError"
+        },
+    ),
+    ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
+    ("heads", ["replicate", SPLIT, "pipeline=2"], {}),
+    ("checked", ["pipeline=2"], {}),
+    ("mapped", ["replicate", SPLIT], {}),
+    (
+        "called",
+        ["replicate", SPLIT, "pipeline=2"],
+        {"pipeline=2": "itself, and under plan='pipeline=2"},
+    ),
+    ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
+    ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),
+    ("clipped", ["replicate", SPLIT, "pipeline=2"], {}),
+    ("average", ["replicate", SPLIT], {SPLIT: "keep one of the values of model.state_dict()"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "plans", "cannot"), some(CARRIED, 2), ids=[name for name, *_ in some(CARRIED, 2)]
+)
+def test_what_a_plan_cannot_carry_out_is_refused_and_the_rest_is_equal(
+    pool: Pool, name: str, plans: list[str], cannot: dict[str, str]
+) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict(plans)
+    for plan in verdict.plans:
+        if plan.plan in cannot:
+            assert plan.status == "refused" and cannot[plan.plan] in (plan.error or ""), plan
+        else:
+            assert plan.status == "equal" and plan.steps >= 4, plan
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "cause"),
+    [
+        ("counts", "pipeline=2", "state-of-each-pass"),
+        ("pairs", "replicate", "loss-over-the-batch"),
+        ("pairs", "pipeline=2", "loss-over-the-batch"),
+    ],
+)
+def test_a_cause_that_a_plan_brings_out(pool: Pool, name: str, plan: str, cause: str) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict([plan])
+    assert (
+        verdict.status == "differs" and verdict.cause is not None and verdict.cause.id == cause
+    ), verdict
+
+
+def test_the_grid_is_as_large_as_is_said() -> None:
+    assert len({f.fault for f in FAULTS}) >= 40 and len(LATER) >= 20 and len(HEALTHY) >= 12
+    assert {f.cause for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]} <= set(CAUSES) and len(
+        {f.cause for f in FAULTS}
+    ) >= 20
+
+
+# -- the command -----------------------------------------------------------------------
+
+TRAIN = """
+import torch, ronde
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+import sys
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8, sync_batchnorm="sync" in sys.argv)
+run.fit(3, validate=data)
+"""
+
+
+def test_equal_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = ronde_run(
+        ["prove", "--json", "v.json", "--steps", "4", "train.py", "sync"], tmp_path, 120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        done.stdout.startswith("equal: 2 workers against one process, 4 steps, float64")
+        and "\x1b[" not in done.stdout
+    )
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert (
+        verdict["status"] == "equal"
+        and verdict["exit_status"] == 0
+        and verdict["plans"][0]["plan"] == "replicate"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = ronde_run(["prove", "--json", "v.json", "--steps", "2", "train.py"], tmp_path, 120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        done.stdout.startswith("differs")
+        and "outputs of '1' differ first, in step 1" in done.stdout
+        and "[batchnorm]" in done.stdout
+    )
+    assert "sync_batchnorm=True" in done.stdout
+    verdict = json.loads((tmp_path / "v.json").read_text())
+    assert verdict["cause"]["id"] == "batchnorm" and verdict["difference"]["phase"] == "outputs"
+    assert "with sync_batchnorm=True it is equal" in verdict["cause"]["evidence"]
+
+
+def test_a_script_that_distributes_nothing_cannot_be_proved(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])
+    assert verdict.exit_status == 2 and "without calling ronde.distribute" in verdict.error
+
+
+def test_a_script_that_fails_is_shown_with_its_traceback(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\ndef f():\n    raise KeyError('no such column')\nf()\n"
+    )
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])
+    assert (
+        verdict.exit_status == 2
+        and "no such column" in verdict.error
+        and "line 3, in f" in verdict.error
+    )
+    assert "prove_worker" not in verdict.error
+
+
+def test_what_a_script_expects_after_its_last_step_is_no_failure(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "late.py").write_text(
+        TRAIN + "assert run.state.step == 3 * run.steps_per_epoch, 'too few'\n"
+    )
+    (tmp_path / "early.py").write_text(
+        TRAIN.replace("run.fit", "assert run.world_size == 1, 'alone'\nrun.fit")
+    )
+    late = Study(pool, [str(tmp_path / "late.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert late.status == "equal" and any("AssertionError: too few" in n for n in late.notes), late
+    early = Study(pool, [str(tmp_path / "early.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert early.status != "equal" and early.exit_status, early
+
+
+RESUMED = """
+import pathlib, sys
+import torch, ronde
+state = pathlib.Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+if state.exists():
+    model.load_state_dict(torch.load(state))
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=torch.nn.functional.cross_entropy, batch_size=8)
+run.fit(3)
+if not sys.argv[2:] or run.is_main:
+    torch.save(model.state_dict(), state.with_suffix(f".{run.world_size}{id(run)}"))
+    state.with_suffix(f".{run.world_size}{id(run)}").replace(state)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["main"]], ids=["each", "is_main"])
+def test_going_on_from_what_another_run_has_written_is_not_blamed_on_the_rank(
+    pool: Pool, tmp_path: Path, arguments: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(RESUMED)
+    verdict = Study(
+        pool, [str(tmp_path / "train.py"), str(tmp_path / "state.pt"), *arguments], 4, 60
+    ).verdict(["replicate"])
+    assert (
+        verdict.status == "differs"
+        and verdict.difference is not None
+        and verdict.difference.phase == "initial weights"
+    ), verdict
+    assert (
+        verdict.cause is not None
+        and verdict.cause.id == "reads-another-run"
+        and "state.pt" in verdict.cause.evidence[0]
+    ), verdict.cause
+
+
+def test_a_script_may_write_into_its_run_directory(pool: Pool, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
+        TRAIN.replace(
+            "run.fit", "(run.dir.path / f'{run.rank}.txt').write_text(run.dir.name)\nrun.fit"
+        )
+    )
+    verdict = Study(pool, [str(tmp_path / "train.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert verdict.status == "equal", verdict
+    assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_run_that_takes_too_long_is_ended(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
+    verdict = Study(pool, [str(tmp_path / "train.py")], 2, 2.0).verdict(["replicate"])
+    assert (
+        verdict.exit_status == 2
+        and "had not ended after 2 s: rank 0 was before ronde.distribute" in verdict.error
+    )
+
+
+def test_a_worker_that_is_killed_is_named_and_its_loop_not_blamed(
+    pool: Pool, tmp_path: Path
+) -> None:
+    killed = "if os.environ.get('RANK') == '1': os.kill(os.getpid(), 9)\n"
+    (tmp_path / "train.py").write_text("import os\n" + TRAIN + killed)
+    verdict = Study(pool, [str(tmp_path / "train.py"), "sync"], 4, 60).verdict(["replicate"])
+    assert verdict.exit_status == 2 and verdict.difference is None
+    assert "rank 1: killed by signal 9: it had" in verdict.error
+
+
+def test_a_plan_that_refuses_the_model_is_not_a_difference(pool: Pool) -> None:
+    study = Study(pool, healthy_command("own"), 2, 120)
+    both = study.verdict(["replicate", "pipeline=2"], explicit=False)
+    assert both.status == "equal" and [p.status for p in both.plans] == ["equal", "refused"]
+    assert "run.step(batch)" in both.plans[1].error
+
+
+REPLACED = """
+import torch
+import ronde
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(40, 5), torch.randint(0, 4, (40,)))
+model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8)
+model[2] = torch.nn.Linear(8, 4)
+optimizer.add_param_group({"params": model[2].parameters()})
+run.fit(epochs=1)
+"""
+
+
+def test_a_head_that_was_replaced_may_stay_in_the_optimizer(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(REPLACED)
+    (tmp_path / "not_told.py").write_text(REPLACED.replace("optimizer.add_param_group", "dict"))
+    assert Study(pool, [str(tmp_path / "told.py")], 3, 60).verdict(["replicate"]).status == "equal"
+    missed = Study(pool, [str(tmp_path / "not_told.py")], 3, 60).verdict(["replicate"])
+    assert (
+        missed.status == "differs"
+        and missed.cause is not None
+        and missed.cause.id == "stale-optimizer"
+    )
+
+
+ANNOTATED = """
+import argparse
+import dataclasses
+
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+    epochs: int = 2
+
+parser = argparse.ArgumentParser()
+for field in dataclasses.fields(Config):
+    parser.add_argument("--" + field.name, type=field.type, default=field.default)
+given = parser.parse_args(["--rate", "0.2"])
+import torch, ronde
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=given.rate)
+ronde.distribute(model, optimizer, data, loss=torch.nn.functional.cross_entropy, batch_size=8).fit(given.epochs)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [["prove", "--steps", "2"], ["run", "--workers", "1"]], ids=lambda c: c[0]
+)
+def test_a_scripts_annotations_are_types_as_under_python(
+    tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(ANNOTATED)
+    done = ronde_run([*command, "train.py"], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_signal_ends_every_process(
+    tmp_path: Path, number: signal.Signals = signal.SIGINT
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(100)\n"
+    )
+    with child(ronde("prove", "train.py"), tmp_path) as started:
+        while not (tmp_path / "begun").exists():
+            assert started.process.poll() is None
+        os.kill(started.pid, number)
+        done = started.done(30)
+    assert (
+        done.returncode == 128 + number
+        and f"stopped by {number.name}" in done.stderr
+        and "Traceback" not in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["prove", "--workers", "1", "t.py"], "at least 2"),
+        (["prove", "--plans", "sharded", "t.py"], "is not known"),
+        (["prove", "--steps", "0", "t.py"], "steps=0"),
+        (["prove", "--plan", "replicate", "t.py"], "option --plan is not known"),
+        (["prove", "--json", "no/v.json", "t.py"], "there is no folder"),
+        (["prove", "missing.py"], "script not found"),
+    ],
+)
+def test_what_cannot_be_used_is_said(
+    tmp_path: Path, arguments: list[str], said: str, capsys, monkeypatch
+) -> None:
+    from ronde.cli import main
+
+    (tmp_path / "t.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ronde", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+# -- its parts -------------------------------------------------------------------------
+
+
+def test_plans() -> None:
+    assert chosen_plans("all", 2)[
+        0
+    ] == "replicate" and "pipeline=2,shard=optimizer" in chosen_plans("all", 4)
+    assert chosen_plans(["zero3", "fsdp"], 2) == ["shard=parameters"]
+    assert chosen_plans("replicate,shard=parameters", 2) == ["replicate", "shard=parameters"]
+    assert chosen_plans("pipeline=2,shard=optimizer", 4) == [
+        "pipeline=2,shard=optimizer"
+    ]  # one hybrid
+    assert chosen_plans("pipeline=2,schedule=zbv", 2) == ["pipeline=2,schedule=zbv"]  # one plan
+    assert chosen_plans("replicate,micro_batch=2,pipeline=2,virtual=2,schedule=looped", 2) == [
+        "replicate,micro_batch=2",
+        "pipeline=2,virtual=2,schedule=looped",
+    ]
+    assert chosen_plans("shard=optimizer,shard=gradients,replicate", 2) == [
+        "shard=optimizer",
+        "shard=gradients",
+        "replicate",
+    ]
+    with pytest.raises(ArgumentError, match="no plan"):
+        prove(["train.py"], plans=[])
+
+
+def test_rounding_is_told_from_error() -> None:
+    one = np.linspace(1.0, 2.0, 50)
+
+    def error(many, floor, largest=1.0):
+        return _Judge(Comparison(), 1e-9, False).differs(one, many, floor, largest, "x")
+
+    assert error(one * (1 + 1e-12), None) is None
+    assert error(one * (1 + 1e-8), None) is not None
+    assert (
+        error(one * (1 + 1e-8), one * (1 + 1e-10)) is None
+    )  # rounding alone moves it by a hundredth
+    assert error(one * (1 + 1e-5), one * (1 + 1e-3)) is not None  # no amount of noise excuses that
+    assert error(one[:3], None) is not None
+    assert error(np.where(one > 1.5, np.nan, one), None) is not None
+    tiny = one * 1e-9
+    assert (
+        _Judge(Comparison(), 1e-9, False).differs(tiny, tiny * (1 + 1e-6), None, 1e6, "x") is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        ("mean", F.cross_entropy),
+        ("sum", lambda o, y: F.cross_entropy(o, y, reduction="sum")),
+        (
+            "weighted",
+            lambda o, y: F.cross_entropy(
+                o, y, weight=torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+            ),
+        ),
+        ("over-batch", lambda o, y: F.mse_loss(o, F.one_hot(y, 4).double()).sqrt()),
+        ("over-batch", lambda o, y: torch.logsumexp(o.sum(1), 0)),
+        ("pair", lambda o, y: (F.cross_entropy(o, y, reduction="sum"), len(y))),
+        ("pair-mean", lambda o, y: (F.cross_entropy(o, y), len(y))),
+        ("pair-weight", lambda o, y: (F.cross_entropy(o, y, reduction="sum"), 9)),
+        ("pair-other", lambda o, y: (F.mse_loss(o, F.one_hot(y, 4).double()).sqrt(), len(y))),
+        ("sum", lambda o, y: F.cross_entropy(o, y, reduction="sum") + 0.25),
+        ("mean", lambda o, y: F.cross_entropy({"o": o}["o"], y) + 0.25),
+        ("unknown", lambda o, y: o.no_such_thing()),
+    ],
+)
+def test_what_kind_of_function_a_loss_is(kind: str, loss) -> None:
+    for seed in range(40):
+        torch.manual_seed(seed)
+        assert (
+            probe(loss, (torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 4, (9,))), 9)
+            == kind
+        )
+
+
+@pytest.mark.parametrize("workers", range(2, 9))
+def test_an_epoch_that_is_cut_keeps_its_last_batch_or_gets_an_uneven_one(workers: int) -> None:
+    for size in range(1, 40):
+        for samples in range(1, 3 * size):
+            last = _last_batch(samples, size, workers)
+            assert last == samples % size if samples % size else last % workers or last == size
+    assert [
+        _last_batch(63, 10, workers),
+        _last_batch(49, 8, workers),
+        _last_batch(6, 1, workers),
+        _last_batch(6, 2, workers),
+    ] == [
+        3,
+        1,
+        1,
+        1,
+    ]
+
+
+def test_a_disagreement_of_ranks_is_read() -> None:
+    text = "The ranks disagree on seed in ronde.distribute: rank 0: 0; rank 1: 1. Every worker must run the same script."
+    difference, cause = disagreement(text)
+    assert (difference.name, difference.many, cause) == (
+        "seed",
+        "rank 0: 0; rank 1: 1",
+        "arguments-depend-on-workers",
+    )
+    assert disagreement("something else") is None

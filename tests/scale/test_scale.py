@@ -1,0 +1,583 @@
+"""``ronde scale`` as a person uses it, and what it concludes from rates that are given to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import signal
+import stat
+import sys
+import time
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from processes import child, marked, ronde, ronde_batch, ronde_run
+from ronde.cli.scale import default_sizes, describe, parse_sizes, show
+from ronde.scale.scale import Start, further_sizes, measure_sizes, summarise
+from ronde.world import ArgumentError
+
+TRAIN = """
+import sys, time
+import torch
+import ronde
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return torch.full((4,), float(i)), torch.zeros(1)
+
+print("the script speaks")
+print("and to stderr", file=sys.stderr)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+run = ronde.distribute(model, optimizer, Rows(), loss=torch.nn.functional.mse_loss, batch_size=8)
+print("after distribute: never")
+for epoch in run.epochs(1):
+    for batch in run.batches():
+        run.step(batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scale")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "bad.py").write_text("raise ValueError('no good [at] all')\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answered(place):
+    temporary = place / "tmp"
+    temporary.mkdir()
+    done = ronde_run(
+        [
+            "scale",
+            "--workers",
+            "1,2",
+            "--rounds",
+            "1",
+            "--seconds",
+            "0.3",
+            "--to",
+            "8",
+            "--cost",
+            "3.6",
+            "--json",
+            "scale.json",
+        ]
+        + ["--report", "scale.html", "train.py"],
+        place,
+        timeout=120,
+        env={"OMP_NUM_THREADS": None, "TMPDIR": str(temporary)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (
+        done,
+        json.loads((place / "scale.json").read_text()),
+        [p.name for p in temporary.iterdir() if not p.name.startswith("torch")],
+    )
+
+
+def test_a_script_is_measured_at_each_size_and_nothing_is_left(place, answered):
+    done, values, left = answered
+    assert "the script speaks" not in done.stdout + done.stderr and "never" not in done.stdout
+    assert "\x1b" not in done.stdout  # colour on a terminal only
+    assert left == []
+    assert sorted(p.name for p in place.iterdir() if p.name != "__pycache__") == [
+        "bad.py",
+        "scale.html",
+        "scale.json",
+        "tmp",
+        "train.py",
+    ]
+    rows = values["rows"]
+    assert [r["workers"] for r in rows] == [1, 2]
+    assert [r["batch_per_worker"] for r in rows] == [8, 4]
+    for r in rows:
+        assert r["synthetic_low"] <= r["synthetic"] <= r["synthetic_high"]
+        # Each sample sleeps for 2 ms, one after the other: no machine is faster than that, whatever
+        # else it does.
+        assert 0 < r["real"] <= r["workers"] * 500
+        assert r["gap"] == pytest.approx(max(0.0, 1 - r["real"] / r["synthetic"]))
+        assert r["epoch_seconds"] == pytest.approx(96 / r["real"])
+        assert r["cost_per_epoch_device_seconds"] == pytest.approx(
+            r["workers"] * r["epoch_seconds"]
+        )
+        assert r["cost_per_epoch"] == pytest.approx(r["cost_per_epoch_device_seconds"] / 1000)
+    assert rows[0]["speedup_real"] == rows[0]["efficiency_real"] == 1.0
+    assert rows[1]["speedup_real"] == pytest.approx(rows[1]["real"] / rows[0]["real"])
+    assert rows[1]["efficiency_synthetic"] == pytest.approx(rows[1]["speedup_synthetic"] / 2)
+
+
+def test_the_json_has_all_that_a_report_needs(answered):
+    _, values, _ = answered
+    assert {
+        "script",
+        "rows",
+        "fits",
+        "extrapolated",
+        "wall",
+        "stop_at",
+        "sentence",
+        "notes",
+    } <= set(values)
+    assert values["batch"] == "keep" and values["batch_size"] == 8
+    assert [f["workers"] for f in values["extrapolated"]] == [4, 8]
+    for f in values["extrapolated"]:
+        assert f["low"] <= f["real"] <= f["high"]
+    assert set(values["fits"]["real"]) == {"amdahl"}  # two sizes bear no more
+    assert any("strong scaling" in n for n in values["notes"]) and any(
+        "not tested" in n for n in values["notes"]
+    )
+    assert 1 <= values["stop_at"] <= 8
+
+
+def test_the_table_shows_both_rates_and_marks_what_is_extrapolated(answered):
+    done, values, _ = answered
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:1] == ["2"] for line in lines) and any(
+        line.split()[:1] == ["~8"] for line in lines
+    )
+    assert "extrapolated, not measured" in done.stdout
+    assert values["sentence"] in done.stdout
+    assert max(len(line) for line in lines if line.lstrip().startswith(("1 ", "2 ", "~"))) <= 80
+
+
+def test_the_report_is_one_file_that_asks_nothing_of_the_network(place, answered):
+    class Links(HTMLParser):
+        asked: list[str]
+
+        def handle_starttag(self, tag, attrs):
+            found = dict(attrs)
+            assert tag not in ("script", "link", "img", "iframe")
+            assert not str(
+                found.get("href") or found.get("xlink:href") or found.get("src") or "#"
+            ).startswith("http")
+
+    text = (place / "scale.html").read_text()
+    Links().feed(text)
+    assert "train.py" in text and "@import" not in text and "url(http" not in text
+
+
+def test_a_script_that_fails_is_told_with_its_traceback(place):
+    done = ronde_run(["scale", "--workers", "1", "bad.py"], place, timeout=60)
+    assert done.returncode == 2
+    assert "ValueError: no good [at] all" in done.stderr and "failed with 1 worker" in done.stderr
+
+
+def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_path):
+    """One size, a moment each. Nothing below /dev but descriptors: as root, a rename would replace
+    what lies there.
+    """
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "clears.py").write_text(
+        "import shutil\nshutil.rmtree('out', ignore_errors=True)\n" + TRAIN
+    )
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.json").symlink_to("linked.json")
+    quick = f"{sys.executable} -m ronde scale --workers 1 --rounds 1 --seconds 0.1 --to 1"
+    lines = [
+        f"cat pipe >piped.json & {quick} --json pipe train.py >/dev/null; wait $!",
+        f"{quick} --json /proc/self/fd/1 train.py >both.txt",
+        f"{quick} --json link.json train.py >/dev/null",
+    ]
+    with child(["bash", "-ec", "\n".join(lines)], tmp_path) as started:
+        done = started.done(150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link.json").is_symlink()
+    )
+    for name in ("piped.json", "linked.json"):
+        assert [r["workers"] for r in json.loads((tmp_path / name).read_text())["rows"]] == [1], (
+            name
+        )
+    both = (tmp_path / "both.txt").read_text()
+    values, end = json.JSONDecoder().raw_decode(both)
+    assert values["rows"] and "samples/s" in both[end:]
+    gone = ronde_run([*quick.split()[3:], "--json", "out/scale.json", "clears.py"], tmp_path)
+    assert (
+        gone.returncode == 2
+        and gone.stderr == "error: out/scale.json cannot be written: No such file or directory.\n"
+    )
+    assert "samples/s" in gone.stdout
+
+
+def test_ctrl_c_ends_all_workers(place):
+    with child(ronde("scale", "--workers", "2", "--seconds", "30", "train.py"), place) as started:
+        limit = time.monotonic() + 60
+        while len(marked(started.mark)) < 3 and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert len(marked(started.mark)) >= 3
+        os.kill(started.pid, signal.SIGINT)
+        done = started.done(60)
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert "stopped by SIGINT" in done.stdout
+
+
+def test_arguments_that_cannot_be_used_are_told_before_anything_starts_and_help_has_examples(place):
+    cases = [
+        (["--workers", "0,1", "train.py"], "--workers '0,1'"),
+        (["--workers", "1,x", "train.py"], "--workers '1,x'"),
+        (["--workers", "1,4096", "train.py"], "more workers than devices"),
+        (["--to", "0", "train.py"], "--to 0"),
+        (["--seconds", "0", "train.py"], "--seconds 0"),
+        (["--seconds", "nan", "train.py"], "--seconds nan"),
+        (["--rounds", "0", "train.py"], "--rounds 0"),
+        (["--cost", "-1", "train.py"], "--cost -1"),
+        (["--batch", "shrink", "train.py"], "--batch shrink"),
+        (["--json", "nowhere/scale.json", "train.py"], "there is no folder"),
+        (
+            ["--json", "/proc/x.json", "train.py"],
+            "--json /proc/x.json: nothing can be written to /proc: ",
+        ),
+        (
+            ["--json", "/dev/fd/77", "train.py"],
+            "--json /dev/fd/77: it cannot be written to: Bad file descriptor",
+        ),
+        (["--report", "nowhere/scale.html", "train.py"], "there is no folder"),
+        (["--feed", "absent.yaml", "train.py"], "absent.yaml"),
+        (["trian.py"], "Did you mean train.py?"),
+    ]
+    *answers, helped = ronde_batch(
+        [*(["scale", *args] for args, _ in cases), ["scale", "--help"]], place
+    )
+    for (args, told), done in zip(cases, answers, strict=True):
+        assert done.returncode == 2, (args, done.stdout, done.stderr)
+        assert told in done.stderr.replace("\n", " "), (args, done.stderr)
+        assert done.stderr.startswith("error:") and not done.stdout
+    assert helped.returncode == 0 and "ronde scale --workers 1,2,4 --to 64 train.py" in " ".join(
+        helped.stdout.split()
+    )
+
+
+# -- what is concluded -----------------------------------------------------------------
+
+
+def start(
+    n,
+    synthetic,
+    real,
+    *,
+    cpu=(None, None),
+    batch="keep",
+    device="cuda",
+    loaders=4,
+    loading=None,
+    size=256,
+):
+    spread = (0.99, 1.0, 1.01)
+    return Start(
+        workers=n,
+        synthetic=tuple(synthetic * s for s in spread),
+        real=tuple(real * s for s in spread),
+        loading=loading,
+        cpu={"synthetic": cpu[0], "real": cpu[1]},
+        batch=batch,
+        batch_size=size,
+        plan="replicate",
+        epoch_samples=100_000,
+        device=device,
+        loaders=loaders,
+    )
+
+
+def asked(rows, **options):
+    starts = {n: [start(n, s, r, **options)] for n, s, r in rows}
+    return summarise("train.py", starts, to=64, cores=64.0, per_node=8)
+
+
+def test_the_cores_wall_is_predicted_from_sizes_that_have_not_met_it():
+    # 1 CPU millisecond for the step and 10 for the input of each sample: 64 cores feed 5818
+    # samples/s, 5.8 devices of 1000.
+    answer = asked([(n, 1000.0 * n, 1000.0 * n) for n in (1, 2, 4)], cpu=(0.001, 0.011))
+    assert (answer.wall.limit, answer.wall.devices) == ("cores", 6)
+    at_8 = answer.extrapolated[0]
+    assert (
+        at_8.workers == 8
+        and at_8.real.value == pytest.approx(5818, rel=0.02)
+        and at_8.gap == pytest.approx(0.27, abs=0.02)
+    )
+    # Beyond a node of 8 there are more nodes like it, with more cores.
+    assert answer.extrapolated[1].real.value == pytest.approx(2 * 5818, rel=0.02)
+    assert "ronde doctor train.py" in answer.sentence
+
+
+def test_what_is_lost_is_put_where_it_was_lost():
+    healthy = asked([(1, 1000, 995), (2, 1995, 1990), (4, 3990, 3970)])
+    assert (
+        healthy.stop_at == 64
+        and "All 64 pay" in healthy.sentence
+        and "nothing stands in the way" in healthy.sentence
+    )
+    exchange = asked([(1, 1000, 995), (2, 1500, 1495), (4, 1900, 1890)])
+    assert (
+        exchange.stop_at <= 4
+        and "exchange" in exchange.sentence
+        and "doctor" not in exchange.sentence
+    )
+    starved = asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)])
+    assert starved.stop_at == 1 and "ronde doctor" in starved.sentence
+    grown = asked([(1, 1000, 995), (2, 1500, 1495), (4, 1900, 1890)], batch="grow")
+    assert "a larger batch" not in grown.sentence and any("weak scaling" in n for n in grown.notes)
+
+
+def test_rates_that_fall_are_drawn_by_the_law_that_falls():
+    answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
+    assert answer.laws["synthetic"] == "usl" and answer.stop_at == 1
+    assert answer.extrapolated[-1].synthetic.value < 400
+    for f in answer.extrapolated:
+        assert f.real.value <= f.synthetic.value and 0 <= f.gap < 1
+
+
+def test_one_workers_slow_loaders_are_no_wall_that_all_share():
+    # The second worker's loaders give 45 a second: two are fed as many as one, and so is each of
+    # eight.
+    starts = {
+        1: [start(1, 100, 98, loading=400)],
+        2: [dataclasses.replace(start(2, 200, 90, loading=90), loading_each=(395.0, 45.0))],
+    }
+    answer = summarise("train.py", starts, to=8, cores=64.0, per_node=8)
+    assert answer.wall.limit == "loaders" and answer.extrapolated[-1].real.value == pytest.approx(
+        8 * 45, rel=0.15
+    )
+    assert "one worker's loaders are slower than the others'" in answer.sentence
+    even = {n: [dataclasses.replace(s[0], loading_each=(45.0,) * n)] for n, s in starts.items()}
+    assert summarise("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
+
+
+def test_a_worker_that_computes_slower_is_named():
+    rows = {n: [start(n, rate, rate)] for n, rate in ((1, 100), (2, 200), (4, 240))}
+    rows[4] = [
+        dataclasses.replace(s, computing_each=each)
+        for s in rows[4]
+        for each in ((100.0, 99.0, 60.0, 101.0), (100.0, 60.0, 62.0, 99.0))
+    ]
+    answer = summarise("train.py", rows, to=8, cores=64.0, per_node=8)
+    assert (
+        answer.slow_worker == (2, pytest.approx(0.61, abs=0.01))
+        and answer.to_dict()["slow_worker"]["rank"] == 2
+    )
+    assert "worker 2, which computes at 61% of the others' speed" in answer.sentence and any(
+        "one as slow among them" in n for n in answer.notes
+    )
+    alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
+    answer = summarise("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
+    assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
+
+
+SLOW = """
+import time
+import torch
+import ronde
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.02 if ronde.world().rank == 1 else 0.005)
+        return super().forward(x)
+
+model = Slow(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.zeros(96, 1))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-5), data, loss=torch.nn.functional.mse_loss, batch_size=8)
+for batch in run.batches():
+    run.step(batch)
+"""
+
+
+def test_a_worker_that_really_computes_slower_is_named(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = ronde_run(
+        [
+            "scale",
+            "--workers",
+            "1,2",
+            "--rounds",
+            "1",
+            "--seconds",
+            "0.4",
+            "--json",
+            "scale.json",
+            "slow.py",
+        ],
+        tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads((tmp_path / "scale.json").read_text())
+    assert (
+        values["slow_worker"]["rank"] == 1 and values["slow_worker"]["speed"] < 0.6
+    )  # 5 ms beside 20
+    assert "worker 1" in " ".join(done.stdout.split())
+
+
+def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured():
+    starts = {
+        n: [start(n, 100 * n, 98 * n, loading=loading)]
+        for n, loading in ((1, 250), (2, 190), (4, 185))
+    }
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert answer.wall is None and answer.extrapolated[-1].real.value == pytest.approx(
+        16 * 98, rel=0.05
+    )
+
+
+def test_a_gap_within_noise_does_not_grow_with_the_workers():
+    answer = asked([(1, 1000, 999), (2, 2000, 1965), (4, 4000, 3890)])
+    assert (
+        answer.stop_at == 64
+        and all(f.gap < 0.03 for f in answer.extrapolated)
+        and "doctor" not in answer.sentence
+    )
+
+
+def test_what_the_measurement_does_not_say_is_not_said_surely():
+    starts = {
+        1: [
+            dataclasses.replace(
+                start(1, 100, 60), real=(40.0, 60.0, 95.0), synthetic=(70.0, 100.0, 130.0)
+            )
+        ]
+    }
+    starts[2] = [
+        dataclasses.replace(
+            start(2, 160, 110), real=(70.0, 110.0, 150.0), synthetic=(120.0, 160.0, 200.0)
+        )
+    ]
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert "does not say it surely" in answer.sentence, answer.sentence
+    assert "surely" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
+
+
+def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
+    starts = {
+        n: [
+            dataclasses.replace(
+                start(n, 100 * n, 100 * n, batch="grow", size=16 * n),
+                epoch_samples=96,
+                first_batch_seconds=2.0,
+            )
+        ]
+        for n in (1, 2)
+    }
+    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert answer.rows[0].epoch_seconds == pytest.approx(0.96) and answer.extrapolated[
+        -1
+    ].epoch_seconds == pytest.approx(256 / 1600, rel=0.05)
+    assert any("does not fill one step of 16 workers, which has 256" in n for n in answer.notes)
+    assert any("first batch it takes 2.0 s" in n for n in answer.notes)
+
+
+def test_one_size_is_not_extrapolated():
+    answer = asked([(4, 4000, 3000)])
+    assert answer.extrapolated == [] and answer.fits == {"synthetic": {}, "real": {}}
+    assert any("one size" in n for n in answer.notes) and "measure more sizes" in answer.sentence
+    assert json.loads(json.dumps(answer.to_dict(), allow_nan=False)) == answer.to_dict()
+    with pytest.raises(ArgumentError):
+        summarise("train.py", {}, to=4, cores=2, per_node=2)
+
+
+def test_workers_that_shared_cores_are_not_taken_for_more_machines():
+    starts = {
+        n: [start(n, x, x * 0.98, device="cpu", cpu=(0.001, 0.00102))]
+        for n, x in ((1, 1000.0), (2, 2000.0), (4, 2050.0))
+    }
+    answer = summarise("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
+    assert any("overfilled" in n for n in answer.notes)
+    assert answer.extrapolated[-1].synthetic.value < 5000
+    assert answer.stop_at <= 4
+
+
+def test_a_size_between_those_that_were_measured_is_not_called_measured():
+    found = asked([(1, 1000, 990), (8, 2100, 2000)])
+    assert "(interpolated)" in found.sentence and "; at 8, " in found.sentence
+    found = asked([(1, 1000, 990), (2, 1100, 1080), (3, 1150, 1120), (4, 1180, 1150)])
+    assert found.sentence.startswith("Stop at 1 (measured)") and "; at 2, " in found.sentence
+
+
+def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(
+        console,
+        summarise(
+            "train.py",
+            {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)},
+            to=8,
+            cores=64.0,
+            per_node=8,
+        ),
+    )
+    assert "each worker's part of a step has 32 samples" in console.export_text()
+
+
+def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
+    answer = asked([(1, 12345, 11000), (2, 24000, 20000), (4, 47000, 30000)])
+    for width in (100, 80, 70, 60, 45, 30, 20):
+        console = Console(width=width, record=True, file=io.StringIO())
+        show(console, answer)
+        table, _, after = console.export_text().partition("~ extrapolated")
+        assert "…" not in table.replace("27,276…31,500", "").replace("16,745…31,500", "").replace(
+            "8,742…21,002", ""
+        ).replace("4,384…12,012", "")
+        for r in answer.rows:
+            row = next(
+                line for line in table.splitlines() if re.match(rf"(workers)? *{r.workers}\b", line)
+            )
+            assert (
+                f"{r.real:,.0f}" in row
+                and f"{r.speedup_real:.2f}× {r.efficiency_real:>4.0%}" in row
+            ), (width, row)
+        assert ("left out, for want of room: cost" in after) == (width < 80)
+    assert "12,345" not in table and "e+" not in table
+
+
+def test_one_worker_is_not_said_in_the_plural():
+    answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
+    assert "at its best with 1 worker;" in describe(answer.fits["synthetic"]["usl"])
+    assert any(
+        "so each of 1 worker has 256 of them" in note for note in asked([(1, 1000, 900)]).notes
+    )
+
+
+def test_without_a_size_of_one_the_smallest_is_the_measure():
+    answer = asked([(2, 2000, 1900), (4, 3800, 3600)])
+    assert answer.rows[0].speedup_real == pytest.approx(2.0) and answer.rows[
+        0
+    ].efficiency_real == pytest.approx(1.0)
+    assert answer.rows[1].efficiency_real == pytest.approx(3600 / 3800)
+
+
+def test_sizes_take_turns_and_every_other_round_goes_backwards():
+    order = []
+
+    def one(n, first):
+        order.append((n, first))
+        return start(n, 1.0, 1.0)
+
+    found = measure_sizes([1, 2, 4], 2, one, lambda _: None)
+    assert order == [(1, True), (2, True), (4, True), (4, False), (2, False), (1, False)]
+    assert {n: len(s) for n, s in found.items()} == {1: 2, 2: 2, 4: 2}
+
+
+def test_sizes():
+    assert parse_sizes(" 4,1,2,2") == [1, 2, 4]
+    assert (
+        default_sizes(1) == [1]
+        and default_sizes(8) == [1, 2, 4, 8]
+        and default_sizes(6) == [1, 2, 4, 6]
+    )
+    assert (
+        further_sizes(4, 4) == []
+        and further_sizes(4, 64) == [8, 16, 32, 64]
+        and further_sizes(3, 10) == [6, 10]
+    )
+    assert not math.isnan(sum(further_sizes(1, 100)))

@@ -1,0 +1,175 @@
+"""Amdahl's law and the universal scalability law: recovered from their own curves, and the same as
+scipy finds.
+"""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+import ronde.scale.laws as module
+from ronde.scale.laws import fit, fits, marginal, stop_at
+from ronde.world import ArgumentError
+
+
+def usl(n, rate, contention, coherency):
+    return rate * n / (1 + contention * (n - 1) + coherency * n * (n - 1))
+
+
+def test_the_examples_in_the_docstrings_hold():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("contention", "coherency"),
+    [(0.0, 0.0), (0.1, 0.0), (0.05, 0.001), (0.0, 0.004), (1.0, 0.0), (0.3, 0.05)],
+)
+def test_exact_points_give_back_their_parameters(contention, coherency):
+    points = {n: usl(n, 250.0, contention, coherency) for n in (1, 2, 4, 8, 16)}
+    found = fit(points, "usl")
+    assert (found.rate, found.contention, found.coherency) == pytest.approx(
+        (250.0, contention, coherency), rel=1e-6, abs=1e-9
+    )
+    if not coherency:
+        assert fit(points, "amdahl").contention == pytest.approx(contention, abs=1e-9)
+    if coherency:
+        assert found.peak == pytest.approx(math.sqrt((1 - contention) / coherency))
+        grid = np.linspace(1, 200, 19901)
+        assert found.peak == pytest.approx(
+            grid[np.argmax(usl(grid, 250.0, contention, coherency))], abs=0.02
+        )
+        assert found.most == pytest.approx(max(usl(grid, 250.0, contention, coherency)), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fit_is_the_one_that_scipy_finds(seed):
+    rng = np.random.default_rng(seed)
+    sizes = np.array([1, 2, 3, 4, 6, 8, 12][: int(rng.integers(3, 8))], dtype=float)
+    rates = usl(
+        sizes, rng.uniform(10, 1000), rng.choice([0.0, 0.05, 0.2]), rng.choice([0.0, 0.002, 0.05])
+    )
+    rates = rates * np.exp(rng.normal(0, 0.1, len(sizes)))
+    points = {int(n): float(x) for n, x in zip(sizes, rates, strict=True)}
+    for law, columns in (("amdahl", 2), ("usl", 3)):
+        terms = (
+            np.stack([np.ones_like(sizes), sizes - 1, sizes * (sizes - 1)], axis=1)[:, :columns]
+            * (rates / sizes)[:, None]
+        )
+        want, _ = optimize.nnls(terms, np.ones(len(sizes)))
+        found = fit(points, law)
+        if law == "amdahl" and want[1] > want[0]:
+            assert found.contention == 1.0  # more than all of it cannot be serial
+            continue
+        got = np.array([1, found.contention, found.coherency])[:columns] / found.rate
+        assert np.sum((terms @ got - 1) ** 2) == pytest.approx(
+            np.sum((terms @ want - 1) ** 2), rel=1e-6, abs=1e-12
+        )
+        assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
+
+
+def test_students_t_is_scipys():
+    for freedom in (1, 2, 3, 8, 15, 16, 30, 100):
+        assert module._t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    rng = np.random.default_rng(5)
+    held = {"amdahl": 0, "usl": 0}
+    times = 60
+    for _ in range(times):
+        points = {
+            n: [usl(n, 100.0, 0.08, 0.002) * math.exp(rng.normal(0, 0.03)) for _ in range(3)]
+            for n in (1, 2, 4, 8)
+        }
+        straight = {
+            n: [usl(n, 100.0, 0.08, 0.0) * math.exp(rng.normal(0, 0.03)) for _ in range(3)]
+            for n in (1, 2, 4, 8)
+        }
+        band = fit(points, "usl").band(16)
+        held["usl"] += band.low <= usl(16, 100.0, 0.08, 0.002) <= band.high
+        band = fit(straight, "amdahl").band(16)
+        held["amdahl"] += band.low <= usl(16, 100.0, 0.08, 0.0) <= band.high
+    assert min(held.values()) >= 0.85 * times, held
+
+
+def test_few_points_give_wide_intervals_and_say_why():
+    three = fits({n: usl(n, 100.0, 0.1, 0.001) for n in (1, 2, 4)})
+    assert three["usl"].assumed and three["usl"].notes and "not tested" in three["usl"].notes[0]
+    wide = three["usl"].band(64)
+    assert wide.high > 1.5 * wide.low
+    more = fits({n: usl(n, 100.0, 0.1, 0.001) for n in (1, 2, 4, 8, 16, 32)})["usl"].band(64)
+    assert more.high - more.low < 0.3 * (wide.high - wide.low)
+    assert not fits({n: usl(n, 100.0, 0.1, 0.001) for n in (1, 2, 4, 8, 16, 32)})["usl"].assumed
+    assert set(fits({1: 100.0, 2: 190.0})) == {"amdahl"}
+    assert fits({1: 100.0}) == {}
+    again = fits({n: usl(n, 100.0, 0.1, 0.001) for n in (1, 2, 4)})["usl"].band(64)
+    assert again == wide  # the same points, the same interval
+
+
+def test_readings_of_one_size_tell_the_error():
+    points = {1: [100.0, 104.0, 96.0], 2: [180.0, 187.0, 173.0], 4: [300.0, 310.0, 290.0]}
+    found = fit(points, "usl")
+    assert not found.assumed and found.freedom == 6
+    assert 0.015 < found.error < 0.04
+    # What no law explains counts too, where it is more than the readings differ.
+    kinked = fit(
+        {1: [100.0, 100.1], 2: [200.0, 200.1], 4: [250.0, 250.1], 8: [490.0, 490.1]}, "amdahl"
+    )
+    assert kinked.error > 0.05 and kinked.freedom == 2
+
+
+def test_curves_that_the_laws_do_not_have():
+    faster = fit({1: 100.0, 2: 230.0, 4: 500.0}, "amdahl")
+    assert faster.contention == 0 and any("faster than in proportion" in n for n in faster.notes)
+    assert faster.most == math.inf and faster.peak == math.inf
+    falling = fits({1: 100.0, 2: 60.0, 4: 30.0})
+    assert falling["amdahl"].contention == 1.0 and any(
+        "slower" in n for n in falling["amdahl"].notes
+    )
+    assert falling["usl"].peak < 2 and falling["usl"].at(4) == pytest.approx(30, rel=0.1)
+    flat = fit({1: 100.0, 2: 100.0, 4: 100.0}, "usl")
+    assert flat.contention == pytest.approx(1) and flat.most == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [{0: 1.0, 2: 2.0}, {1: 0.0, 2: 2.0}, {1: -1.0, 2: 1.0}, {1: math.nan, 2: 1.0}, {1: [], 2: 1.0}],
+)
+def test_points_that_cannot_be_are_refused(points):
+    with pytest.raises(ArgumentError):
+        fit(points, "amdahl")
+
+
+def test_an_unknown_law_is_refused():
+    with pytest.raises(ArgumentError, match="gustafson"):
+        fit({1: 1.0, 2: 2.0}, "gustafson")
+
+
+def test_where_it_stops_to_pay():
+    s = 0.1
+    # Amdahl's derivative is (1 - s) / (1 + s (n - 1))²: half of the first's at (sqrt((1 - s) / 0.5)
+    # - 1) / s + 1 = 4.4.
+    assert stop_at(lambda n: usl(n, 1.0, s, 0.0), 64) == 4
+    assert stop_at(lambda n: 7.0 * n, 64) == 64
+    assert stop_at(lambda n: 7.0, 64) == 1
+    assert stop_at(lambda n: min(n, 8) * 1.0, 64, 0.9) == 8
+    assert marginal(lambda n: min(n, 8) * 2.0, 9) == 0.0
+    for threshold in (0.0, 1.1, math.nan):
+        with pytest.raises(ArgumentError, match="threshold"):
+            stop_at(lambda n: n, 4, threshold)
+    with pytest.raises(ArgumentError, match="upto"):
+        stop_at(lambda n: n, 0)
+
+
+def test_what_is_written_is_plain():
+    import json
+
+    values = fit({1: 100.0, 2: 190.0, 4: 350.0}, "usl").to_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert values["low"]["contention"] <= values["contention"] <= values["high"]["contention"]
+    straight = fit({1: 100.0, 2: 200.0}, "amdahl").to_dict()
+    assert straight["peak"] is None and straight["most"] is None

@@ -1,0 +1,514 @@
+"""The run seen from outside: what is recorded comes back, whatever the file has been through; and
+watching breaks nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ronde import ArgumentError, CheckpointError
+from ronde.watch import (
+    EVENTS,
+    Bar,
+    Checkpointed,
+    Ended,
+    Epoch,
+    Evaluated,
+    Lines,
+    Logged,
+    Record,
+    Resumed,
+    RunDir,
+    Silent,
+    Started,
+    Step,
+    Warned,
+    Watcher,
+    check_name,
+    claim,
+    clock,
+    curve,
+    latest,
+    read,
+    recorded,
+    script_stem,
+    summarise,
+    thin,
+)
+
+
+def started(time: float = 1.0, workers: int = 2) -> Started:
+    names = {
+        "run": "a-1",
+        "script": "a.py",
+        "device": "cpu",
+        "host": "h",
+        "launcher": "python",
+        "model": "Net",
+        "optimizer": "SGD",
+    }
+    numbers = {
+        "schema": 1,
+        "workers": workers,
+        "parameters": 5,
+        "samples": 64,
+        "steps_per_epoch": 4,
+        "threads": 1,
+    }
+    return Started(**names, **numbers, plan={"batch_size": 16}, versions={"torch": "2"}, time=time)
+
+
+def step(n: int, epoch: int = 0, loss: float | None = None) -> Step:
+    return Step(
+        step=n,
+        epoch=epoch,
+        loss=1.0 / n if loss is None else loss,
+        lr=0.1,
+        samples=16 * n,
+        time=float(n),
+    )
+
+
+def resumed(at: int, epoch: int) -> Resumed:
+    return Resumed(
+        step=at,
+        epoch=epoch,
+        samples=16 * at,
+        checkpoint="checkpoints/x",
+        workers=1,
+        written_by_workers=2,
+        time=50.0,
+    )
+
+
+def ended(time: float, status: str = "completed", error: str | None = None) -> Ended:
+    return Ended(
+        status=status,
+        step=8,
+        epoch=2,
+        samples=128,
+        samples_per_second=10.0,
+        seconds=3.0,
+        error=error,
+        time=time,
+    )
+
+
+EVERY = [
+    started(),
+    step(1),
+    Step(step=2, epoch=0, loss=math.nan, lr=0.1, samples=32, time=2.0),
+    Epoch(epoch=0, step=4, samples=64, samples_per_second=None, time=3.0),
+    Evaluated(
+        step=4, epoch=0, samples=10, metrics={"loss": 0.5, "accuracy": 1, "ä": [1, 2]}, time=4.0
+    ),
+    Logged(step=4, epoch=0, values={"x": 0.1, "text": "zwei\nzeilen\u2028"}, time=5.0),
+    Checkpointed(step=4, path="checkpoints/step-000000004", bytes=10, seconds=0.1, time=6.0),
+    Warned(text="careful", time=7.0),
+    resumed(4, 1),
+    ended(9.0, "failed", "boom"),
+]
+
+
+def test_every_event_comes_back(tmp_path):
+    assert {type(e) for e in EVERY} == set(EVENTS.values())
+    record = Record(tmp_path / "deep" / "record.jsonl")
+    record.write(*EVERY[:5])
+    record.close()
+    record.write(*EVERY[5:])  # opened again, after what is there
+    found = read(record.path)
+    assert [type(e) for e in found] == [type(e) for e in EVERY] and repr(found) == repr(
+        EVERY
+    )  # repr: nan is not nan
+    lines = record.path.read_text().splitlines()
+    assert len(lines) == len(EVERY) and json.loads(lines[0])["type"] == "start"
+    record.close()
+
+
+def write_lines(path: Path, *values) -> Path:
+    path.write_text(
+        "".join(
+            v if isinstance(v, str) else json.dumps({"type": v.type, **v.__dict__}) + "\n"
+            for v in values
+        )
+    )
+    return path
+
+
+def test_a_cut_last_line_and_what_is_not_known_are_passed_over(tmp_path):
+    path = tmp_path / "record.jsonl"
+    good = [started(), step(1), step(2)]
+    whole = write_lines(path, *good, step(3)).read_text()
+    last = whole.rstrip("\n").rindex("\n") + 1
+    for cut in range(last, len(whole) - 1):
+        path.write_text(whole[:cut])
+        assert read(path) == good, whole[last:cut]
+    later = {**json.loads(whole.splitlines()[1]), "invented": 3}
+    write_lines(
+        path,
+        good[0],
+        '{"type": "of a later version", "x": 1}\n',
+        json.dumps(later) + "\n",
+        "\n",
+        "3\n",
+        '{"type": "step"}\n',
+        step(2),
+    )
+    assert (
+        read(path) == good
+    )  # unknown types, unknown fields, lines that are nothing, fields that are missing
+    path.write_bytes(b"\xff\xfe\n" + whole.encode())
+    assert read(path) == [*good, step(3)]  # a bad block on the disk is one line lost, not all
+    path.write_text("")
+    assert read(path) == []
+
+
+def test_what_is_appended_to_a_cut_line_is_not_lost(tmp_path):
+    """A run was killed in the middle of a line and is resumed: its start and the launcher's end
+    must be read.
+    """
+    path = write_lines(tmp_path / "record.jsonl", started(), step(1), '{"type": "step", "st')
+    record = Record(path)
+    record.write(started(time=9.0), step(2))
+    record.close()
+    assert read(path) == [started(), step(1), started(time=9.0), step(2)]
+
+
+def test_a_resume_voids_what_came_after_it(tmp_path):
+    before = [
+        started(),
+        *(step(n, (n - 1) // 4) for n in range(1, 11)),
+        Epoch(epoch=0, step=4, samples=64, samples_per_second=1.0, time=1.0),
+    ]
+    before += [Epoch(epoch=1, step=8, samples=128, samples_per_second=1.0, time=1.0)]
+    before += [Evaluated(step=s, epoch=0, samples=1, metrics={}, time=1.0) for s in (4, 8)]
+    before += [Logged(step=s, epoch=0, values={}, time=1.0) for s in (6, 7)]
+    again = [started(time=40.0), resumed(6, 1), *(step(n, 1, loss=9.0) for n in (7, 8))]
+    found = read(write_lines(tmp_path / "r", *before, *again))
+    steps = [e for e in found if isinstance(e, Step)]
+    assert [e.step for e in steps] == list(range(1, 9)) and [e.loss for e in steps][-2:] == [
+        9.0,
+        9.0,
+    ]
+    assert [e.epoch for e in found if isinstance(e, Epoch)] == [0]
+    assert [e.step for e in found if isinstance(e, Evaluated)] == [4] and [
+        e.step for e in found if isinstance(e, Logged)
+    ] == [6]
+    assert sum(isinstance(e, Started) for e in found) == 2  # both beginnings stay
+    twice = read(write_lines(tmp_path / "r", *before, *again, resumed(2, 0), step(3, 0, loss=7.0)))
+    assert [e.loss for e in twice if isinstance(e, Step)] == [1.0, 0.5, 7.0]
+
+
+def run_with(path: Path, *events) -> RunDir:
+    path.mkdir()
+    write_lines(path / "record.jsonl", *events)
+    return RunDir(path)
+
+
+def test_summary(tmp_path):
+    assert summarise(RunDir(tmp_path)).status == "empty"
+    done = summarise(
+        run_with(
+            tmp_path / "a",
+            started(),
+            *(step(n) for n in range(1, 9)),
+            Warned(text="w"),
+            Warned(text="w"),
+            ended(20.0),
+        )
+    )
+    assert (done.status, done.step, done.epoch, done.samples, done.loss) == (
+        "completed",
+        8,
+        2,
+        128,
+        0.125,
+    )
+    assert done.warnings == ["w"] and len(done.curve) == 8 and done.to_dict()["workers"] == 2
+    json.dumps(done.to_dict())
+    failed = summarise(run_with(tmp_path / "b", started(), step(1), ended(5.0, "failed", "boom")))
+    assert (failed.status, failed.error) == ("failed", "boom")
+    # Resumed after that end, and killed: an end of before says nothing of it.
+    stopped = run_with(
+        tmp_path / "c",
+        started(),
+        step(1),
+        ended(5.0, "failed", "boom"),
+        started(time=30.0),
+        resumed(1, 0),
+        step(2),
+    )
+    assert (summarise(stopped).status, summarise(stopped).error, summarise(stopped).step) == (
+        "running",
+        None,
+        2,
+    )
+    os.utime(stopped.record, (1.0, 1.0))
+    assert summarise(stopped).status == "stopped"
+    torn = summarise(run_with(tmp_path / "d", '{"type": "sta'))
+    assert torn.start is None and torn.step == 0
+
+
+# -- the curve -------------------------------------------------------------------------
+
+
+def dots(line: str) -> set[int]:
+    return {i for i, c in enumerate(line.partition("│")[2]) if 0x2800 < ord(c) < 0x2900}
+
+
+def test_a_curve_is_drawn():
+    falling = curve([(n, 10.0 - n) for n in range(10)], width=40, height=8).splitlines()
+    assert len(falling) == 10
+    rows = [dots(line) for line in falling[:8]]
+    assert all(rows) and all(
+        max(a) <= max(b) for a, b in itertools.pairwise(rows)
+    )  # from the upper left to the lower right
+    assert min(rows[0]) <= 1 and max(rows[-1]) >= 38
+    rising = curve([(n, n) for n in range(10)], width=40, height=8).splitlines()
+    assert (
+        min(dots(rising[7])) <= 1 and max(dots(rising[0])) >= 38
+    )  # the measure can tell them apart
+    assert (
+        falling[0].lstrip().startswith("10 ")
+        and falling[7].lstrip().startswith("1 ")
+        and "loss" in falling[8]
+    )
+    assert falling[9].split() == ["0", "9", "step"]
+    assert len({len(line) for line in falling[:9]}) == 1
+
+
+@pytest.mark.parametrize("values", [(1e300, -1e300), (1e308, -1e308), (1e-320, 0.0), (1e17, 1e17)])
+def test_curves_of_extreme_values(values):
+    assert isinstance(curve(list(enumerate(values))), str)
+
+
+def test_curves_of_odd_values():
+    constant = curve([(0, 2.0), (1, 2.0), (2, 2.0)], width=30, height=6).splitlines()
+    drawn = [line for line in constant[:6] if dots(line)]
+    assert len(drawn) == 1 and len(dots(drawn[0])) >= 29
+    holes = curve(
+        [(0, 1.0), (1, math.nan), (2, math.inf), (3, -math.inf), (4, 3.0)], width=30, height=6
+    )
+    assert "nan" not in holes and "inf" not in holes and len(dots(holes.splitlines()[0])) > 0
+    for few in ([], [(1, 1.0)], [(1, math.nan), (2, math.nan)], [(1, 1.0), (2, math.nan)]):
+        assert curve(few) == ""
+    assert isinstance(curve([(5, 1.0), (5, 2.0)]), str)  # evaluated twice at one step
+    many = curve([(n, math.sin(n / 500)) for n in range(20_000)], width=50, height=8)
+    assert len(many.splitlines()) == 10
+    assert thin([(n, n) for n in range(10)], 5) == [
+        (0.5, 0.5),
+        (2.5, 2.5),
+        (4.5, 4.5),
+        (6.5, 6.5),
+        (8.5, 8.5),
+    ]
+    assert len(thin([(n, n) for n in range(1001)], 128)) == 128
+
+
+# -- the run directory -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "", "-a", "a/b", ".hidden", "..", "a b", "a\n", "/tmp/x", "ä", "a\x00"]
+)
+def test_names_that_are_no_folder_names_are_refused(tmp_path, name):
+    with pytest.raises(ArgumentError, match="is not a name for a run"):
+        check_name(name)
+    for resume in (False, True):
+        with pytest.raises(ArgumentError):
+            claim(tmp_path / "runs", name, "s", resume)
+    assert [p for p in tmp_path.rglob("*") if p != tmp_path / "runs"] == []
+
+
+def test_claim(tmp_path):
+    runs = tmp_path / "runs"
+    assert [claim(runs, None, "gpt", False).name for _ in range(3)] == ["gpt-1", "gpt-2", "gpt-3"]
+    assert claim(runs, None, "other", False).name == "other-1"
+    named = claim(runs, "big.run_1", "gpt", False)
+    assert (
+        named.path == runs / "big.run_1" and claim(runs, "big.run_1", "gpt", False) == named
+    )  # empty still: nothing is lost
+    (named.path / "x").write_text("mine")
+    with pytest.raises(
+        CheckpointError,
+        match=r"big\.run_1 exists already\. Continue it with --resume, choose another --name",
+    ):
+        claim(runs, "big.run_1", "gpt", False)
+    assert (named.path / "x").read_text() == "mine"
+    (runs / "file").write_text("")
+    with pytest.raises(CheckpointError, match="exists already"):
+        claim(runs, "file", "gpt", False)
+    with pytest.raises(CheckpointError, match=r"nothing to resume: .*nope does not exist"):
+        claim(runs, "nope", "gpt", True)
+    with pytest.raises(CheckpointError, match="nothing to resume: no run of 'gpt'"):
+        claim(runs, None, "gpt", True)  # none of them has begun
+    for name in ("gpt-1", "gpt-2", "gpt-large-9"):
+        (runs / name).mkdir(exist_ok=True)
+        (runs / name / "record.jsonl").write_text("")
+    for when, name in enumerate(("gpt-2", "gpt-1", "gpt-large-9")):
+        os.utime(runs / name / "record.jsonl", (when, when))
+    assert (
+        claim(runs, None, "gpt", True).name == "gpt-1"
+    )  # the last of this script's, not of one with a longer name
+    assert latest(runs).name == "gpt-large-9" and latest(tmp_path / "none") is None
+    (tmp_path / "blocked").write_text("a file")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        claim(tmp_path / "blocked", None, "gpt", False)
+
+
+@pytest.mark.parametrize(
+    ("script", "stem"),
+    [
+        ("gpt.py", "gpt"),
+        ("a/gpt.py", "gpt"),
+        ("examples/gpt/train.py", "gpt"),
+        ("train.py", "train"),
+        ("my.pkg", "my.pkg"),
+        ("ö!.py", "run"),
+    ],
+)
+def test_script_stem(script, stem):
+    assert script_stem(script) == stem
+    check_name(f"{stem}-1")
+
+
+# -- watching breaks nothing -----------------------------------------------------------
+
+
+def watch(watcher: Watcher, steps: int = 5) -> None:
+    for n in range(1, steps + 1):
+        watcher.step(n, 0, torch.tensor(1.0 / n), 0.1, 16 * n, 16)
+
+
+def test_losses_are_read_late_and_recorded_in_order(tmp_path):
+    watcher = Watcher(Record(tmp_path / "r"), Silent(), True)
+    watch(watcher, 300)
+    watcher.event(Warned(text="after them"))
+    watch(watcher, 2)
+    watcher.close()
+    found = read(tmp_path / "r")
+    assert (
+        [e.step for e in found[:300]] == list(range(1, 301))
+        and isinstance(found[300], Warned)
+        and len(found) == 303
+    )
+    assert found[6].loss == pytest.approx(1 / 7)
+    assert (
+        [n for n in range(1, 20_001) if recorded(n)][999:1003] == [1000, 1010, 1020, 1030]
+        and recorded(20_000)
+        and not recorded(20_010)
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_under_the_record_is_told_once(capsys):
+    watcher = Watcher(Record(Path("/dev/full")), Silent(), True)
+    for _ in range(3):
+        watch(watcher)
+        watcher.flush()
+        watcher.event(Warned(text="x"))
+    watcher.close()
+    said = capsys.readouterr().err
+    assert (
+        watcher.failures >= 3
+        and said.count("watching this run failed") == 1
+        and "No space left" in said
+        and "training goes on" in said
+    )
+
+
+class Closed(Lines):
+    """Shows on a terminal that has gone away."""
+
+    def __init__(self, file: io.TextIOBase) -> None:
+        super().__init__(0.0)
+        self.file = file
+
+    def update(self, state):
+        print(state, file=self.file, flush=True)
+
+    def say(self, text):
+        print(text, file=self.file, flush=True)
+
+    def close(self):
+        self.file.flush()
+
+
+def test_a_display_that_fails_is_told_once_and_the_record_goes_on(tmp_path, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    file = os.fdopen(writer, "w")
+    watcher = Watcher(Record(tmp_path / "r"), Closed(file), True)
+    watch(watcher, 4)
+    watcher.say("hello")
+    watcher.close()
+    assert (
+        watcher.failures >= 5
+        and capsys.readouterr().err.count("watching this run failed (BrokenPipeError") == 1
+    )
+    assert [e.step for e in read(tmp_path / "r")] == [1, 2, 3, 4]
+    assert watcher.record._file is None  # closed all the same
+    with pytest.raises(BrokenPipeError):
+        file.close()
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    watcher = Watcher(None, Silent(), False)
+    watch(watcher)
+    watcher.event(Warned(text="x"))
+    watcher.close()
+    assert watcher.failures == 0
+
+
+def test_a_loss_that_cannot_be_read_does_not_stop_the_others(tmp_path, capsys):
+    watcher = Watcher(Record(tmp_path / "r"), Lines(0.0), True)
+    watcher.step(1, 0, torch.empty((), device="meta"), 0.1, 16, 16)
+    watch(watcher, 3)
+    watcher.close()
+    assert "training goes on" in capsys.readouterr().err and watcher.failures >= 1
+
+
+def test_displays(capsys):
+    state = {
+        "epoch": 1,
+        "epochs": 3,
+        "step": 12,
+        "steps": 30,
+        "loss": 0.25,
+        "samples_per_second": 1234.5,
+        "seconds_left": 75.0,
+    }
+    Lines().update(state)
+    assert (
+        capsys.readouterr().out
+        == "epoch 2/3  step 12/30  loss 0.2500  1,234 samples/s  1:15 left\n"
+    )
+    Lines().update(dict.fromkeys(state) | {"epoch": 0, "step": 1})
+    assert capsys.readouterr().out == "epoch 1  step 1\n"
+    drawn = io.StringIO()
+    bar = Bar(Console(file=drawn, force_terminal=True, width=100))
+    bar.update(state)
+    bar.say("a [line] of the script")
+    bar.update({"close": True})
+    bar.close()
+    assert (
+        "12/30" in drawn.getvalue()
+        and "━" in drawn.getvalue()
+        and "a [line] of the script" in drawn.getvalue()
+    )
+    assert [clock(s) for s in (-1, 0, 75, 3600, 90061)] == [
+        "0:00",
+        "0:00",
+        "1:15",
+        "1:00:00",
+        "25:01:01",
+    ]
