@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+TESTS = Path(__file__).parent
+
 _MARK = "RONDE_TEST_MARK"
 
 

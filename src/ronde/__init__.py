@@ -23,13 +23,15 @@ from ronde.world import (
     WorldError,
     world,
 )
+from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
     from ronde.plan import Plan
-    from ronde.run import MicroBatches, Run, distribute
+    from ronde.run import MicroBatches, Run
+    from ronde.run.distribute import distribute
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ArgumentError",

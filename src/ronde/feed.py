@@ -143,6 +143,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ronde.feed' has no attribute {name!r}")
     import importlib
 
+    importlib.import_module("ronde.cache.cached")  # carries Pipeline.cache out
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -25,7 +25,7 @@ from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge 
 
 from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
-from ronde.prove.diagnose import disagreement
+from ronde.prove.diagnose import disagreement  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
 from ronde.prove.prove import Study, chosen_plans, prove  # noqa: E402
 from ronde.prove.recorder import _last_batch  # noqa: E402

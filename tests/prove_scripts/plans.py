@@ -149,9 +149,9 @@ elif NAME == "pairs":
 elif NAME == "checked":
     loss = checked
 elif NAME == "early":  # run is not there yet while a plan is laid out
-    loss = lambda out, target: (
+    loss = lambda out, target: (  # noqa: E731
         F.cross_entropy(out, target) + 0.01 * run.state.step * out.square().mean()
-    )  # noqa: E731
+    )
 elif NAME == "slope":
     forward, loss = (
         smooth,

@@ -29,7 +29,8 @@ from ronde.data.image_decoders import DECODERS
 from ronde.data.named_stages import stage
 from ronde.data.serialize import decode as decoded
 from ronde.data.serialize import encode
-from ronde.profile import known_functions, monkeypatch
+from ronde.introspect.object_graph import held
+from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import ByName, HeldFile, beneath, dressed, exchange
 
 __all__ = ["FileCache", "Plan", "Remedied", "Seen", "traced"]
@@ -383,7 +384,7 @@ class _Layers:
             below = {
                 (m, n): beneath(getattr(sys.modules[m], n)) for m, n in _MODULES if m in sys.modules
             }
-            for owner, name, value in list(known_functions.held(dataset)):  # loader=PIL.Image.open
+            for owner, name, value in list(held(dataset)):  # loader=PIL.Image.open
                 for where, function in below.items():
                     if value is function:
                         with contextlib.suppress(

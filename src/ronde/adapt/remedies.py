@@ -21,9 +21,9 @@ from torch.utils.data import Dataset, IterableDataset
 from ronde.adapt.redirect import FileCache, Plan, Remedied, Seen, folder_of, traced
 from ronde.data.image_decoders import AUTO, DECODERS, available, check
 from ronde.data.pipeline import Pipeline
+from ronde.introspect.open_handles import unchanged
 from ronde.introspect.random_state import seed_all
 from ronde.loader.settings import FeedSettings
-from ronde.profile import known_functions as found
 from ronde.profile.replay import same, weight
 from ronde.world import ArgumentError
 
@@ -200,7 +200,7 @@ def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return DatasetFacts(error="it can only be iterated, or is empty")
     try:
-        with found.unchanged(
+        with unchanged(
             dataset
         ):  # once around both: generators of its own go on, so that what they draw shows
             seen, made = _look(dataset, samples)
@@ -323,7 +323,7 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
 
 def _swapped(dataset: Any, settings: FeedSettings) -> Any:
     """A plain Dataset with another decoder, or a cache."""
-    with found.unchanged(dataset):
+    with unchanged(dataset):
         seen, _ = _look(dataset, _LOOKED_AT)
     what, plan = type(dataset).__name__, Plan()
     looked = f"(looked at {seen.samples} samples of {what})"
@@ -344,7 +344,7 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
         from ronde.cache.cached import cached_dataset
 
         try:
-            with found.unchanged(dataset):
+            with unchanged(dataset):
                 return cached_dataset(
                     dataset if plan.decoder is None else Remedied(dataset, plan), where, limit
                 )

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ronde.cache.budget import disk_reserve, free_disk, free_memory, size_of
 from ronde.cache.file_dependencies import MOST_LISTED, Files, Noting, listing, note, state
 from ronde.cache.record_store import Arena, open_arena, remove_unused
+from ronde.data import pipeline
 from ronde.data.contract import Source, Step
 from ronde.data.named_stages import current_keys, sample_keys, stage
 from ronde.data.pipeline import Pipeline
@@ -1019,3 +1020,6 @@ def report_cache(data: Any) -> list[CacheReport]:
         )
         data = inner("source") or inner("dataset") or inner("data")
     return found
+
+
+pipeline.make_cached = cached

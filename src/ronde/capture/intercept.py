@@ -190,9 +190,10 @@ def _end() -> None:
     global _depth
     _depth -= 1
     if not _depth:
-        nn.Module.__call__, torch.autograd.Function.apply, torch.jit.ScriptFunction.__call__ = (
-            _plain[:3]
-        )  # type: ignore[method-assign]
+        call, apply, script_call = _plain[:3]
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
         nn.Module._apply = _plain[3]  # type: ignore[method-assign]
         if _fake_tolist is not None:
             FakeTensor.tolist = _fake_tolist  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import typer
 
 from ronde.cli.help_layout import Group, tidy
 from ronde.world import RondeError
+from ronde.world.version import VERSION
 
 __all__ = ["app", "main"]
 
@@ -26,9 +27,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        import ronde
-
-        print(f"ronde {ronde.__version__}")
+        print(f"ronde {VERSION}")
         raise typer.Exit
 
 

@@ -19,6 +19,9 @@ from ronde.world import ArgumentError, SampleError
 
 __all__ = ["Pipeline"]
 
+make_cached: Callable[..., Any] | None = None
+"""Carries :meth:`Pipeline.cache` out. ``ronde.cache`` stands above this room and puts it here."""
+
 
 @dataclass(frozen=True)
 class _Then:
@@ -118,6 +121,8 @@ class Pipeline(Dataset[Any]):
         Example:
             >>> pipeline.cache("decode", where="/local/cache", limit="100GiB")  # doctest: +SKIP
         """
+        if make_cached is None:
+            raise RuntimeError("Pipeline.cache needs ronde.feed to be imported.")
         found: Pipeline = make_cached(self, after, where, limit, **more)
         return found
 

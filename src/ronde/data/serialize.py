@@ -49,11 +49,9 @@ def _found(module: str, name: str) -> type | None:
         return None
     if module.startswith("ronde."):
         return found
-    return (
-        found
-        if issubclass(found, tuple) and hasattr(found, "_fields") and found.__slots__ == ()
-        else None
-    )  # type: ignore[attr-defined]
+    if not issubclass(found, tuple) or not hasattr(found, "_fields"):
+        return None
+    return found if found.__slots__ == () else None  # type: ignore[attr-defined]
 
 
 class _Writer:

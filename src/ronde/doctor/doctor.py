@@ -36,7 +36,7 @@ from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
     from ronde.plan import Plan
-    from ronde.run.run import Run
+    from ronde.run.step_port import RunView
 
 __all__ = ["Doctor", "doctor", "examine", "install", "load"]
 
@@ -83,7 +83,7 @@ class Doctor(hooks.Observer):
         self.options = options
         self.file = file
 
-    def ready(self, run: Run, plan: Plan) -> None:
+    def ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
         values = examine(run, self.options, _tell if run.is_main else _silent)
         if run.is_main:
@@ -112,7 +112,7 @@ def load(file: Path) -> dict[str, Any]:
     return found
 
 
-def doctor(run: Run, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
+def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
     """Examine a run between two of its steps; it then goes on bit by bit as if nothing had been.
     See :meth:`ronde.Run.doctor`.
     """
@@ -125,7 +125,7 @@ def doctor(run: Run, seconds: float = _SECONDS, **options: Any) -> dict[str, Any
         raise ArgumentError(
             f"run.doctor() got {', '.join(sorted(unknown))}: it takes seconds, rounds, to and cold."
         )
-    if run._backwards:
+    if run.port.backwards:
         raise RondeError(
             "run.doctor() was called between run.backward() and run.update(): call it after update()."
         )
@@ -135,8 +135,8 @@ def doctor(run: Run, seconds: float = _SECONDS, **options: Any) -> dict[str, Any
 class _Clock:
     """What is left of the time that may be taken, the same on every rank."""
 
-    def __init__(self, run: Run, seconds: float) -> None:
-        self._me = run._me
+    def __init__(self, run: RunView, seconds: float) -> None:
+        self._me = run.port.world
         self.seconds = seconds
         self._end = time.monotonic() + seconds
         self._start = time.monotonic()
@@ -158,7 +158,7 @@ class _Study:
     """One examination, on every rank alike."""
 
     def __init__(
-        self, run: Run, bench: Bench, options: Mapping[str, Any], tell: Callable[[str], None]
+        self, run: RunView, bench: Bench, options: Mapping[str, Any], tell: Callable[[str], None]
     ) -> None:
         self.run = run
         self.bench = bench
@@ -334,7 +334,7 @@ class _Study:
 
     def look_at_collate(self) -> None:
         """What collating takes in this process, without the memory that loading processes share."""
-        taken = self.run._taken
+        taken = self.run.port.data
         stages = [s for s in self.stages() if s.where == "loading"]
         total = sum(s.wall_seconds for s in stages)
         collate = next((s for s in stages if s.name == "collate"), None)
@@ -404,7 +404,7 @@ class _Study:
         if draws is None:
             return None
         rate = statistics.median(r.samples_per_second for r in self.results["real"])
-        share = draws / (draws + self.run._taken.order.epoch_samples / rate)
+        share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
         return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
 
     def go(self) -> Verdict:
@@ -479,12 +479,12 @@ class _Study:
         """What remedies depend on. ``sick``: look at some samples too, to see which of them the
         data set could have.
         """
-        run, taken = self.run, self.run._taken
+        run, taken = self.run, self.run.port.data
         settings = taken.settings
         timed = {s.name: s for s in self.stages()}
         synthetic = self.results["synthetic"]
         cuda = run.device.type == "cuda"
-        local = run._me.local_size
+        local = run.port.world.local_size
         devices = (
             torch.cuda.device_count()
             if cuda
@@ -550,14 +550,14 @@ class _Study:
                 (n, rate / found.sample_bytes) for n, (_, rate) in self.swept.items() if rate > 0
             )
             found = dataclasses.replace(found, storage_sweep=swept)
-        told = broadcast_json(run._me, dataclasses.asdict(found))
+        told = broadcast_json(run.port.world, dataclasses.asdict(found))
         told["storage_sweep"] = tuple((int(n), float(r)) for n, r in told["storage_sweep"])
         told["loading_sweep"] = tuple((int(n), float(r)) for n, r in told["loading_sweep"])
         return Facts(**told)
 
     def _opened(self) -> str:
         """What the data set opens when it reads its first sample, in words; "" for nothing."""
-        taken = self.run._taken
+        taken = self.run.port.data
         with unchanged(taken.dataset):
             try:
                 taken.dataset[int(taken.order.ids(self.run.state.epoch, 0, 1)[0])]
@@ -595,7 +595,7 @@ class _Study:
                     found[f"{name}_readers"] = ", ".join(
                         f"{n} at once: {rate:,.0f} files/s" for n, (rate, _) in self.swept.items()
                     )
-        told: dict[str, Any] | None = broadcast_json(self.run._me, found)
+        told: dict[str, Any] | None = broadcast_json(self.run.port.world, found)
         return told
 
     def ask_for_more(self, values: Mapping[str, Any], to: int) -> None:
@@ -628,7 +628,7 @@ class _Study:
         self.asked = [(workers * max(1, loaders), rate)]
         more = 2 * max(1, loaders)
         if not loaders and any(
-            gather_json(self.run._me, self.bench.refuses(FeedSettings(workers=more)))
+            gather_json(self.run.port.world, self.bench.refuses(FeedSettings(workers=more)))
         ):
             self.asked_all = rate >= wanted
             return
@@ -653,10 +653,10 @@ class _Study:
             usable = True
             if remedy.settings is not None:
                 try:
-                    apply_settings(self.run._taken, remedy.settings)
+                    apply_settings(self.run.port.data, remedy.settings)
                 except (RondeError, ImportError):
                     usable = False
-            if not all(gather_json(self.run._me, usable)):
+            if not all(gather_json(self.run.port.world, usable)):
                 continue
             if remedy.can_try and remedy.settings is not None:
                 self.tell(f"trying: {remedy.text}")
@@ -664,7 +664,9 @@ class _Study:
                 # be had.
                 refused = [
                     error
-                    for error in gather_json(self.run._me, self.bench.refuses(remedy.settings))
+                    for error in gather_json(
+                        self.run.port.world, self.bench.refuses(remedy.settings)
+                    )
                     if error
                 ]
                 if refused:
@@ -727,7 +729,9 @@ _WORDS = {
 }
 
 
-def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+def examine(
+    run: RunView, options: Mapping[str, Any], tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure and judge. A collective; the run is afterwards as it was.
 
     Args:
@@ -786,12 +790,12 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         }
         told = values
     passed = study.clock.passed()
-    told = dict(broadcast_json(run._me, told))
+    told = dict(broadcast_json(run.port.world, told))
     told["measured_seconds"] = passed
     return told
 
 
-def _notes(run: Run, study: _Study, values: Mapping[str, Any]) -> list[str]:
+def _notes(run: RunView, study: _Study, values: Mapping[str, Any]) -> list[str]:
     """What was not measured."""
     notes = []
     if study.bench.is_stream:

@@ -82,9 +82,9 @@ class _Numpy:
     def unmoved(self, then: bytes) -> bool:
         """Whether nothing has been drawn since ``memory`` gave ``then``."""
         return (
-            np.random.get_bit_generator() is self._generator
+            np.random.get_bit_generator() is self._generator  # type: ignore[attr-defined]
             and ctypes.string_at(self._address, _MT19937_BYTES) == then
-        )  # type: ignore[attr-defined]
+        )
 
     def put_back(self, then: bytes) -> None:
         """Undo what has been drawn since ``memory`` gave ``then``."""

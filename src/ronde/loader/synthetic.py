@@ -26,8 +26,8 @@ from torch.utils.data import (
 from ronde.data.named_stages import sample_key
 from ronde.data.order import key_of
 from ronde.data.pipeline import Pipeline
+from ronde.introspect.open_handles import unchanged
 from ronde.introspect.random_state import seed_all
-from ronde.profile import known_functions as found
 from ronde.profile.replay import weight
 from ronde.world import ArgumentError, SampleError
 from ronde.world.tensors import is_named_tuple, leaves, map_leaves, parts, rebuild
@@ -111,7 +111,7 @@ def _real(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
     """Some samples of a data set, spread over it, drawn as a run would; all randomness is left as
     it was.
     """
-    with found.unchanged(like):
+    with unchanged(like):
         return _drawn(like, n, wanted, seed)
 
 

@@ -28,28 +28,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from ronde.adapt.apply_settings import apply_settings
 from ronde.data import named_stages as stages
-from ronde.data.order import Order, key_of
+from ronde.data.order import Order
 from ronde.introspect.open_handles import let_go
 from ronde.loader.loader import Feed
 from ronde.loader.settings import Executor, FeedSettings, LoaderSettings
 from ronde.loader.thread_workers import _openmp_runtimes
-from ronde.parallel.ddp import Replicate
 from ronde.plan import Share, shares
 from ronde.profile.shared_counters import StageTimes, read_board, read_notes
-from ronde.run import MicroBatches
 from ronde.run.evaluation import on_device, to_device
-from ronde.run.snapshot import as_found
-from ronde.watch import Silent, Watcher
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from ronde.run.run import Run
+    from ronde.run.step_port import RunView
 
 __all__ = ["Arm", "ArmResult", "Bench", "Timed", "measure"]
 
@@ -161,48 +156,6 @@ class ArmResult:
     queued: float = 0.0
     drift: float = 1.0
     notes: tuple[str, ...] = ()
-
-
-class _Quiet(Watcher):
-    """Records nothing, shows nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(None, Silent(), False)
-
-
-@contextlib.contextmanager
-def _unwatched(run: Run) -> Iterator[None]:
-    """Within, a step leaves no record, no checkpoint and no measure behind; and the rate is not
-    scheduled: a scheduler that knows how many steps there will be would refuse these."""
-    kept = (
-        run._watcher,
-        run._save_every,
-        run._deadline,
-        run._comparison,
-        run._on_nan,
-        run.scheduler,
-    )
-    kept[0].rate.pause()
-    run._watcher, run._save_every, run._deadline, run._comparison, run._on_nan, run.scheduler = (
-        _Quiet(),
-        None,
-        None,
-        None,
-        "ignore",
-        None,
-    )
-    try:
-        yield
-    finally:
-        (
-            run._watcher,
-            run._save_every,
-            run._deadline,
-            run._comparison,
-            run._on_nan,
-            run.scheduler,
-        ) = kept
-        run._watcher.rate.resume()
 
 
 def _bytes_of(value: Any) -> int:
@@ -372,9 +325,10 @@ class Bench:
         ...     ceiling = bench.window(Arm("synthetic"), seconds=2.0)
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunView) -> None:
         self.run = run
-        self.batch_samples = min(run.plan.batch_size, run._taken.order.epoch_samples)
+        self.port = run.port
+        self.batch_samples = min(run.plan.batch_size, run.port.data.order.epoch_samples)
         self.in_step = _InStep()
         self.patience = 10.0
         self.draw_seconds: float | None = None
@@ -385,7 +339,6 @@ class Bench:
         self._warmed = False
         self._slowest_first = 0.0
         self._executor: Executor | None = None
-        self._step = 0
         self._windows = 0
         self._orders: dict[int, Any] = {}
         self._stack = contextlib.ExitStack()
@@ -398,10 +351,10 @@ class Bench:
         self._folder = Path(
             self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ronde-arms-", dir=place))
         )
-        self._stack.enter_context(as_found(self.run))
-        self._stack.enter_context(_unwatched(self.run))
+        self._stack.enter_context(self.port.as_found())
+        self._stack.enter_context(self.port.unwatched())
         self._stack.callback(stages.listen, stages.listen(self.in_step))
-        self.run._strategy.start_epoch()
+        self.port.prepare()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -413,7 +366,7 @@ class Bench:
     @property
     def is_stream(self) -> bool:
         """Whether samples can only be read one after the other, by one loader."""
-        return isinstance(self.run._taken.dataset, IterableDataset)
+        return isinstance(self.port.data.dataset, IterableDataset)
 
     @property
     def held(self) -> list[list[Any]]:
@@ -425,7 +378,7 @@ class Bench:
     @property
     def loaders(self) -> int:
         """Loaders of each worker, 0 where it reads by itself."""
-        return 0 if self.executor == "none" else self._loaders(self.run._taken.settings)
+        return 0 if self.executor == "none" else self._loaders(self.port.data.settings)
 
     @property
     def executor(self) -> Executor:
@@ -451,7 +404,7 @@ class Bench:
         run, plan = self.run, self.run.plan
         replica = plan.layout.place(run.rank).replica
         parts = plan.accumulation if plan.pipeline > 1 else None
-        samples = run._taken.order.epoch_samples
+        samples = run.port.data.order.epoch_samples
         return shares(
             epoch,
             offset,
@@ -476,7 +429,7 @@ class Bench:
         """A feed as the script's, with what the arm changes, and the board on which its readers
         write.
         """
-        taken = self.run._taken
+        taken = self.port.data
         if arm.settings is not None:
             taken = apply_settings(taken, arm.settings)
         settings = taken.settings
@@ -548,7 +501,7 @@ class Bench:
         each takes seconds to be read.
         """
         size = 0
-        order = self.run._taken.order
+        order = self.port.data.order
         if order.draw is not None:
             for k in (0, 1):  # before the first window: windows reach into the next epoch
                 self._draw(order.draw, self.run.state.epoch + k)
@@ -566,7 +519,7 @@ class Bench:
                 enough = n >= (2 * _RECYCLED if quick else _RECYCLED) or (
                     n >= _FEWEST_RECYCLED and spent > self.patience
                 )
-                if broadcast_json(self.run._me, enough):  # as many on every rank
+                if broadcast_json(self.port.world, enough):  # as many on every rank
                     break
 
     @contextlib.contextmanager
@@ -583,58 +536,10 @@ class Bench:
 
     # -- steps -------------------------------------------------------------------------
 
-    def _train(self, share: Share, micros: list[Any]) -> None:
-        """One step, as the script's ``run.step(batch)`` takes it."""
-        run = self.run
-        run._share, run._backwards = share, 0
-        self._seed()
-        low, high = share.micro[0]
-        run._strategy.before_batch(high > low)
-        run.step(MicroBatches(micros) if run.plan.accumulation > 1 else micros[0])
-
-    def _seed(self) -> None:
-        run = self.run
-        self._step += 1
-        if run.world_size > 1:
-            run._seed(key_of(run.plan.seed, 5, self._step, run.rank // run.plan.tensor))
-
-    def _alone(self, share: Share, micros: list[Any]) -> None:
-        """One step of this rank by itself: forward, backward, clip and update, no exchange."""
-        run = self.run
-        parameters = run._strategy.parameters
-        for p in parameters:
-            p.grad = None
-        self._seed()
-        quiet: Any = (
-            run._strategy._ddp.no_sync()
-            if isinstance(run._strategy, Replicate)
-            else contextlib.nullcontext()
-        )
-        with quiet:
-            for micro, (low, high) in zip(micros, share.micro, strict=True):
-                value, weight = run._loss_of(micro)
-                loss = value / weight if weight is not None else value
-                loss = loss * (max(high - low, 1) / max(share.samples, 1))
-                loss.backward()  # type: ignore[no-untyped-call]
-        if run.plan.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, run.plan.clip_norm)
-        run.optimizer.step()
-
     @property
     def can_be_alone(self) -> bool:
-        """Whether a rank can take a step by itself: it holds the whole model, and its layers
-        exchange nothing.
-        """
-        run = self.run
-        if run.world_size == 1:
-            return False
-        synced = any(isinstance(m, nn.SyncBatchNorm) for m in run.model.modules())
-        return (
-            type(run._strategy) is Replicate
-            and not run.plan.sync_batchnorm
-            and not synced
-            and run._scaler is None
-        )
+        """Whether a rank can take a step by itself; see :attr:`StepPort.can_step_alone`."""
+        return self.port.can_step_alone
 
     def _synchronise(self) -> None:
         if self.run.device.type == "cuda":
@@ -642,7 +547,7 @@ class Bench:
 
     def _barrier(self) -> None:
         self._synchronise()
-        gather_json(self.run._me, 0)
+        gather_json(self.port.world, 0)
 
     # -- windows -----------------------------------------------------------------------
 
@@ -654,14 +559,15 @@ class Bench:
 
     def _agreed_steps(self, seconds: float, estimate: float, multiple: int = 1) -> int:
         """How many steps fill a window on the slowest rank."""
-        slowest = max(gather_json(self.run._me, estimate))
+        slowest = max(gather_json(self.port.world, estimate))
         fewest = _FEWEST_STEPS if slowest < seconds else 2
         steps = max(fewest, round(seconds / max(float(slowest), 1e-6)))
         return -(-steps // multiple) * multiple
 
     def _recycled(self, arm: Arm, seconds: float) -> ArmResult:
         turn = itertools.cycle(range(len(self._held)))
-        train = self._alone if arm.kind == "alone" else self._train
+        port = self.port
+        train = port.step_alone if arm.kind == "alone" else port.step
 
         def one() -> None:
             k = next(turn)
@@ -724,7 +630,7 @@ class Bench:
                 waits.append(time.perf_counter() - before)
                 if arm.kind != "loading":
                     with self.in_step.step(k, removed):
-                        self._train(
+                        self.port.step(
                             share,
                             on_device(feed, share, micros, self.run.device)
                             if arm.kind == "real"
@@ -748,11 +654,13 @@ class Bench:
                 spent = time.perf_counter() - start
                 settled = done >= min(_FEWEST_STEPS, 2 * multiple) or spent > 2 * seconds
                 if done % multiple == 0 and (
-                    settled if self.run.world_size == 1 else broadcast_json(self.run._me, settled)
+                    settled
+                    if self.run.world_size == 1
+                    else broadcast_json(self.port.world, settled)
                 ):
                     learnt = done >= learn or spent > _LEARN_SHARE * seconds
                     enough = learnt and (done >= rest + learn or spent > _WARM_SHARE * seconds)
-                    if broadcast_json(self.run._me, enough):
+                    if broadcast_json(self.port.world, enough):
                         break
             recent = self._estimates.get(arm, (time.perf_counter() - start) / done)
             steps = self._agreed_steps(seconds, recent, multiple)
@@ -818,8 +726,8 @@ class Bench:
         try:
             with (
                 self.feed(Arm("real", settings=settings)) as (feed, _),
-                contextlib.closing(self._read(feed)) as reader,
-            ):  # type: ignore[type-var]
+                contextlib.closing(self._read(feed)) as reader,  # type: ignore[type-var]
+            ):
                 for _ in range(2):
                     next(reader)
         except Exception as error:
@@ -830,9 +738,9 @@ class Bench:
 
     def _depth(self, arm: Arm) -> tuple[int, int]:
         """Batches that the loaders may be ahead, and how many load at once."""
-        settings = self.run._taken.settings
+        settings = self.port.data.settings
         if arm.settings is not None:
-            settings = apply_settings(self.run._taken, arm.settings).settings
+            settings = apply_settings(self.port.data, arm.settings).settings
         workers = (
             0
             if settings.chosen == "none" or (settings.chosen == "auto" and self.executor == "none")
@@ -881,7 +789,7 @@ class Bench:
             "queued": shares[1],
             "notes": list(notes),
         }
-        everyone = gather_json(run._me, mine)
+        everyone = gather_json(run.port.world, mine)
         longest = max(e["seconds"] for e in everyone)
         self._estimates[arm] = longest / steps
         slowest_step: dict[str, Timed] = {}
@@ -994,7 +902,7 @@ class _Drain:
 
 
 def measure(
-    run: Run, arms: Mapping[str, Arm], rounds: int = 3, seconds: float = 1.5
+    run: RunView, arms: Mapping[str, Arm], rounds: int = 3, seconds: float = 1.5
 ) -> dict[str, list[ArmResult]]:
     """Measure arms in turns. All ranks call it; the run is afterwards as it was.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -145,6 +146,20 @@ class Replicate(Strategy):
         )
         self.sync_buffers()
         self._check_equal()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no step has been taken: DDP has not ordered its buckets yet."""
+        return self._steps == 0
+
+    def rebuild(self) -> None:
+        """Make DDP anew, as before the first step. A collective."""
+        self._reached = None
+        self._build()
+
+    def no_exchange(self) -> AbstractContextManager[None]:
+        """Within, backward passes stay on this worker."""
+        return self._ddp.no_sync()
 
     def _check_equal(self) -> None:
         """Every rank now has rank 0's weights and buffers: compare their bits, summed, tensor by
@@ -344,8 +359,7 @@ class Replicate(Strategy):
         """See :meth:`Strategy.refresh`."""
         changed = self._flags.changed()
         if changed:
-            self._reached = None
-            self._build()
+            self.rebuild()
         return changed
 
     def expect(self, present: bool) -> None:
@@ -375,7 +389,6 @@ class Replicate(Strategy):
         if [(n, id(p)) for n, p in trainable(self.model)] != list(
             zip(self.names, map(id, self.parameters), strict=True)
         ):
-            self._reached = None
-            self._build()
+            self.rebuild()
         elif self._steps:
             self.sync_buffers()

@@ -477,9 +477,8 @@ def _sized(model: nn.Module, block: Block, trace: _Trace, samples: int) -> Block
     else:
         for n in (*block.column, block.row):
             for x in trace.inputs.get(n, []):
-                flops += (
-                    2.0 * model.get_submodule(n).weight.numel() * x.numel() / x.shape[-1] / samples
-                )  # type: ignore[union-attr, operator]
+                weight: Any = model.get_submodule(n).weight
+                flops += 2.0 * weight.numel() * x.numel() / x.shape[-1] / samples
         entering = {id(x): x.nbytes for n, _, x, _ in trace.calls if n in block.column}
         reduced = (
             sum(entering.values()) + sum(y.nbytes for y in trace.outputs[block.row])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
 from ronde.plan.plan import Plan
 from ronde.plan.schedules import actions, in_flight
-from ronde.predict.collectives import Group, collective
+from ronde.predict.cluster import Added, Cluster
+from ronde.predict.collectives import Group, Link, collective
+from ronde.predict.costs import Costs
 from ronde.predict.partition import Held
-from ronde.predict.prediction import KINDS, StageRow
+from ronde.predict.prediction import KINDS, StageRow, Verdict
+from ronde.predict.simulate import Timeline
 from ronde.predict.stage_arrays import Stages, arrays, by_worker, edges, within
-from ronde.predict.unit_arrays import Array, holders
+from ronde.predict.unit_arrays import Array, Chain, Gradients, holders
 
-if TYPE_CHECKING:
-    from ronde.predict.predict import Predictor
-
-__all__ = ["Moments"]
+__all__ = ["Moments", "Source"]
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
@@ -32,12 +33,44 @@ _Moment = dict[str, Array]
 """What is held at one moment beside the states, by kind: one number a unit, or one for all."""
 
 
+class Source(Protocol):
+    """What the prediction of one plan asks of what all plans for a model and a cluster share."""
+
+    costs: Costs
+    cluster: Cluster
+    added: Mapping[str, Added]
+    tensors: Array
+    gradients: Gradients
+    action_seconds: float
+    base_bytes: float
+    trainable_bytes: float
+    simulated: Timeline | None
+    draws: bool
+
+    def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
+        """The units' costs under a plan."""
+
+    def bounds_of(
+        self, plan: Plan, made: Chain, held: Held, micro_batches: int, send: Link, quick: bool
+    ) -> tuple[int, ...] | None:
+        """Where a plan's pipeline is cut; None where it cannot be."""
+
+    def one_device_seconds(self, batch_size: int) -> float:
+        """The same global batch on one device."""
+
+    def verdict(self, memory_bytes: float) -> Verdict:
+        """Whether so many bytes fit into a device."""
+
+    def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
+        """What in a prediction is an estimate or an assumption."""
+
+
 class Moments:
     """One plan whose memory is predicted; :class:`Step` adds its time."""
 
     def __init__(
         self,
-        owner: Predictor,
+        owner: Source,
         plan: Plan,
         at: dict[str, Group],
         share: int,
@@ -76,7 +109,7 @@ class Moments:
         always["parameters"] = parameters * self.held.parameters
         always["optimizer"] = float(made.optimizer.sum()) * self.held.optimizer
         always["buffers"] = float(made.buffers.sum())
-        always["base"] = self.owner._base
+        always["base"] = self.owner.base_bytes
         if plan.offload in ("optimizer", "parameters"):
             always["optimizer"] = 0.0
         if plan.offload == "parameters":
@@ -101,7 +134,7 @@ class Moments:
             return (
                 self.costs.optimizer_transient_bytes
                 * part
-                * (trainable / self.owner._trainable if self.owner._trainable else 0.0)
+                * (trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0)
             )
         moments = self.peak.optimizer.sum() > 0 and any(
             m in self.costs.optimizer.lower() for m in _MOMENTS
@@ -442,7 +475,7 @@ class Moments:
             kind: found[worst].get(kind, 0.0) + (float(each[kind][worst]) if kind in each else 0.0)
             for kind in KINDS
         }
-        memory["base"] = self.owner._base
+        memory["base"] = self.owner.base_bytes
         if quick:
             return memory, ()
         total = parameters + gradients + optimizer + activations + stages.buffers + buffers

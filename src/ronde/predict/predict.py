@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,12 +95,12 @@ class Predictor:
         self._chains: dict[tuple[Any, ...], Chain] = {}
         self._bounds: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._one_device: dict[int, float] = {}
-        self._trainable = float(chain(costs, 1).trainable.sum())
-        self._base = max(costs.base_bytes, cluster.base_bytes) + (
+        self.trainable_bytes = float(chain(costs, 1).trainable.sum())
+        self.base_bytes = max(costs.base_bytes, cluster.base_bytes) + (
             costs.script_bytes if cluster.device == "cpu" else 0.0
         )
         # Measured while the others sleep; slower, as the layers are, while they work.
-        self.added = {
+        self.added: Mapping[str, Added] = {
             name: cluster.added.get(name, Added()).times(costs.contention)
             for name in ("gather", "reduce", "bucket", "update", "pipeline", "tensor")
         }
@@ -273,7 +274,7 @@ class Predictor:
             small, large = self.chain_of(plan, 1, alone), self.chain_of(plan, batch_size, alone)
             held = (
                 float((small.parameters + small.trainable + small.optimizer + small.buffers).sum())
-                + self._base
+                + self.base_bytes
             )
             room = RISKY * self.cluster.memory_bytes - held
             first = float(small.saved.sum()) + float(small.transient.max())

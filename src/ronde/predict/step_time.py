@@ -189,7 +189,7 @@ class Step(Moments):
         """Seconds of adding the gradients of so many bytes of parameters to those of the
         micro-batch before.
         """
-        part = trainable / self.owner._trainable if self.owner._trainable else 0.0
+        part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
         return (
             self.costs.accumulate_seconds
             / self.cluster.speed
@@ -199,7 +199,7 @@ class Step(Moments):
 
     def _optimizer(self, trainable: float) -> float:
         """Seconds of clipping and of the optimizer's step."""
-        part = trainable / self.owner._trainable if self.owner._trainable else 0.0
+        part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
         fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
         step = fixed + (self.costs.optimizer_seconds - fixed) / self.parts

@@ -26,6 +26,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from ronde.data import named_stages
+from ronde.introspect.object_graph import held, nested, user_modules
 from ronde.profile import known_functions as found
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import (
@@ -260,13 +261,13 @@ class Probe:
             self.install()
             if not any(dataset is one for one in self._watched):
                 self._watched.append(dataset)
-                for one in found.nested(dataset):
+                for one in nested(dataset):
                     for owner, name, stage in found.transforms(one):
                         with suppress(
                             Exception
                         ):  # an object that does not let itself be changed keeps what it has
                             self._name(owner, name, stage)
-                for owner, name, value in list(found.held(dataset)):
+                for owner, name, value in list(held(dataset)):
                     where = self._named.get(id(value))
                     if where is not None and where[0] is value:
                         with suppress(Exception):
@@ -324,7 +325,7 @@ class Probe:
             if replaced:
                 # from simplejpeg import decode_jpeg: the name in the user's module holds the
                 # function itself.
-                for module in found.user_modules():
+                for module in user_modules():
                     for name, value in list(vars(module).items()):
                         pair = replaced.get(id(value))
                         if pair is not None and pair[0] is value:

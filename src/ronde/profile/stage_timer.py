@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ronde.profile.shared_counters import (
     BYTES,
@@ -21,15 +21,35 @@ from ronde.profile.shared_counters import (
     Slot,
 )
 
-if TYPE_CHECKING:
-    from ronde.profile.probe import Probe
-
 __all__ = ["Account", "here", "local"]
 
 local = threading.local()
 
 # A child of fork has one thread, whose account belongs to its parent.
 os.register_at_fork(after_in_child=lambda: local.__dict__.clear())
+
+
+class Owner(Protocol):
+    """The probe that an account belongs to, as the hooks on other libraries' functions see it."""
+
+    remove: frozenset[str]
+
+    def place(self, account: Account, stage: str, key: Any, kind: str) -> Any:
+        """Where in its sample a call stands."""
+
+    def earlier(self, account: Account, place: Any, args: Any = ()) -> Any:
+        """The result of an earlier call at this place, or ``MISSING``."""
+
+    def learn(
+        self, account: Account, place: Any, value: Any, args: Any = (), final: bool = False
+    ) -> None:
+        """Keep a result for later calls."""
+
+    def call(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a named stage."""
+
+    def note_file(self, path: str, size: int, cached: bool | None) -> None:
+        """A file was opened."""
 
 
 class Account:
@@ -67,7 +87,7 @@ class Account:
         "wall",
     )
 
-    def __init__(self, probe: Probe, slot: Slot, token: object) -> None:
+    def __init__(self, probe: Owner, slot: Slot, token: object) -> None:
         self.probe = probe
         self.slot = slot
         self.token = token

@@ -241,8 +241,6 @@ def _patch_ranks(watch: Watch) -> None:
     """Note where the user's code asks who it is."""
     import torch.distributed as dist
 
-    import ronde
-
     blind = watch.settings.blind
 
     def noted(
@@ -264,20 +262,29 @@ def _patch_ranks(watch: Watch) -> None:
             dist,
             name,
             noted(
-                f"torch.distributed.{name}()", getattr(dist, name), lambda _, answer=answer: answer
+                f"torch.distributed.{name}()",
+                getattr(dist, name),
+                lambda _, answer=answer: answer,  # type: ignore[misc]
             ),
-        )  # type: ignore[misc]
-    ronde.world = noted(
-        "ronde.world()", ronde.world, lambda found: dataclasses.replace(found, **one)
-    )  # type: ignore[assignment]
+        )
+    public = sys.modules["ronde"]  # what the script imported; this room lies below it
+    public.world = noted(  # type: ignore[attr-defined]
+        "ronde.world()",
+        public.world,
+        lambda found: dataclasses.replace(found, **one),
+    )
     for name, answer in (("rank", 0), ("world_size", 1), ("is_main", True)):
         setattr(
             Run,
             name,
             property(
-                noted(f"run.{name}", getattr(Run, name).fget, lambda _, answer=answer: answer)
+                noted(
+                    f"run.{name}",
+                    getattr(Run, name).fget,
+                    lambda _, answer=answer: answer,  # type: ignore[misc]
+                )
             ),
-        )  # type: ignore[misc]
+        )
     alone_plan = Plan.from_dict(watch.settings.alone) if watch.settings.alone else None
     found_plan = noted(
         "run.plan", lambda run: run.__dict__["plan"], lambda found: alone_plan or found

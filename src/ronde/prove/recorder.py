@@ -31,7 +31,7 @@ from ronde.profile.replay import copied
 from ronde.prove.values import cast, digest, generators, half_of, moved, per_sample, probe, written
 from ronde.run import hooks
 from ronde.run.losses import LossCall
-from ronde.run.run import Run
+from ronde.run.step_port import RunView
 from ronde.watch.run_dir import RunDir
 from ronde.world.tensors import map_tensors, named_tensors
 
@@ -265,7 +265,7 @@ class Watch(hooks.Observer):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._events = (self.folder / "events.jsonl").open("a", buffering=1)
         self.phase = "setup"
-        self.run: Run | None = None
+        self.run: RunView | None = None
         self._trainings = 0
         self._ticks = 0  # beginnings and updates of all trainings: which comes before which
         self._mine = False
@@ -469,7 +469,7 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.workers`."""
         return self.settings.workers
 
-    def ready(self, run: Run, plan: Plan) -> None:
+    def ready(self, run: RunView, plan: Plan) -> None:
         """See :meth:`hooks.Observer.ready`."""
         if self._mine and self.run is None:
             self.run = run
@@ -487,7 +487,7 @@ class Watch(hooks.Observer):
 
     # -- the loop ----------------------------------------------------------------------
 
-    def epochs(self, run: Run, n: int) -> int:
+    def epochs(self, run: RunView, n: int) -> int:
         """See :meth:`hooks.Observer.epochs`."""
         if run is not self.run:
             return min(n, self.settings.steps)
@@ -496,7 +496,7 @@ class Watch(hooks.Observer):
         self._limit = min(self.settings.steps, n * self._steps_per_epoch)
         return max(n, self._limit)
 
-    def starting(self, run: Run) -> None:
+    def starting(self, run: RunView) -> None:
         """See :meth:`hooks.Observer.starting`."""
         if self.over():
             self._empty += 1
@@ -511,21 +511,21 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.several`."""
         return found or self._asked_micro
 
-    def apart(self, run: Run) -> bool:
+    def apart(self, run: RunView) -> bool:
         """See :meth:`hooks.Observer.apart`."""
         return self.settings.apart and run is self.run
 
-    def _keep_gradients(self, run: Run) -> None:
+    def _keep_gradients(self, run: RunView) -> None:
         """The script clears them for each batch: not between the parts of one."""
         clear = run.optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if not 0 < run._backwards < len(self._sizes):
+            if not 0 < run.port.backwards < len(self._sizes):
                 clear(set_to_none)
 
         run.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def _watch_gradients(self, run: Run) -> None:
+    def _watch_gradients(self, run: RunView) -> None:
         """Note which ones a script that owns its loop changes between the micro-batches of a
         step.
         """
@@ -533,14 +533,14 @@ class Watch(hooks.Observer):
         left: dict[str, tuple[Any, ...]] = {}
 
         def watched(loss: Any) -> None:
-            if 0 < run._backwards < len(self._sizes):
+            if 0 < run.port.backwards < len(self._sizes):
                 changed = [
                     n for n, found in _states(run.model).items() if n in left and left[n] != found
                 ]
                 self._step.setdefault("regraded", []).extend(changed)
             backward(loss)
             left.clear()
-            if run._backwards < len(self._sizes):
+            if run.port.backwards < len(self._sizes):
                 left.update(_states(run.model))
 
         run.backward = watched  # type: ignore[method-assign]
@@ -557,7 +557,7 @@ class Watch(hooks.Observer):
         return (
             self.phase == "step"
             and self.run is not None
-            and 0 < self.run._backwards < len(self._sizes)
+            and 0 < self.run.port.backwards < len(self._sizes)
         )
 
     def dropped(self, rate: float, where: str | None) -> None:
@@ -573,12 +573,12 @@ class Watch(hooks.Observer):
         """The script, or Ronde for it, has stepped a scheduler."""
         self._scheduled += 1
 
-    def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
+    def batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
         """See :meth:`hooks.Observer.batch`."""
         micros = cast(list(micros))
         if run is not self.run:
             return micros
-        order = run._taken.order
+        order = run.port.data.order
         place = run.plan.layout.place(run.rank)
         start = (
             len(order.ids(share.epoch, 0, share.start)) if order.draw is not None else share.start
@@ -597,7 +597,7 @@ class Watch(hooks.Observer):
             "micro": mine,
             "place": [place.pipeline, place.replica, place.tensor],
             "digests": [[i, d] for i, found in ids.items() for d in found]
-            if not isinstance(run._taken.dataset, _NotedStream)
+            if not isinstance(run.port.data.dataset, _NotedStream)
             else [],
             "local": [],
             "dropout": {},
@@ -606,7 +606,7 @@ class Watch(hooks.Observer):
             "given": False,
             "drawn": [],
         }
-        if isinstance(run._taken.dataset, _NotedStream):
+        if isinstance(run.port.data.dataset, _NotedStream):
             self._step["digests"] = [
                 [p, d]
                 for low, high in mine
@@ -628,7 +628,7 @@ class Watch(hooks.Observer):
         self._marks = generators()
         return micros
 
-    def _compare_start(self, run: Run) -> None:
+    def _compare_start(self, run: RunView) -> None:
         """What the script did to the weights since the last update."""
         now = {n: written(p) for n, p in self._owned(run)}
         if self._last:
@@ -640,10 +640,10 @@ class Watch(hooks.Observer):
         else:
             self._tensors.update({f"start|{n}": v for n, v in now.items()})
 
-    def _owned(self, run: Run) -> list[tuple[str, torch.Tensor]]:
+    def _owned(self, run: RunView) -> list[tuple[str, torch.Tensor]]:
         found: list[tuple[str, torch.Tensor]] = []
         for name, p in run.model.named_parameters():
-            if p.device.type != "meta" and run._strategy.owns(name):
+            if p.device.type != "meta" and run.port.strategy.owns(name):
                 found.append((name, p))
         return found
 
@@ -717,7 +717,7 @@ class Watch(hooks.Observer):
 
     def given_to_loss(self, values: tuple[Any, ...]) -> None:
         """What the loss is called with."""
-        if not self._looks() or (self.run is not None and not self.run._strategy.holds_result):
+        if not self._looks() or (self.run is not None and not self.run.port.strategy.holds_result):
             return
         self._step["given"] = True
         for i, value in enumerate(values):
@@ -729,14 +729,14 @@ class Watch(hooks.Observer):
             and self._micro < len(self._sizes)
         ):
             held = map_tensors(lambda t: t.detach().clone(), values)
-            self._probed = (self.run._loss.loss, held, self._sizes[self._micro])
+            self._probed = (self.run.port.loss.loss, held, self._sizes[self._micro])
 
     def local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
         """What the loss returned for one micro-batch of this worker."""
         if (
             not self._looks()
             or self._micro >= len(self._sizes)
-            or (self.run is not None and not self.run._strategy.holds_result)
+            or (self.run is not None and not self.run.port.strategy.holds_result)
         ):
             return
         self._step["local"].append(
@@ -759,7 +759,7 @@ class Watch(hooks.Observer):
             return
         if self.phase == "between" and not name and not module.training:
             self.note("evaluates", None)
-        if not self._looks() or self.run._strategy.whole_step or self.run.plan.tensor != 1:
+        if not self._looks() or self.run.port.strategy.whole_step or self.run.plan.tensor != 1:
             return
         self._note_output(name or "(model)", output, given)
         if not name and self.settings.reference:
@@ -814,7 +814,7 @@ class Watch(hooks.Observer):
                     self._step["shapes"][key] = "samples" if same else "differ"
                 self._tensors[f"{key}|{i}"] = per_sample(tensor, samples)
 
-    def gradients(self, run: Run, loss: torch.Tensor) -> None:
+    def gradients(self, run: RunView, loss: torch.Tensor) -> None:
         """See :meth:`hooks.Observer.gradients`."""
         if run is not self.run:
             return
@@ -846,12 +846,12 @@ class Watch(hooks.Observer):
             if stale:
                 self._step["stale"] = stale
 
-    def _note_gradients(self, run: Run, phase: str) -> None:
+    def _note_gradients(self, run: RunView, phase: str) -> None:
         for name, p in self._owned(run):
             if p.grad is not None:
                 self._tensors[f"{phase}|{name}"] = written(p.grad)
 
-    def clipped(self, run: Run) -> None:
+    def clipped(self, run: RunView) -> None:
         """See :meth:`hooks.Observer.clipped`."""
         if run is not self.run:
             return
@@ -860,7 +860,7 @@ class Watch(hooks.Observer):
         self._marks = generators()
         self.phase = "update"
 
-    def updated(self, run: Run, share: Share) -> None:
+    def updated(self, run: RunView, share: Share) -> None:
         """See :meth:`hooks.Observer.updated`."""
         self._ticks += 1
         if run is not self.run:
@@ -874,7 +874,7 @@ class Watch(hooks.Observer):
         for name, p in self._owned(run):
             self._last[name] = self._tensors[f"weight|{name}"] = written(p)
         for name, b in run.model.named_buffers():
-            if b.device.type != "meta" and run._strategy.owns(name):
+            if b.device.type != "meta" and run.port.strategy.owns(name):
                 self._tensors[f"buffer|{name}"] = written(b)
         save_file(self._tensors, self.folder / f"step-{self._step['step']}.safetensors")
         self._tensors = {}
@@ -883,7 +883,7 @@ class Watch(hooks.Observer):
 
     # -- evaluation --------------------------------------------------------------------
 
-    def evaluating(self, run: Run, taken: Taken) -> Taken:
+    def evaluating(self, run: RunView, taken: Taken) -> Taken:
         """See :meth:`hooks.Observer.evaluating`."""
         order = taken.order
         if run is self.run:
@@ -902,14 +902,14 @@ class Watch(hooks.Observer):
     def _note_evaluated(self, i: int, value: Any) -> None:
         self._evaluated[int(i)] = digest(value)
 
-    def evaluation(self, run: Run) -> None:
+    def evaluation(self, run: RunView) -> None:
         """See :meth:`hooks.Observer.evaluation`."""
         self.phase = "evaluate"
         self._marks = generators()
         self._evaluated.clear()
         self.event("evaluating", step=run.state.step)
 
-    def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
+    def evaluated(self, run: RunView, result: dict[str, Any], samples: int) -> None:
         """See :meth:`hooks.Observer.evaluated`."""
         if run is self.run:
             assert self._marks is not None
@@ -924,7 +924,7 @@ class Watch(hooks.Observer):
             )
         self.phase = "between"
 
-    def logged(self, run: Run, values: Mapping[str, Any]) -> None:
+    def logged(self, run: RunView, values: Mapping[str, Any]) -> None:
         """See :meth:`hooks.Observer.logged`."""
         numbers = {
             name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v

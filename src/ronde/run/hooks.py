@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ronde.plan import Plan, Share
     from ronde.run.check_prediction import Forecast
     from ronde.run.losses import LossCall
-    from ronde.run.run import Run
+    from ronde.run.step_port import RunView
     from ronde.world import World
 
 __all__ = ["Observer", "Opening", "examiner", "observer", "planner"]
@@ -64,14 +64,14 @@ class Observer:
         """As how many workers ``batch="grow"`` counts."""
         return found
 
-    def ready(self, run: Run, plan: Plan) -> None:
+    def ready(self, run: RunView, plan: Plan) -> None:
         """``distribute`` is about to return."""
 
-    def epochs(self, run: Run, n: int) -> int:
+    def epochs(self, run: RunView, n: int) -> int:
         """The script asked for ``n`` epochs."""
         return n
 
-    def starting(self, run: Run) -> None:
+    def starting(self, run: RunView) -> None:
         """The script begins to go through an epoch's batches."""
 
     def over(self) -> bool:
@@ -82,36 +82,36 @@ class Observer:
         """Whether a batch is handed out as a list of micro-batches."""
         return found
 
-    def apart(self, run: Run) -> bool:
+    def apart(self, run: RunView) -> bool:
         """Whether a loop of the script's own, written for one batch a step, is handed a step's
         micro-batches one after the other.
         """
         return False
 
-    def batch(self, run: Run, share: Share, micros: list[Any]) -> list[Any]:
+    def batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
         """The micro-batches of a step, before the script sees them."""
         return micros
 
-    def gradients(self, run: Run, loss: torch.Tensor) -> None:
+    def gradients(self, run: RunView, loss: torch.Tensor) -> None:
         """The exchange is complete, nothing is clipped."""
 
-    def clipped(self, run: Run) -> None:
+    def clipped(self, run: RunView) -> None:
         """The optimizer is about to step."""
 
-    def updated(self, run: Run, share: Share) -> None:
+    def updated(self, run: RunView, share: Share) -> None:
         """Optimizer and scheduler have stepped."""
 
-    def evaluating(self, run: Run, taken: Taken) -> Taken:
+    def evaluating(self, run: RunView, taken: Taken) -> Taken:
         """An evaluation of a data set begins that was not seen before."""
         return taken
 
-    def evaluation(self, run: Run) -> None:
+    def evaluation(self, run: RunView) -> None:
         """The model is about to be evaluated."""
 
-    def evaluated(self, run: Run, result: dict[str, Any], samples: int) -> None:
+    def evaluated(self, run: RunView, result: dict[str, Any], samples: int) -> None:
         """An evaluation has ended."""
 
-    def logged(self, run: Run, values: Mapping[str, Any]) -> None:
+    def logged(self, run: RunView, values: Mapping[str, Any]) -> None:
         """The script records values of its own, on whatever rank."""
 
 

@@ -14,7 +14,7 @@ from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.run import Run
+    from ronde.run.step_port import RunParts
 
 __all__ = ["collect", "export", "held_whole", "restore", "restore_pieces", "save"]
 
@@ -30,13 +30,13 @@ _WORDS = {
 }
 
 
-def held_whole(run: Run) -> bool:
+def held_whole(run: RunParts) -> bool:
     """Whether every worker holds the whole model and its optimizer's state."""
     plan = run.plan
     return run.world_size == 1 or (plan.shard == "none" and plan.pipeline == 1 and plan.tensor == 1)
 
 
-def _data(run: Run) -> dict[str, Any]:
+def _data(run: RunParts) -> dict[str, Any]:
     """What decides which samples are still to come, beside the place in the epoch."""
     order = run._taken.order
     found = {
@@ -53,7 +53,10 @@ def _data(run: Run) -> dict[str, Any]:
 
 
 def _values(
-    run: Run, same: Mapping[str, str], optimizer: Mapping[str, Any], randomness: Mapping[str, Any]
+    run: RunParts,
+    same: Mapping[str, str],
+    optimizer: Mapping[str, Any],
+    randomness: Mapping[str, Any],
 ) -> dict[str, Any]:
     return {
         "epoch": run.state.epoch,
@@ -75,7 +78,7 @@ def _values(
     }
 
 
-def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
+def collect(run: RunParts) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """Files of tensors by name, and plain values, of a worker that holds everything."""
     weights, same = checkpoint.model_state(run.model)
     moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
@@ -88,7 +91,7 @@ def collect(run: Run) -> tuple[dict[str, Tensors], dict[str, Any]]:
     return files, _values(run, same, optimizer, randomness)
 
 
-def save(run: Run, folder: Path, keep: int) -> Path | None:
+def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """Write a checkpoint: rank 0 alone where it holds everything, else all workers together.
     Returns its path on rank 0.
     """
@@ -125,7 +128,7 @@ def save(run: Run, folder: Path, keep: int) -> Path | None:
     return path if run.is_main else None
 
 
-def export(run: Run, path: Path) -> None:
+def export(run: RunParts, path: Path) -> None:
     """Write the model's weights as plain safetensors; rank 0 writes."""
     if not held_whole(run):
         pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
@@ -147,7 +150,7 @@ def _said(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _check(run: Run, found: Mapping[str, Any]) -> None:
+def _check(run: RunParts, found: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan, or another number of workers, is the same one."""
     for name, value in _data(run).items():
         # One of an earlier version has no sampler; nor has that, or one of a data set without it, a
@@ -179,7 +182,7 @@ def _check(run: Run, found: Mapping[str, Any]) -> None:
         )
 
 
-def _settle(run: Run, found: Mapping[str, Any]) -> None:
+def _settle(run: RunParts, found: Mapping[str, Any]) -> None:
     """What is the same on every worker, after the tensors."""
     if run.scheduler is not None:
         run.scheduler.load_state_dict(checkpoint.decode(found["scheduler"]))
@@ -195,7 +198,7 @@ def _settle(run: Run, found: Mapping[str, Any]) -> None:
 
 
 def restore(
-    run: Run, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
+    run: RunParts, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
 ) -> None:
     """Go on from a checkpoint, on a worker that holds everything.
 
@@ -215,7 +218,7 @@ def restore(
 
 
 def restore_pieces(
-    run: Run,
+    run: RunParts,
     found: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.Source],

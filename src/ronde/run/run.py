@@ -36,6 +36,7 @@ from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
 from ronde.run.per_pass_buffers import Passes
 from ronde.run.run_state import DTYPES, MicroBatches, State
+from ronde.run.step_port import StepPort
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, PlanError, RondeError, World
 from ronde.world.consensus import gather_json
@@ -168,6 +169,13 @@ class Run:
         return epoch_steps(
             self._taken.order.epoch_samples, self.plan.batch_size, self.plan.drop_last
         )
+
+    @property
+    def port(self) -> StepPort:
+        """For tools that measure this run: steps on given batches, its parts, a snapshot."""
+        # Made anew: a port that the run held would hold the run, and loading processes end in
+        # order only where there is no such cycle.
+        return StepPort(self)
 
     # -- the loop ----------------------------------------------------------------------
 

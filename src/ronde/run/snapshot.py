@@ -11,20 +11,31 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from ronde.introspect.random_state import restore_states, states
-from ronde.parallel.ddp import Replicate
+from ronde.parallel import Replicate, Strategy
+from ronde.run.losses import LossCall
 from ronde.run.run_state import State
 
-if TYPE_CHECKING:
-    from ronde.run.run import Run
+__all__ = ["Snapshot"]
 
-__all__ = ["as_found"]
+
+class _Open(Protocol):
+    """The public parts of a run that a step changes."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    state: State
+
+    @property
+    def world_size(self) -> int: ...
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIMPLE = (
@@ -325,70 +336,89 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             cast("dict[int, Any]", hooks).update(before)
 
 
-@contextmanager
-def as_found(run: Run) -> Iterator[None]:
-    """Whatever is trained inside, the run is afterwards as it was: weights, optimizer, scheduler,
-    randomness, place in the data.
+class Snapshot:
+    """A run as it is now: weights, gradients, optimizer, scheduler, randomness, place in the data.
 
     Kept are the model, a loss that is a module, the optimizer, the scheduler, and the attributes of
-    data sets and their transforms, those within them too. What only a closure or a global name
-    leads to is not, nor what the script's hooks on modules change; its hooks around optimizer steps
-    are left out meanwhile. A copy of weights and moments is held, in the host's memory.
+    data sets and their transforms, nested ones included. What only a closure or a global name
+    leads to is not kept, nor what the script's hooks on modules change. A copy of weights and
+    moments is held in the host's memory.
 
     Args:
-        run: between two of its steps; on every worker.
+        run: its public parts, between two steps; on every worker.
+        strategy: what carries its plan out.
+        dataset: what it reads.
+        loss: the script's forward and loss.
+        scaler: the gradient scaler under ``precision="fp16"``.
     """
-    model = _Weights(run.model)
-    moments = _Moments(run.optimizer)
-    strategy = run._strategy
-    # A strategy lists the model's parameters, which are kept already.
-    weights = {id(p) for p in run.model.parameters()}
-    attributes = [
-        _Attributes(strategy, elsewhere=weights),
-        *(_Attributes(part, _MOST_BYTES) for part in _within(run._taken.dataset)),
-    ]
-    losses = [
-        _Weights(f) for f in (run._loss.loss, run._loss.forward) if isinstance(f, torch.nn.Module)
-    ]
-    untouched = isinstance(strategy, Replicate) and strategy._steps == 0
-    scheduler = copy.deepcopy(run.scheduler.state_dict()) if run.scheduler is not None else None
-    scheduled = _Attributes(run.scheduler) if run.scheduler is not None else None
-    scaler = copy.deepcopy(run._scaler.state_dict()) if run._scaler is not None else None
-    state = State(**vars(run.state))
-    share, backwards = run._share, run._backwards
-    random_states = states()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    accelerators = [torch.cuda.get_rng_state(d) for d in devices]
-    threads = torch.get_num_threads()
-    try:
-        with _without_hooks(run.optimizer):
+
+    def __init__(
+        self,
+        run: _Open,
+        strategy: Strategy,
+        dataset: Any,
+        loss: LossCall,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._run = run
+        self._strategy = strategy
+        self._scaler = scaler
+        self._model = _Weights(run.model)
+        self._moments = _Moments(run.optimizer)
+        # A strategy lists the model's parameters, which are kept already.
+        weights = {id(p) for p in run.model.parameters()}
+        self._attributes = [
+            _Attributes(strategy, elsewhere=weights),
+            *(_Attributes(part, _MOST_BYTES) for part in _within(dataset)),
+        ]
+        self._losses = [
+            _Weights(f) for f in (loss.loss, loss.forward) if isinstance(f, torch.nn.Module)
+        ]
+        self._untouched = isinstance(strategy, Replicate) and strategy.is_untouched
+        self._scheduler: tuple[Any, Any, _Attributes] | None = None
+        if run.scheduler is not None:
+            state = copy.deepcopy(run.scheduler.state_dict())
+            self._scheduler = (run.scheduler, state, _Attributes(run.scheduler))
+        self._scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else None
+        self._state = State(**vars(run.state))
+        self._random = states()
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        self._accelerators = [(d, torch.cuda.get_rng_state(d)) for d in devices]
+        self._threads = torch.get_num_threads()
+
+    @contextmanager
+    def without_optimizer_hooks(self) -> Iterator[None]:
+        """Within, the script's own hooks around optimizer steps are left out."""
+        with _without_hooks(self._run.optimizer):
             yield
-    except BaseException:
-        # To build DDP anew takes all workers: where this one fails alone, it would wait for the
-        # others, and they for it.
-        untouched = untouched and run.world_size == 1
-        raise
-    finally:
-        model.put_back()
-        for loss in losses:
+
+    def restore(self, failed: bool = False) -> None:
+        """Put everything back.
+
+        Args:
+            failed: whether this worker alone may be here, after an error: then nothing is done
+                that takes all workers.
+        """
+        self._model.put_back()
+        for loss in self._losses:
             loss.put_back()
-        moments.put_back()
-        for each in attributes:
+        self._moments.put_back()
+        for each in self._attributes:
             each.put_back()
-        if run.scheduler is not None and scheduler is not None and scheduled is not None:
-            run.scheduler.load_state_dict(scheduler)
-            scheduled.put_back()
-        if run._scaler is not None and scaler is not None:
-            run._scaler.load_state_dict(scaler)
-        vars(run.state).update(vars(state))
-        run._share, run._backwards = share, backwards
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        if untouched and isinstance(strategy, Replicate):
-            # DDP orders its buckets by the first backward pass that it sees: a training that has
-            # none behind it sees its own.
-            strategy._reached = None
-            strategy._build()
-        restore_states(random_states)
-        for d, s in zip(devices, accelerators, strict=True):
+        if self._scheduler is not None:
+            scheduler, state, attributes = self._scheduler
+            scheduler.load_state_dict(state)
+            attributes.put_back()
+        if self._scaler is not None and self._scale is not None:
+            self._scaler.load_state_dict(self._scale)
+        vars(self._run.state).update(vars(self._state))
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        alone = failed and self._run.world_size > 1
+        if self._untouched and isinstance(self._strategy, Replicate) and not alone:
+            # DDP orders its buckets by the first backward pass that it sees. A training that has
+            # taken no step yet must see its own.
+            self._strategy.rebuild()
+        restore_states(self._random)
+        for d, s in self._accelerators:
             torch.cuda.set_rng_state(s, d)

@@ -43,7 +43,7 @@ from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
     from ronde.plan import Plan
-    from ronde.run.run import Run
+    from ronde.run.step_port import RunView
 
 __all__ = ["Meter", "Row", "Scaling", "Start", "install", "load", "summarise"]
 
@@ -142,7 +142,7 @@ class Meter(hooks.Observer):
         """See :class:`Observer`."""
         return 1 if self.options.get("batch") == "keep" else found
 
-    def ready(self, run: Run, plan: Plan) -> None:
+    def ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
         from ronde.measure.throughput import Arm, Bench
 
@@ -163,7 +163,7 @@ class Meter(hooks.Observer):
                             first_batch, result.first_batch_seconds if name == "real" else 0.0
                         )
                         taken = watch.rate(result.seconds)
-                    everyone = gather_json(run._me, taken)
+                    everyone = gather_json(run.port.world, taken)
                     found[name].append(result.samples_per_second)
                     if all(one is not None for one in everyone):
                         cores[name].append(sum(everyone) / result.samples_per_second)
@@ -191,14 +191,14 @@ class Meter(hooks.Observer):
                 "batch": self.options.get("batch") or self._own_batch,
                 "batch_size": plan.batch_size,
                 "plan": plan.spec,
-                "epoch_samples": run._taken.order.epoch_samples,
+                "epoch_samples": run.port.data.order.epoch_samples,
                 "device": run.device.type,
-                "loaders": run._taken.settings.num_workers,
+                "loaders": run.port.data.settings.num_workers,
             }
             temporary = self.file.with_suffix(".writing")
             temporary.write_text(json.dumps(values))
             temporary.rename(self.file)
-        gather_json(run._me, 0)  # nobody leaves while another still measures
+        gather_json(run.port.world, 0)  # nobody leaves while another still measures
         raise SystemExit(0)
 
 

@@ -419,8 +419,10 @@ def expand(
                 )
             else:
                 matches = (
-                    [one] if os.path.exists(one) else sorted(globbing.glob(one, recursive=True))
-                )  # noqa: PTH110, PTH207
+                    [one]
+                    if os.path.exists(one)  # noqa: PTH110
+                    else sorted(globbing.glob(one, recursive=True))  # noqa: PTH207
+                )
             if not matches:
                 raise ArgumentError(f"{argument}: nothing matches {one}.")
             found += matches

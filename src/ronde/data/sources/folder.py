@@ -238,8 +238,8 @@ def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None
                 entry.name in classes
                 or entry.name.startswith(".")
                 or not entry.is_dir()
-                or os.path.samefile(root, entry)
-            ):  # noqa: PTH121
+                or os.path.samefile(root, entry)  # noqa: PTH121
+            ):
                 continue
             what = f" ending in {', '.join(endings)}" if endings is not None else ""
             raise ArgumentError(

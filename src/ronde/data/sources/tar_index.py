@@ -497,10 +497,8 @@ def index_of(store: Store, path: str) -> TarIndex:
     Raises:
         ArgumentError: there is no such tar, or it cannot be read as one.
     """
-    elsewhere = (
-        cache_folder()
-        / f"{hashlib.sha256((path if is_remote(path) else os.path.abspath(path)).encode()).hexdigest()[:32]}{SUFFIX}"
-    )  # noqa: PTH100
+    absolute = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
+    elsewhere = cache_folder() / f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
     places = [path + SUFFIX, str(elsewhere)]
     for place in places:
         raw = None

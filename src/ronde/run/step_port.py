@@ -1,0 +1,266 @@
+"""The step port: how rooms that measure a run reach into it, and the only way they may.
+
+``prove``, ``doctor``, ``scale`` and ``measure`` take steps on batches of their own, look at the
+parts of a run, and leave it as it was. Scripts never need this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ronde.data.order import key_of
+from ronde.loader.from_dataloader import Taken
+from ronde.parallel import Replicate, Strategy, Work
+from ronde.plan import Plan, Share
+from ronde.run.losses import LossCall
+from ronde.run.run_state import MicroBatches, State
+from ronde.run.snapshot import Snapshot
+from ronde.watch import RunDir, Silent, Watcher
+from ronde.world import World
+
+__all__ = ["RunParts", "RunView", "StepPort"]
+
+
+class RunView(Protocol):
+    """A :class:`~ronde.run.run.Run` as the rooms around it see it; its attributes mean the same."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    plan: Plan
+    state: State
+    dir: RunDir | None
+
+    @property
+    def port(self) -> StepPort:
+        """How to measure it."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among all, from 0."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers train together."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0 only."""
+
+    @property
+    def device(self) -> torch.device:
+        """What this worker trains on."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One optimizer step on one batch."""
+
+    def save(self) -> Path | None:
+        """Write a checkpoint now."""
+
+    def backward(self, loss: Any) -> None:
+        """The backward pass of one micro-batch, in a script that owns its loop."""
+
+
+class RunParts(RunView, Protocol):
+    """A Run as the other files of its own room see it."""
+
+    _me: World
+    _taken: Taken
+    _strategy: Strategy
+    _work: Work
+    _loss: LossCall
+    _watcher: Watcher
+    _scaler: torch.amp.GradScaler | None
+    _share: Share | None
+    _backwards: int
+    _last_saved_step: int
+    _save_every: int | None
+    _deadline: float | None
+    _comparison: Any
+    _on_nan: str
+
+    def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def _seed(self, key: int) -> None: ...
+
+
+class _Unwatched(Watcher):
+    """Records nothing, shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Silent(), False)
+
+
+class StepPort:
+    """Prepare and take steps on batches of your own; look at a run's parts; put it back.
+
+    Every method is called between two steps of the training, on every worker alike.
+
+    Attributes:
+        last_step_seconds: wall time of the last :meth:`step`, without waiting for a device.
+
+    Example:
+        >>> port = run.port  # doctest: +SKIP
+        >>> with port.as_found(), port.unwatched():  # doctest: +SKIP
+        ...     port.prepare()
+        ...     port.step(share, micro_batches)
+        ...     print(port.last_step_seconds)
+    """
+
+    def __init__(self, run: RunParts) -> None:
+        self._run = run
+        self._steps = 0
+        self.last_step_seconds = 0.0
+
+    # -- parts -------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """Who this worker is, and whom collectives reach."""
+        return self._run._me
+
+    @property
+    def data(self) -> Taken:
+        """The training data as the run reads it: data set, order, loader settings."""
+        return self._run._taken
+
+    @property
+    def strategy(self) -> Strategy:
+        """What carries the plan out."""
+        return self._run._strategy
+
+    @property
+    def loss(self) -> LossCall:
+        """The script's ``forward`` and ``loss``."""
+        return self._run._loss
+
+    @property
+    def backwards(self) -> int:
+        """How many micro-batches of the step under way have gone backward, in a script that owns
+        its loop.
+        """
+        return self._run._backwards
+
+    # -- steps -------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Before the first step on given batches: what an epoch's start does on every worker."""
+        self._run._strategy.start_epoch()
+
+    def step(self, share: Share, micros: Sequence[Any]) -> torch.Tensor:
+        """One optimizer step as ``run.step(batch)`` takes it, on given micro-batches.
+
+        Args:
+            share: which positions of which epoch the micro-batches stand for.
+            micros: one batch for each of ``share.micro``, on the run's device.
+
+        Returns:
+            Tensor: 0-d, the loss of the global batch.
+        """
+        run = self._run
+        start = time.perf_counter()
+        run._share, run._backwards = share, 0
+        self._seed()
+        low, high = share.micro[0]
+        run._strategy.before_batch(high > low)
+        loss = run.step(MicroBatches(micros) if run.plan.accumulation > 1 else micros[0])
+        self.last_step_seconds = time.perf_counter() - start
+        return loss
+
+    @property
+    def can_step_alone(self) -> bool:
+        """Whether a rank can take a step by itself: it holds the whole model, and its layers
+        exchange nothing.
+        """
+        run = self._run
+        if run.world_size == 1 or type(run._strategy) is not Replicate:
+            return False
+        synced = any(isinstance(m, nn.SyncBatchNorm) for m in run.model.modules())
+        return not run.plan.sync_batchnorm and not synced and run._scaler is None
+
+    def step_alone(self, share: Share, micros: Sequence[Any]) -> None:
+        """One step of this rank by itself: forward, backward, clip and update, no exchange."""
+        run = self._run
+        strategy = run._strategy
+        start = time.perf_counter()
+        for p in strategy.parameters:
+            p.grad = None
+        self._seed()
+        silent = strategy.no_exchange() if isinstance(strategy, Replicate) else nullcontext()
+        with silent:
+            for micro, (low, high) in zip(micros, share.micro, strict=True):
+                value, weight = run._loss_of(micro)
+                loss = value / weight if weight is not None else value
+                loss = loss * (max(high - low, 1) / max(share.samples, 1))
+                loss.backward()  # type: ignore[no-untyped-call]
+        if run.plan.clip_norm is not None:
+            nn.utils.clip_grad_norm_(strategy.parameters, run.plan.clip_norm)
+        run.optimizer.step()
+        self.last_step_seconds = time.perf_counter() - start
+
+    def _seed(self) -> None:
+        """Random numbers of steps that the training never takes, different on each replica."""
+        run = self._run
+        self._steps += 1
+        if run.world_size > 1:
+            run._seed(key_of(run.plan.seed, 5, self._steps, run.rank // run.plan.tensor))
+
+    # -- before and after --------------------------------------------------------------
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Within, a step leaves no record, no checkpoint and no measurement. The scheduler rests: one
+        that knows how many steps there will be would refuse these.
+        """
+        run = self._run
+        kept = (
+            run._watcher,
+            run._save_every,
+            run._deadline,
+            run._comparison,
+            run._on_nan,
+            run.scheduler,
+        )
+        kept[0].rate.pause()
+        run._watcher, run._on_nan = _Unwatched(), "ignore"
+        run._save_every = run._deadline = run._comparison = run.scheduler = None
+        try:
+            yield
+        finally:
+            (
+                run._watcher,
+                run._save_every,
+                run._deadline,
+                run._comparison,
+                run._on_nan,
+                run.scheduler,
+            ) = kept
+            run._watcher.rate.resume()
+
+    def snapshot(self) -> Snapshot:
+        """Everything that a step changes, as it is now; ``restore()`` puts it back bit by bit."""
+        run = self._run
+        return Snapshot(run, run._strategy, run._taken.dataset, run._loss, run._scaler)
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        """Whatever is trained within, the run is afterwards as it was; see :class:`Snapshot`."""
+        run = self._run
+        before = self.snapshot()
+        share, backwards = run._share, run._backwards
+        failed = True
+        try:
+            with before.without_optimizer_hooks():
+                yield
+            failed = False
+        finally:
+            before.restore(failed)
+            run._share, run._backwards = share, backwards

@@ -1,0 +1,81 @@
+"""The house rules of docs/architecture.md: names, room sizes, and the one way into a run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from processes import TESTS
+
+SOURCE = TESTS.parent / "src" / "ronde"
+
+# A verb's file in cli/ has the name of what it opens; `name` properties of a protocol are shared.
+_VERBS = {path.name for path in (SOURCE / "cli").glob("*.py")}
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0]
+
+
+@cache
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def test_no_file_name_occurs_twice():
+    places = defaultdict(list)
+    for path in _files():
+        if path.name != "__init__.py" and not (_room(path) == "cli" and path.name in _VERBS):
+            places[path.name].append(str(path.relative_to(SOURCE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_public_name_is_defined_in_two_rooms():
+    """Verbs of the command line are functions of cli/, named as their rooms' functions."""
+    places = defaultdict(set)
+    for path in _files():
+        for node in ast.parse(path.read_text()).body:
+            public = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_"
+            if public and _room(path) != "cli":
+                places[node.name].add(str(path.relative_to(SOURCE)))
+    twice = {
+        name: sorted(found)
+        for name, found in places.items()
+        if len({_room(SOURCE / p) for p in found}) > 1
+    }
+    assert twice == {}
+
+
+def test_only_the_run_room_reaches_into_a_run():
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in _files()
+        if _room(path) != "run"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\brun\._[a-z]", line)
+    ]
+    assert found == []
+
+
+def test_no_room_is_larger_than_15_percent():
+    lines = defaultdict(int)
+    for path in _files():
+        lines[_room(path)] += len(path.read_text().splitlines())
+    total = sum(lines.values())
+    assert {room: n for room, n in lines.items() if n > 0.15 * total} == {}
+
+
+@pytest.mark.parametrize(
+    "room", sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
+)
+def test_each_room_says_what_it_is_for(room):
+    """A sentence on the first line, and what the room offers."""
+    text = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or ""
+    first = text.splitlines()[0]
+    assert first.endswith((".", "?")) or "." in text.split("\n\n")[0]
+    assert "Offers" in text
