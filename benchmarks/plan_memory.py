@@ -585,7 +585,7 @@ def weighed(name: str) -> Any:
     from ronde.measure.tensor_units import divisible
     from ronde.measure.unit_memory import weigh
     from ronde.parallel import Work
-    from ronde.predict.costs import Line
+    from ronde.predict.costs import LinearCost
     from ronde.run.losses import LossCall
 
     batch, loss, optimizer_class = SIZED[name]
@@ -597,8 +597,8 @@ def weighed(name: str) -> Any:
     units = tuple(
         dataclasses.replace(
             u,
-            forward_seconds=Line(0.0, u.flops * rate),
-            backward_seconds=Line(0.0, 2 * u.flops * rate),
+            forward_seconds=LinearCost(0.0, u.flops * rate),
+            backward_seconds=LinearCost(0.0, 2 * u.flops * rate),
         )
         for u in costs.units
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from ronde import ArgumentError
 from ronde.plan import Plan
 from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.datasheets import Device, cluster_of, device_named, unit_seconds
 from ronde.predict.predict import predict
 from ronde.predict.prediction import Prediction
@@ -54,8 +54,8 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
     saved = sequence * hidden * (34 + (0 if fused else 5 * heads * sequence / hidden))
     fixed = unit_seconds(device, 0.0)
 
-    def seconds(flops: float, moved: float, passes: float) -> Line:
-        return Line(passes * fixed, passes * (unit_seconds(device, flops, moved) - fixed))
+    def seconds(flops: float, moved: float, passes: float) -> LinearCost:
+        return LinearCost(passes * fixed, passes * (unit_seconds(device, flops, moved) - fixed))
 
     # Attention's two products run at half the rate of the others; element-wise work moves 70 bytes
     # a token and hidden unit.
@@ -70,7 +70,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         if per_op
         else unit_seconds(device, 2 * attention) - fixed
     )
-    message = Line(0, 2.0 * sequence * hidden)
+    message = LinearCost(0, 2.0 * sequence * hidden)
     bytes_each = 4  # fp32 weights, gradients; Adam's two moments
     units = [
         Unit(
@@ -81,15 +81,15 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             int(bytes_each * block),
             int(2 * bytes_each * block),
             0,
-            Line(0, saved),
-            Line(0, 8.0 * sequence * hidden),
+            LinearCost(0, saved),
+            LinearCost(0, 8.0 * sequence * hidden),
             message,
             message,
             flops=work,
             tensor=1.0,
-            tensor_reduce_bytes=Line(0, 4.0 * sequence * hidden),
-            selective_saved_bytes=Line(0, kept),
-            selective_seconds=Line(0, again),
+            tensor_reduce_bytes=LinearCost(0, 4.0 * sequence * hidden),
+            selective_saved_bytes=LinearCost(0, kept),
+            selective_seconds=LinearCost(0, again),
         )
         for i in range(layers)
     ]
@@ -114,7 +114,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         own,
         2 * own,
         0,
-        Line(0, 6.0 * sequence * vocabulary),
+        LinearCost(0, 6.0 * sequence * vocabulary),
         flops=head,
         tensor=1.0,
     )

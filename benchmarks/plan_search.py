@@ -14,9 +14,9 @@ import json
 import resource
 import time
 
-from ronde.predict.answer import explain, text
-from ronde.predict.cluster import Cluster, Fit
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.answer import answer_text, explain
+from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.search import search
 
 
@@ -27,30 +27,30 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
     flops = 4e14
     parameters = 12 * hidden * hidden
     work = 2 * parameters * sequence + 4 * sequence * sequence * hidden
-    message = Line(0, 2 * sequence * hidden)
+    message = LinearCost(0, 2 * sequence * hidden)
     blocks = [
         Unit(
             f"layers.{i}",
-            Line(2e-5, work / flops),
-            Line(4e-5, 2 * work / flops),
+            LinearCost(2e-5, work / flops),
+            LinearCost(4e-5, 2 * work / flops),
             4 * parameters,
             4 * parameters,
             8 * parameters,
             0,
-            Line(0, 34 * sequence * hidden),
-            Line(0, 4 * sequence * hidden),
+            LinearCost(0, 34 * sequence * hidden),
+            LinearCost(0, 4 * sequence * hidden),
             message,
             message,
             tensor=1.0,
-            tensor_reduce_bytes=Line(0, 4 * sequence * hidden),
+            tensor_reduce_bytes=LinearCost(0, 4 * sequence * hidden),
         )
         for i in range(layers)
     ]
     table = 4 * 50_304 * hidden
     embed = Unit(
         "embed",
-        Line(1e-5, 1e-5),
-        Line(1e-5, 1e-5),
+        LinearCost(1e-5, 1e-5),
+        LinearCost(1e-5, 1e-5),
         table,
         table,
         2 * table,
@@ -62,13 +62,13 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
     work = 2 * 50_304 * hidden * sequence
     head = Unit(
         "head",
-        Line(2e-5, work / flops),
-        Line(2e-5, 2 * work / flops),
+        LinearCost(2e-5, work / flops),
+        LinearCost(2e-5, 2 * work / flops),
         table,
         table,
         2 * table,
         0,
-        Line(0, 6 * sequence * 50_304),
+        LinearCost(0, 6 * sequence * 50_304),
     )
     return Costs(
         (embed, *blocks, head),
@@ -84,14 +84,14 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
 
 
 def cluster(devices: int) -> Cluster:
-    node, wide = Fit(2e-5, 2.5e11, 8, assumed=True), Fit(6e-5, 1.5e11, 16, assumed=True)
+    node, wide = LinkFit(2e-5, 2.5e11, 8, assumed=True), LinkFit(6e-5, 1.5e11, 16, assumed=True)
     links = {
         kind: {"node": node, "cluster": wide}
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     }
     links["send"] = {
-        "node": Fit(1e-5, 2e11, 2, assumed=True),
-        "cluster": Fit(2e-5, 4e10, 2, assumed=True),
+        "node": LinkFit(1e-5, 2e11, 2, assumed=True),
+        "cluster": LinkFit(2e-5, 4e10, 2, assumed=True),
     }
     return Cluster(
         "data sheet",
@@ -133,7 +133,7 @@ def main() -> None:
             flips_wall_seconds=time.perf_counter() - wall,
             flips_processor_seconds=time.process_time() - processor,
         )
-    print(text(told))
+    print(answer_text(told))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         json.dumps(

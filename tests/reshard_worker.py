@@ -410,7 +410,8 @@ def pieces(folder: Path) -> None:
                 )
                 opened = {"model": found.source("model")} if found else {}
                 wants = [
-                    c.Want("model", n, c.box_of(t, n), c.local(t).copy_) for n, t in tensors.items()
+                    c.Want("model", n, c.box_of(t, n), c.local_part(t).copy_)
+                    for n, t in tensors.items()
                 ]
                 c.pull(me, opened, wants, all_see)
                 for name, value in _tensors().items():

@@ -80,10 +80,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _choose(*given: Any) -> Any:
-    """``plan="auto"``: ronde.study stands above ronde.run, which therefore cannot import it."""
-    from ronde.measure.planner import choose
+    """``plan="auto"``: ronde.measure stands above ronde.run, which cannot import it."""
+    from ronde.measure.planner import choose_plan
 
-    return choose(*given)
+    return choose_plan(*given)
 
 
 def _examine(*given: Any, **options: Any) -> Any:

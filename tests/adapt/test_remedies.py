@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageFile
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ronde.adapt.remedies import DatasetFacts, apply, facts, judge
+from ronde.adapt.remedies import DatasetFacts, apply_remedies, dataset_facts, judge_decoder
 from ronde.cache.cached import cached_dataset, clear_cache
 from ronde.data.image_decoders import DECODERS, Decoder
 from ronde.data.pack import pack
@@ -203,7 +203,7 @@ def counted(monkeypatch):
 def test_another_decoder_gives_the_same_bits_and_leaves_odd_files_to_pillow(pictures, counted, way):
     dataset = Pictures(pictures, way)
     plain = batches(dataset)
-    swapped = apply(dataset, FeedSettings(decoder="counted"))
+    swapped = apply_remedies(dataset, FeedSettings(decoder="counted"))
     counted.calls = 0
     assert same(plain, batches(swapped))
     # Of the four odd ones it is asked for none that Pillow does not hold for a colour JPEG; after
@@ -223,7 +223,7 @@ def test_the_same_bits_wherever_samples_are_read(pictures, executor, workers):
             FeedSettings(cache="read"),
             FeedSettings(cache="read", decoder="simplejpeg"),
         ):
-            swapped = apply(dataset, settings)
+            swapped = apply_remedies(dataset, settings)
             assert same(plain, batches(swapped, None, executor, workers, 2)), settings
             del swapped
     assert clear_cache() == 0  # nothing is left in memory
@@ -236,7 +236,7 @@ def test_errors_of_broken_files_are_pillows_own(copy):
         FeedSettings(cache="read"),
         FeedSettings(cache="read", decoder="simplejpeg"),
     )
-    swapped = [apply(dataset, settings) for settings in given]
+    swapped = [apply_remedies(dataset, settings) for settings in given]
     data = dataset.paths[3].read_bytes()
     dataset.paths[3].write_bytes(data[: len(data) // 2])
     dataset.paths[4].write_bytes(b"\xff\xd8\xff nothing")
@@ -262,7 +262,7 @@ def test_a_picture_handed_out_undecoded_is_still_a_picture(pictures):
 
     dataset = Lazy(pictures)
     for settings in (FeedSettings(decoder="simplejpeg"), FeedSettings(cache="read")):
-        swapped = apply(dataset, settings)
+        swapped = apply_remedies(dataset, settings)
         for _ in range(2):
             for i in (0, 5, 6, 7, 8):
                 assert swapped[i].tobytes() == dataset[i].tobytes()
@@ -279,7 +279,7 @@ def test_a_picture_handed_out_undecoded_is_still_a_picture(pictures):
 
 def test_a_decoder_is_judged_on_the_data_sets_own_images(pictures, monkeypatch):
     images = [p.read_bytes() for p in Pictures(pictures).paths]
-    found = judge("simplejpeg", images)
+    found = judge_decoder("simplejpeg", images)
     assert found.same_bits
     assert (found.difference, found.label) == (0.0, "same bits")
     assert (found.images, found.refused) == (N - 2, 2)  # four colours, and the PNG
@@ -290,7 +290,7 @@ def test_a_decoder_is_judged_on_the_data_sets_own_images(pictures, monkeypatch):
         )
 
     monkeypatch.setitem(DECODERS, "brighter", Decoder(brighter, "PIL.Image"))
-    other = judge("brighter", images)
+    other = judge_decoder("brighter", images)
     assert not other.same_bits
     assert other.label == "same distribution"
     assert 1.5 < other.difference <= 2.0
@@ -303,7 +303,7 @@ def test_a_decoder_is_judged_on_the_data_sets_own_images(pictures, monkeypatch):
 def test_what_is_cached_is_not_read_again(copy, tmp_path, where):
     dataset = Pictures(copy)
     plain = batches(dataset, epochs=2)
-    cached = apply(
+    cached = apply_remedies(
         dataset,
         FeedSettings(
             cache="read",
@@ -330,11 +330,11 @@ def test_what_is_cached_is_not_read_again(copy, tmp_path, where):
 def test_a_file_that_changed_is_read_anew(copy, tmp_path):
     dataset = Pictures(copy)
     settings = FeedSettings(cache="read", cache_in=str(tmp_path / "kept"))
-    cached = apply(dataset, settings)
+    cached = apply_remedies(dataset, settings)
     old = [cached[i] for i in range(3)]
     cached.plan.reads.close()
     Image.new("RGB", (60, 48), (250, 0, 0)).save(dataset.paths[1])
-    again = apply(dataset, settings)
+    again = apply_remedies(dataset, settings)
     assert same(again[0], old[0])
     assert not same(again[1], old[1])
     assert same(again[1], dataset[1])
@@ -365,7 +365,7 @@ def test_other_files_come_out_of_the_cache_as_they_are(tmp_path):
             )
 
     dataset = Mixed()
-    cached = apply(dataset, FeedSettings(cache="read"))
+    cached = apply_remedies(dataset, FeedSettings(cache="read"))
     for _ in range(2):
         for i in range(N):
             a, b = dataset[i], cached[i]
@@ -383,7 +383,7 @@ def test_other_files_come_out_of_the_cache_as_they_are(tmp_path):
 
 def test_a_bounded_cache_keeps_what_came_first(pictures):
     dataset = Pictures(pictures)
-    cached = apply(dataset, FeedSettings(cache="read", cache_bytes=12_000))
+    cached = apply_remedies(dataset, FeedSettings(cache="read", cache_bytes=12_000))
     assert same(batches(dataset, epochs=2), batches(cached, epochs=2))
     report = cached.plan.reads.report()
     assert 0 < report.held < N
@@ -403,7 +403,7 @@ def test_finished_samples_are_kept():
             return torch.full((3,), i)
 
     dataset = Slow()
-    cached = apply(dataset, FeedSettings(cache="decode"))
+    cached = apply_remedies(dataset, FeedSettings(cache="decode"))
     first = batches(cached)
     made = dataset.made
     assert same(first, batches(cached))
@@ -418,9 +418,9 @@ def test_finished_samples_are_kept():
         ArgumentError,
         match=r"feed\.images\(FOLDER\)\.cache\(\"decode\"\) instead: .*draws random numbers",
     ):
-        apply(Random(), FeedSettings(cache="decode"))
+        apply_remedies(Random(), FeedSettings(cache="decode"))
     with pytest.raises(ArgumentError, match="no file is opened"):
-        apply(Slow(), FeedSettings(cache="read"))
+        apply_remedies(Slow(), FeedSettings(cache="read"))
 
 
 class Large(Dataset):
@@ -463,7 +463,7 @@ class Rows(Dataset):
 
 def test_facts_say_which_remedies_are_possible(pictures, large):
     state = torch.get_rng_state(), random.getstate()
-    found = facts(Pictures(pictures, transform=flip), samples=N)
+    found = dataset_facts(Pictures(pictures, transform=flip), samples=N)
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
     assert found.jpeg
@@ -477,8 +477,8 @@ def test_facts_say_which_remedies_are_possible(pictures, large):
     assert found.images and not found.imread
     assert found.shrink == 1
     assert 60 * 48 * 3 <= found.decoded_bytes <= 62 * 48 * 3
-    assert facts(Large(large, lambda image: to_tensor(image.resize((60, 60))))).shrink == 4
-    rows = facts(Rows())
+    assert dataset_facts(Large(large, lambda image: to_tensor(image.resize((60, 60))))).shrink == 4
+    rows = dataset_facts(Rows())
     assert (rows.jpeg, rows.images, rows.files, rows.draws) == (False, False, 0.0, False)
 
     class Broken(Dataset):
@@ -488,8 +488,8 @@ def test_facts_say_which_remedies_are_possible(pictures, large):
         def __getitem__(self, i):
             raise OSError("no disk")
 
-    assert facts(Broken()).error == "OSError: no disk"
-    assert facts([]) == DatasetFacts(error="it can only be iterated, or is empty")
+    assert dataset_facts(Broken()).error == "OSError: no disk"
+    assert dataset_facts([]) == DatasetFacts(error="it can only be iterated, or is empty")
 
 
 def test_pipelines_of_images_have_the_same_remedies(pictures, tmp_path):
@@ -508,12 +508,12 @@ def test_pipelines_of_images_have_the_same_remedies(pictures, tmp_path):
         FeedSettings(cache="read"),
         FeedSettings(pack=str(tmp_path / "packed")),
     ):
-        found = apply(pipeline, settings)
+        found = apply_remedies(pipeline, settings)
         assert found.source.fingerprint == pipeline.source.fingerprint
         assert same(plain, batches(found, LoaderSettings(found.collate))), settings
     pack(pictures, tmp_path / "another")
     with pytest.raises(ArgumentError, match="is not a pack of"):
-        apply(pipeline, FeedSettings(pack=str(tmp_path / "another")))
+        apply_remedies(pipeline, FeedSettings(pack=str(tmp_path / "another")))
 
 
 def test_what_does_not_fit_is_refused_in_words(pictures):
@@ -539,7 +539,7 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
         (Pictures(pictures), FeedSettings(decoder="nonesuch"), "is not known"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            apply(dataset, settings)
+            apply_remedies(dataset, settings)
 
 
 def test_a_settings_file_that_asks_for_a_removed_setting_says_what_to_use(tmp_path):
@@ -565,7 +565,7 @@ def test_files_that_opencv_reads_are_seen_and_not_cached(pictures, monkeypatch):
     library.imread = lambda path: np.full((48, 60, 3), os.stat(path).st_size % 256, np.uint8)  # noqa: PTH116
     monkeypatch.setitem(sys.modules, "cv2", library)
     imread, dataset = library.imread, ByOpenCV(pictures)
-    found = facts(dataset, N)
+    found = dataset_facts(dataset, N)
     assert (found.imread, found.images, found.jpeg, found.files, found.folder) == (
         True,
         True,
@@ -578,18 +578,18 @@ def test_files_that_opencv_reads_are_seen_and_not_cached(pictures, monkeypatch):
         ArgumentError,
         match=r"OpenCV reads the files by itself.*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead",
     ):
-        apply(dataset, FeedSettings(cache="read"))
+        apply_remedies(dataset, FeedSettings(cache="read"))
 
 
 def test_a_probe_sees_through_a_remedy_and_they_are_taken_away_in_any_order(pictures, tmp_path):
     dataset = Pictures(pictures)
     before = places()
     plain = batches(dataset)
-    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
+    swapped = apply_remedies(dataset, FeedSettings(decoder="simplejpeg"))
     with_remedy = places()
     probe = Probe(tmp_path / "board")
     probe.install()
-    again = apply(
+    again = apply_remedies(
         dataset, FeedSettings(cache="read")
     )  # and one that comes while the probe is there
     assert same(plain, batches(swapped, probe=probe))
@@ -615,7 +615,7 @@ def test_a_probe_sees_through_a_remedy_and_they_are_taken_away_in_any_order(pict
 
 def test_a_remedied_data_set_is_the_data_set_for_everyone_else(pictures):
     dataset = Pictures(pictures)
-    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
+    swapped = apply_remedies(dataset, FeedSettings(decoder="simplejpeg"))
     assert swapped.paths is dataset.paths
     assert len(swapped) == N
     assert same(swapped[-1], dataset[-1])

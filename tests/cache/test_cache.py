@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from cache_worker import Toy, oracle, same
 from processes import TESTS, python
 from ronde.data.named_stages import sample_key
-from ronde.data.serialize import CannotEncode, decode, encode
+from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
 from ronde.data.sources.base import Row, Sample
 from ronde.data.sources.folder import folder
 from ronde.feed import Pipeline, cached, cached_dataset, clear_cache, report_cache, rng
@@ -60,7 +60,7 @@ def told(tmp_path_factory):
 
 
 def back(value):
-    return decode(bytearray(b"".join(encode(value))))
+    return decode_sample(bytearray(b"".join(encode_sample(value))))
 
 
 def alike(a, b) -> bool:
@@ -143,15 +143,15 @@ class Odd(dict):
 )  # fmt: skip
 def test_what_would_not_come_back_is_refused(value):
     with pytest.raises(CannotEncode):
-        encode((1, value))
+        encode_sample((1, value))
     selfish: list = []
     selfish.append(selfish)
     with pytest.raises(CannotEncode, match="holds itself"):
-        encode(selfish)
+        encode_sample(selfish)
 
 
 def test_damaged_bytes_are_an_error_and_nothing_else():
-    good = b"".join(encode({"x": np.arange(50), "y": (Point(1, 2), "text", torch.ones(3))}))
+    good = b"".join(encode_sample({"x": np.arange(50), "y": (Point(1, 2), "text", torch.ones(3))}))
     draw = random.Random(0)
     errors = 0
     for _ in range(3000):
@@ -160,7 +160,7 @@ def test_damaged_bytes_are_an_error_and_nothing_else():
             bad[draw.randrange(draw.choice([len(bad), 120]))] = draw.randrange(256)
         del bad[draw.choice([len(bad), len(bad), draw.randrange(len(bad))]) :]
         try:
-            decode(bad)
+            decode_sample(bad)
         except ValueError:
             errors += 1
     assert errors > 500

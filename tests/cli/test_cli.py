@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 import ronde as package
 from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
 from ronde.plan import Plan
-from ronde.watch import Ended, Resumed, Step, curve, read
+from ronde.watch import Ended, Resumed, StepRecorded, curve, read
 from sampling import long, some
 
 TRAIN = """
@@ -98,7 +98,9 @@ def log(place: Path, name: str, rank: int) -> str:
 
 def curve_of(place: Path, name: str) -> dict[int, float]:
     return {
-        e.step: e.loss for e in read(place / "runs" / name / "record.jsonl") if isinstance(e, Step)
+        e.step: e.loss
+        for e in read(place / "runs" / name / "record.jsonl")
+        if isinstance(e, StepRecorded)
     }
 
 

@@ -108,7 +108,7 @@ FILES = {
 @pytest.mark.parametrize("kind", FILES)
 def test_every_decoder_gives_pillows_pixels(kind, decoder):
     data = FILES[kind](photo())
-    found = image_decoders.decode(data, decoder)
+    found = image_decoders.decode_image(data, decoder)
     assert found.dtype == np.uint8 and found.flags.c_contiguous
     assert np.array_equal(found, by_pillow(data))
 
@@ -122,7 +122,7 @@ def test_what_a_decoder_will_not_have_goes_to_pillow_and_is_counted():
     )  # the data in the middle make no sense
     for data in (good, cmyk, broken):
         assert np.array_equal(
-            image_decoders.decode(data, "simplejpeg", name="x/y.jpg"), by_pillow(data)
+            image_decoders.decode_image(data, "simplejpeg", name="x/y.jpg"), by_pillow(data)
         )
     after = image_decoders.counts()
     grown = {
@@ -146,7 +146,7 @@ def test_what_a_decoder_will_not_have_goes_to_pillow_and_is_counted():
 )
 def test_what_cannot_be_decoded_names_the_file(decoder, data, says):
     with pytest.raises(SampleError, match=rf"^cat/7\.jpg .*{says}"):
-        image_decoders.decode(data, decoder, name="cat/7.jpg")
+        image_decoders.decode_image(data, decoder, name="cat/7.jpg")
 
 
 def test_a_truncated_file_in_a_pipeline_names_the_file(folder, tmp_path):
@@ -165,9 +165,9 @@ def test_orientation_is_left_alone_unless_asked_for(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photo(), exif=exif)
-    assert np.array_equal(image_decoders.decode(data), by_pillow(data))
+    assert np.array_equal(image_decoders.decode_image(data), by_pillow(data))
     assert np.array_equal(
-        image_decoders.decode(data, orient=True),
+        image_decoders.decode_image(data, orient=True),
         np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))),
     )
 
@@ -178,7 +178,7 @@ def test_decoding_to_a_fraction_is_pillows_draft(shrink):
     drafted = Image.open(io.BytesIO(data))
     drafted.draft("RGB", (413 // shrink, 311 // shrink))
     for decoder in set(image_decoders.available()) & {"simplejpeg", "opencv", "pillow"}:
-        found = image_decoders.decode(data, decoder, shrink=shrink)
+        found = image_decoders.decode_image(data, decoder, shrink=shrink)
         assert found.shape == (-(-311 // shrink), -(-413 // shrink), 3)
         assert np.array_equal(found, np.asarray(drafted))
 

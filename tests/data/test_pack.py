@@ -294,7 +294,7 @@ def test_ctrl_c_is_clean(tmp_path):
 
 
 def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch):
-    packing = sys.modules["ronde.feed.pack"]  # the function has the module's name
+    packing = sys.modules["ronde.data.pack"]  # the function has the module's name
     files = folder(tmp_path / "files", 50)
     opened = packing._Summed.__init__
 

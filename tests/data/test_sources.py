@@ -339,7 +339,7 @@ def test_tars_index_is_kept_checked_and_made_anew(tmp_path, monkeypatch):
     path = tar_of(tmp_path / "a.tar", web_members(10, 0))
     index = tmp_path / "a.tar.ronde-index"
     built: list[str] = []
-    build = tar_index.build
+    build = tar_index.build_index
     monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
     expected = samples_of([path])
     assert list(feed.tar(path).read(range(10))) == expected and index.exists() and len(built) == 1
@@ -1215,7 +1215,7 @@ def test_reads_of_a_batch_are_in_flight_together(tmp_path):
 
 
 def test_blocks_of_remote_tars_are_fetched_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["ronde.feed.sources.tar"], "_BLOCK_BYTES", 8000)
+    monkeypatch.setattr(sys.modules["ronde.data.sources.tar"], "_BLOCK_BYTES", 8000)
     monkeypatch.setattr(byte_ranges, "_GAP", 1024)  # less than such a small block
     paths = [tar_of(tmp_path / f"{s}.tar", web_members(40, s)) for s in range(3)]
     expected = samples_of(paths)

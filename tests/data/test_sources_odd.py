@@ -81,7 +81,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, error):
     def full(*_):
         raise error
 
-    monkeypatch.setattr(sys.modules["ronde.feed.text"], "_tokenize", full)
+    monkeypatch.setattr(sys.modules["ronde.data.text"], "_tokenize", full)
     (tmp_path / "t.txt").write_text("hello world")
     with pytest.raises(
         ArgumentError,
@@ -146,7 +146,7 @@ def memory():
 @pytest.mark.parametrize("protocol", ["memory", "untagged"])
 def test_a_replaced_remote_tar_of_the_same_size(memory, protocol, monkeypatch):
     built: list[str] = []
-    build = tar_index.build
+    build = tar_index.build_index
     monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
     old, new = tar_bytes(OLD), tar_bytes(NEW)
     assert len(old) == len(new)
@@ -170,7 +170,7 @@ def test_the_index_of_a_pack_whose_shard_was_replaced(tmp_path, memory, place, m
     must still be of these tars.
     """
     built: list[str] = []
-    build = tar_index.build
+    build = tar_index.build_index
     monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
     pack(
         write(tmp_path / "files", {**OLD, f"{'ü' * 100}.bin": b"long"}),
@@ -455,7 +455,9 @@ def test_an_index_that_lacks_links_is_made_anew(tmp_path):
     raw = kept.read_bytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tar_index, "_VERSION", 1)
-        kept.write_bytes(tar_index.build(byte_ranges.Store(), str(tmp_path / "a.tar")).to_bytes())
+        kept.write_bytes(
+            tar_index.build_index(byte_ranges.Store(), str(tmp_path / "a.tar")).to_bytes()
+        )
     assert kept.read_bytes() != raw
     feed.tar(tmp_path / "a.tar")
     assert kept.read_bytes() == raw

@@ -53,7 +53,7 @@ def grey(value):
 
 
 def opened(sample):
-    return image_decoders.decode(sample.data, name=sample.name)[0, 0, 0] / 1.0
+    return image_decoders.decode_image(sample.data, name=sample.name)[0, 0, 0] / 1.0
 
 
 def noisy(values):
@@ -502,11 +502,11 @@ def test_an_image_is_turned_once(kind, orientation):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
     data = saved(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    assert np.array_equal(image_decoders.decode(data, orient=True), np.asarray(expected))
+    assert np.array_equal(image_decoders.decode_image(data, orient=True), np.asarray(expected))
     if orientation != 1:
         assert not np.array_equal(np.asarray(expected), np.asarray(image))
     assert np.array_equal(
-        image_decoders.decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        image_decoders.decode_image(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     )
 
 
@@ -517,7 +517,7 @@ def test_grey_of_16_bits_keeps_the_upper_8(kind, order):
     image = Image.frombytes(
         "I;16" if order == "<" else "I;16B", (151, 62), values.astype(f"{order}u2").tobytes()
     )
-    found = image_decoders.decode(saved(image, kind))
+    found = image_decoders.decode_image(saved(image, kind))
     assert found.dtype == np.uint8 and found.flags.c_contiguous
     assert np.array_equal(found, np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
 
@@ -764,7 +764,7 @@ def test_what_is_no_text_is_an_error_whatever_the_tokenizer(tmp_path, kind, toke
 
 
 def test_letters_that_are_cut_by_a_piece_are_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["ronde.feed.text"], "_CHUNK", 3)
+    monkeypatch.setattr(sys.modules["ronde.data.text"], "_CHUNK", 3)
     text = "a é 😀 𝄞\r\nb" * 5
     (tmp_path / "a.txt").write_bytes(text.encode())
     data = feed.text(tmp_path / "a.txt", 1, end=False, cache=tmp_path / "cache")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from processes import TESTS, python, ronde_run
-from ronde.watch import Ended, Evaluated, Started, Step, read
+from ronde.watch import Ended, Evaluated, Started, StepRecorded, read
 
 EXAMPLES = TESTS.parent / "examples"
 SMALL_GPT = [
@@ -80,7 +80,7 @@ def test_digits_is_the_same_training_on_one_worker_and_on_two(tmp_path):
         )  # two images may flip by rounding
     assert together[-1].metrics["accuracy"] > 0.95
     losses, losses_of_two = (
-        [s.loss for s in _events(tmp_path, name, Step)] for name in ("digits-1", "two")
+        [s.loss for s in _events(tmp_path, name, StepRecorded)] for name in ("digits-1", "two")
     )
     assert len(losses) == 6 * 45
     assert losses[:45] == pytest.approx(losses_of_two[:45], rel=1e-3, abs=1e-4)
@@ -99,7 +99,7 @@ def test_gpt_learns_on_two_workers(tmp_path):
         ["run", "--workers", "2", "--name", "small", script, *SMALL_GPT], tmp_path, timeout=80
     )
     assert done.returncode == 0, done.stderr
-    steps = _events(tmp_path, "small", Step)
+    steps = _events(tmp_path, "small", StepRecorded)
     (evaluated,) = _events(tmp_path, "small", Evaluated)
     (ended,) = _events(tmp_path, "small", Ended)
     assert ended.status == "completed" and ended.step == len(steps) == 186

@@ -26,7 +26,7 @@ from ronde.cli.doctor_apply import apply_prescriptions, check_writable
 from ronde.doctor import prescribe
 from ronde.doctor.doctor import _files_in
 from ronde.doctor.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
-from ronde.doctor.verdict import Seen, StageSeen, judge
+from ronde.doctor.verdict import Measurements, StageSeen, judge
 from ronde.feed import FeedSettings
 from ronde.measure.throughput import _per_rank
 from ronde.predict.input_capacity import predict
@@ -39,7 +39,7 @@ from sampling import long, some
 
 def seen(rounds, stages=(), **more):
     given = {"workers": 1, "loaders": 2, "executor": "processes", "cores": 8, "batch": 16, **more}
-    return Seen(rounds=tuple(rounds), stages=tuple(stages), **given)
+    return Measurements(rounds=tuple(rounds), stages=tuple(stages), **given)
 
 
 def rounds(n=3, **arms):

@@ -17,7 +17,7 @@ from ronde.measure.unit_memory import account, peak, weigh
 from ronde.plan import Plan
 from ronde.predict.answer import stretched
 from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
 from ronde.predict.search import unsupported
 from ronde.run.losses import LossCall
@@ -67,7 +67,7 @@ def units(*sizes, saved=0):
             parameter_bytes=n,
             trainable_bytes=n,
             optimizer_bytes=2 * n,
-            saved_bytes=Line(0, saved),
+            saved_bytes=LinearCost(0, saved),
         )
         for i, n in enumerate(sizes)
     )
@@ -97,9 +97,12 @@ def test_sharded_blocks_are_gathered_ahead_and_reduced_from_a_buffer():
 
 def test_what_a_pipeline_sends_counts_once_while_it_is_saved_too():
     one = Unit(
-        "a", saved_bytes=Line(0, 10), crossing_bytes=Line(0, 6), crossing_grad_bytes=Line(0, 6)
+        "a",
+        saved_bytes=LinearCost(0, 10),
+        crossing_bytes=LinearCost(0, 6),
+        crossing_grad_bytes=LinearCost(0, 6),
     )
-    costs = Costs((one, Unit("b", saved_bytes=Line(0, 1))), 8)
+    costs = Costs((one, Unit("b", saved_bytes=LinearCost(0, 1))), 8)
     # All eight in flight, and the first gradient has come.
     assert (
         need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1, schedule="gpipe")[0]
@@ -111,7 +114,9 @@ def test_what_a_pipeline_sends_counts_once_while_it_is_saved_too():
 
 
 def test_a_pass_that_is_taken_apart_holds_what_its_later_part_begins_with():
-    one, two = (Unit(name, saved_bytes=Line(0, 10), put_off_bytes=Line(0, 4)) for name in "ab")
+    one, two = (
+        Unit(name, saved_bytes=LinearCost(0, 10), put_off_bytes=LinearCost(0, 4)) for name in "ab"
+    )
     costs = Costs((one, two), 8)
     held = {
         kind: need(costs, workers=2, batch_size=8, pipeline=2, micro_batch=1, schedule=kind)[1][
@@ -187,7 +192,12 @@ def test_recomputation_takes_what_was_predicted(bench):
 
 
 def test_a_divided_block_keeps_its_input_and_its_output_whole():
-    unit = Unit("layers.0", saved_bytes=Line(0, 100), tensor=1.0, tensor_reduce_bytes=Line(0, 10))
+    unit = Unit(
+        "layers.0",
+        saved_bytes=LinearCost(0, 100),
+        tensor=1.0,
+        tensor_reduce_bytes=LinearCost(0, 10),
+    )
     costs = Costs((unit,), 4)
     assert need(costs, workers=2, batch_size=1, tensor=2)[1]["activations"] == 60
 
@@ -270,12 +280,14 @@ def test_what_is_needed_at_most_is_the_largest_of_several_lines():
     assert rising.at(1) == 0 and rising.at(64) == pytest.approx(500)
     falling = most([(8, 45.0), (64, 0.0)])
     assert falling.at(64) == 0 and falling.at(4) > 45 and falling.at(128) == 0
-    assert most([(4, 12.0)]) == Line(0.0, 3.0)
+    assert most([(4, 12.0)]) == LinearCost(0.0, 3.0)
 
 
 def test_lines_with_bends_are_read_and_predicted_as_they_were_written():
-    bent = Line(0.0, 10.0, ((50.0, 0.0),))
-    costs = Costs((Unit("a", saved_bytes=Line(0, 1), backward_transient_bytes=bent), Unit("b")), 8)
+    bent = LinearCost(0.0, 10.0, ((50.0, 0.0),))
+    costs = Costs(
+        (Unit("a", saved_bytes=LinearCost(0, 1), backward_transient_bytes=bent), Unit("b")), 8
+    )
     again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
     assert again == costs and "bends" not in costs.to_dict()["units"][0]["saved_bytes"]
     assert (

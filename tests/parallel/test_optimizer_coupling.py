@@ -16,7 +16,7 @@ from torch import nn
 from processes import ronde_run
 from ronde.parallel.optimizer_coupling import coupling, ways_refused
 from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.search import search
 from sampling import some
 
@@ -147,8 +147,8 @@ def test_plans_that_will_be_refused_are_not_looked_at():
     units = tuple(
         Unit(
             f"u{i}",
-            Line(1e-5, 1e-3),
-            Line(1e-5, 2e-3),
+            LinearCost(1e-5, 1e-3),
+            LinearCost(1e-5, 2e-3),
             1000,
             1000,
             2000,

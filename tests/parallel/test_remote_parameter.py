@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import ronde_run
-from ronde.parallel.remote_parameter import Keeper, element, let_go
+from ronde.parallel.remote_parameter import Keeper, element, make_remote
 from ronde.world import PlanError
 from sampling import some
 
@@ -115,7 +115,7 @@ def held_elsewhere(kind: type = nn.Parameter) -> tuple[nn.Linear, Keeper]:
     model.weight = kind(model.weight.detach())
     for name, p in model.named_parameters():
         p.data = element(p.dtype, p.device).expand(p.shape)
-        let_go(p, name, 1, keeper)
+        make_remote(p, name, 1, keeper)
     return model, keeper
 
 

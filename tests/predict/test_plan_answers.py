@@ -13,9 +13,9 @@ import yaml
 
 from processes import ronde_run
 from ronde.plan import Plan
-from ronde.predict.answer import explain, flips, text
-from ronde.predict.cluster import Cluster, Fit
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.answer import answer_text, explain, flips
+from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import candidates, search
 from ronde.run.distribute import _accumulate
@@ -30,14 +30,14 @@ def chain_of(
     units = tuple(
         Unit(
             f"u{i}",
-            Line(1e-5, s),
-            Line(2e-5, 2 * s),
+            LinearCost(1e-5, s),
+            LinearCost(2e-5, 2 * s),
             parameters,
             trainable_bytes=parameters,
             optimizer_bytes=2 * parameters,
-            saved_bytes=Line(0, saved),
-            crossing_bytes=Line(0, 1e3),
-            crossing_grad_bytes=Line(0, 1e3),
+            saved_bytes=LinearCost(0, saved),
+            crossing_bytes=LinearCost(0, 1e3),
+            crossing_grad_bytes=LinearCost(0, 1e3),
         )
         for i, s in enumerate(seconds)
     )
@@ -45,7 +45,7 @@ def chain_of(
 
 
 def wired(memory: float = 0.0, **more) -> Cluster:
-    fit = Fit(1e-5, 1e9, 2)
+    fit = LinkFit(1e-5, 1e9, 2)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
     return Cluster(
         "here", links={k: {"node": fit, "cluster": fit} for k in kinds}, memory_bytes=memory, **more
@@ -116,7 +116,7 @@ def test_a_plan_that_fits_by_its_micro_batches_says_so():
     told = explain(found, costs, cluster, with_flips=False)
     if best.plan.pipeline == 1:
         assert f"in {best.micro_batches} micro-batches of {best.micro_samples}" in told.sentence
-    assert f"micro_batch={best.micro_samples}" in " ".join(text(told).split())
+    assert f"micro_batch={best.micro_samples}" in " ".join(answer_text(told).split())
     again = dataclasses.replace(Plan.parse(best.plan.spec), workers=2, batch_size=64)
     assert predict(again, costs, cluster).memory_bytes == pytest.approx(best.memory_bytes)
 
@@ -134,7 +134,7 @@ def test_the_least_is_the_least(seed):
                 parameter_bytes=size,
                 trainable_bytes=size,
                 optimizer_bytes=2 * size,
-                saved_bytes=Line(0, dice.uniform(0, MIB)),
+                saved_bytes=LinearCost(0, dice.uniform(0, MIB)),
             )
         )
     costs, room = (
@@ -198,13 +198,17 @@ def test_parts_of_gradients_go_over_the_copies_once_a_step():
     fast = dataclasses.replace(
         cluster,
         links={
-            k: {"node": by["node"], "cluster": Fit(0, 1e15, 2)} for k, by in cluster.links.items()
+            k: {"node": by["node"], "cluster": LinkFit(0, 1e15, 2)}
+            for k, by in cluster.links.items()
         },
         overlap=0.0,
     )
     slow = dataclasses.replace(
         fast,
-        links={**fast.links, "all_reduce": {**fast.links["all_reduce"], "cluster": Fit(0, 1e6, 2)}},
+        links={
+            **fast.links,
+            "all_reduce": {**fast.links["all_reduce"], "cluster": LinkFit(0, 1e6, 2)},
+        },
     )
     waits = [
         predict(dataclasses.replace(one, micro_batch=m), costs, slow).step_seconds

@@ -12,8 +12,8 @@ import yaml
 
 from processes import TESTS
 from ronde.plan import Plan
-from ronde.predict.cluster import _FIELDS, Added, Cluster, Fit
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.cluster import _FIELDS, Added, Cluster, LinkFit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
 from ronde.world import ArgumentError
 
@@ -32,7 +32,7 @@ def test_the_cluster_of_the_page_is_one(tmp_path):
     assert (
         all(set(by) == {"node", "cluster"} for by in found.links.values()) and len(found.links) == 5
     )
-    assert found.links["all_reduce"]["cluster"] == Fit(80e-6, 25e9, 32) and found.notes() == []
+    assert found.links["all_reduce"]["cluster"] == LinkFit(80e-6, 25e9, 32) and found.notes() == []
     found.save(tmp_path / "again.yaml")
     assert Cluster.load(tmp_path / "again.yaml") == found
 
@@ -42,7 +42,7 @@ def test_every_field_of_a_cluster_is_described_and_checked():
     names = [f.name for f in dataclasses.fields(Cluster)]
     assert sorted(_FIELDS) == sorted(names)
     rows = set(re.findall(r"^\| `(\w+)` \|", section, re.M))
-    assert rows == {*names, *(f.name for f in dataclasses.fields(Fit))}
+    assert rows == {*names, *(f.name for f in dataclasses.fields(LinkFit))}
     for name in (f.name for f in dataclasses.fields(Added)):
         assert f"`{name}` (seconds" in section
 
@@ -133,14 +133,14 @@ def test_numbers_and_sizes_as_people_write_them(tmp_path):
         "memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {all_reduce: {node: {alpha: 1e-4, beta: 1e9}}}\n",
     )
     assert (found.memory_bytes, found.base_bytes) == (16 * 2**30, 200e6)
-    assert found.links["all_reduce"]["node"] == Fit(1e-4, 1e9)
+    assert found.links["all_reduce"]["node"] == LinkFit(1e-4, 1e9)
     assert cluster(tmp_path, "links:\n").links == {}
 
 
 def test_what_a_cluster_leaves_open_is_noted():
     costs, fit = (
-        Costs((Unit("u", Line(0, 1.0), Line(0, 2.0), 8),), 8, optimizer="AdamW"),
-        Fit(1e-4, 1e9),
+        Costs((Unit("u", LinearCost(0, 1.0), LinearCost(0, 2.0), 8),), 8, optimizer="AdamW"),
+        LinkFit(1e-4, 1e9),
     )
 
     def notes(nodes=1, **links):

@@ -27,11 +27,11 @@ from ronde.plan.schedules import (
     stages_of,
     worker_of,
 )
-from ronde.predict.answer import explain, find_flip, flips, stretched, text
-from ronde.predict.cluster import Added, Cluster, Fit
+from ronde.predict.answer import answer_text, explain, find_flip, flips, stretched
+from ronde.predict.cluster import Added, Cluster, LinkFit
 from ronde.predict.collectives import Group, collective, groups, scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.datasheets import cluster_of, device_named, speed_of
 from ronde.predict.partition import ALPHA, Held, cut, cut_at, cut_equal
 from ronde.predict.predict import Predictor, predict
@@ -59,7 +59,12 @@ def unit(name, forward=1.0, backward=2.0, parameters=0, saved=0.0, **more):
     more.setdefault("trainable_bytes", parameters)
     more.setdefault("optimizer_bytes", 2 * parameters)
     return Unit(
-        name, Line(0, forward), Line(0, backward), parameters, saved_bytes=Line(0, saved), **more
+        name,
+        LinearCost(0, forward),
+        LinearCost(0, backward),
+        parameters,
+        saved_bytes=LinearCost(0, saved),
+        **more,
     )
 
 
@@ -68,7 +73,7 @@ def even(count, batch=64, **more):
 
 
 def wires(alpha=0.0, beta=1e9, **more):
-    fit = Fit(alpha, beta, 2)
+    fit = LinkFit(alpha, beta, 2)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
     return Cluster(links={k: {"node": fit, "cluster": fit} for k in kinds}, **more)
 
@@ -85,18 +90,18 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
         return [
             Unit(
                 f"layers.{i}.{name}",
-                Line(2e-5, work / flops),
-                Line(4e-5, 2 * work / flops),
+                LinearCost(2e-5, work / flops),
+                LinearCost(4e-5, 2 * work / flops),
                 4 * size,
                 4 * size,
                 8 * size,
                 0,
-                Line(0, tokens * hidden * saved),
-                Line(0, 4 * tokens * hidden),
-                Line(0, 2 * tokens * hidden * (2 if name == "attention" else 1)),
-                Line(0, 2 * tokens * hidden),
+                LinearCost(0, tokens * hidden * saved),
+                LinearCost(0, 4 * tokens * hidden),
+                LinearCost(0, 2 * tokens * hidden * (2 if name == "attention" else 1)),
+                LinearCost(0, 2 * tokens * hidden),
                 tensor=1.0,
-                tensor_reduce_bytes=Line(0, 2 * tokens * hidden),
+                tensor_reduce_bytes=LinearCost(0, 2 * tokens * hidden),
                 alike=name,
             )
             for name, size, work, saved in parts
@@ -105,24 +110,24 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
     vocabulary = 50_304 * hidden
     first = Unit(
         "embed",
-        Line(1e-5, 1e-5),
-        Line(1e-5, 1e-5),
+        LinearCost(1e-5, 1e-5),
+        LinearCost(1e-5, 1e-5),
         4 * vocabulary,
         4 * vocabulary,
         8 * vocabulary,
         0,
-        Line(0, 2 * tokens * hidden),
-        Line(),
-        Line(0, 2 * tokens * hidden),
-        Line(0, 2 * tokens * hidden),
+        LinearCost(0, 2 * tokens * hidden),
+        LinearCost(),
+        LinearCost(0, 2 * tokens * hidden),
+        LinearCost(0, 2 * tokens * hidden),
         tied=("embed.weight",),
     )
     work = 2 * vocabulary * tokens / flops
     last = Unit(
         "head",
-        Line(2e-5, work),
-        Line(2e-5, 2 * work),
-        saved_bytes=Line(0, 6 * tokens * 50_304),
+        LinearCost(2e-5, work),
+        LinearCost(2e-5, 2 * work),
+        saved_bytes=LinearCost(0, 6 * tokens * 50_304),
         tied=("embed.weight",),
     )
     units = (first, *(u for i in range(layers) for u in block(i)), last)
@@ -140,14 +145,14 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
 
 
 def machines(nodes=8, per_node=8, memory=80e9):
-    node, wide = Fit(2e-5, 2.5e11, 8, assumed=True), Fit(6e-5, 1.5e11, 16, assumed=True)
+    node, wide = LinkFit(2e-5, 2.5e11, 8, assumed=True), LinkFit(6e-5, 1.5e11, 16, assumed=True)
     links = {
         k: {"node": node, "cluster": wide}
         for k in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
     }
     links["send"] = {
-        "node": Fit(1e-5, 2e11, 2, assumed=True),
-        "cluster": Fit(2e-5, 4e10, 2, assumed=True),
+        "node": LinkFit(1e-5, 2e11, 2, assumed=True),
+        "cluster": LinkFit(2e-5, 4e10, 2, assumed=True),
     }
     return Cluster(
         "machines",
@@ -213,8 +218,8 @@ def test_the_cut_is_as_good_as_the_best_of_all():
                 dice.uniform(0, 80),
                 optimizer_bytes=dice.randint(0, 90),
                 buffer_bytes=dice.randint(0, 5),
-                crossing_bytes=Line(0, dice.uniform(0, 2)),
-                crossing_grad_bytes=Line(0, dice.uniform(0, 2)),
+                crossing_bytes=LinearCost(0, dice.uniform(0, 2)),
+                crossing_grad_bytes=LinearCost(0, dice.uniform(0, 2)),
                 cut_after=dice.random() < 0.8,
             )
             for i in range(length)
@@ -358,12 +363,12 @@ def test_costs_of_a_chain_follow_tensor_and_recompute():
                 2,
                 100,
                 10,
-                crossing_bytes=Line(0, 3),
+                crossing_bytes=LinearCost(0, 3),
                 tensor=0.5,
-                tensor_reduce_bytes=Line(0, 8),
+                tensor_reduce_bytes=LinearCost(0, 8),
             ),
-            unit("layers.0.b", 1, 2, 100, 20, crossing_bytes=Line(0, 4)),
-            unit("layers.1.a", 1, 2, 100, 30, crossing_bytes=Line(0, 5)),
+            unit("layers.0.b", 1, 2, 100, 20, crossing_bytes=LinearCost(0, 4)),
+            unit("layers.1.a", 1, 2, 100, 30, crossing_bytes=LinearCost(0, 5)),
             unit("head", 1, 2, 100, 40),
         ),
         4,
@@ -575,7 +580,7 @@ def test_the_picture_is_readable_without_colour_and_valid():
 
 
 def test_fits_are_scaled_by_the_ring():
-    fit = Fit(1e-4, 1e9, 2)
+    fit = LinkFit(1e-4, 1e9, 2)
     ring = scaled(fit, "all_reduce", 8, "cpu")
     assert ring.alpha == pytest.approx(7e-4) and ring.seconds_per_byte == pytest.approx(1.75e-9)
     assert scaled(fit, "all_reduce", 8, "some GPU").alpha == pytest.approx(3e-4)
@@ -676,7 +681,15 @@ def test_memory_by_hand():
 
 def test_messages_that_a_pipeline_keeps_count():
     units = tuple(
-        unit(f"u{i}", 1, 2, 100, 0, crossing_bytes=Line(0, 6), crossing_grad_bytes=Line(0, 4))
+        unit(
+            f"u{i}",
+            1,
+            2,
+            100,
+            0,
+            crossing_bytes=LinearCost(0, 6),
+            crossing_grad_bytes=LinearCost(0, 4),
+        )
         for i in range(2)
     )
     costs = Costs(units, 8)
@@ -825,7 +838,8 @@ def test_what_the_runtime_adds_by_hand():
     blocks = dataclasses.replace(
         costs,
         units=tuple(
-            dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=Line(1e3)) for u in costs.units
+            dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=LinearCost(1e3))
+            for u in costs.units
         ),
     )
     waits, even_paced = (
@@ -1112,12 +1126,15 @@ def test_small_models_are_replicated_and_big_ones_are_not():
 
 def test_a_slow_network_prefers_a_pipeline_and_a_fast_one_replicas():
     costs = dataclasses.replace(
-        even(16, batch=64, parameters=10**8, crossing_bytes=Line(0, 1e3)), optimizer_seconds=0.0
+        even(16, batch=64, parameters=10**8, crossing_bytes=LinearCost(0, 1e3)),
+        optimizer_seconds=0.0,
     )
     costs = dataclasses.replace(
         costs,
         units=tuple(
-            dataclasses.replace(u, forward_seconds=Line(0, 0.01), backward_seconds=Line(0, 0.02))
+            dataclasses.replace(
+                u, forward_seconds=LinearCost(0, 0.01), backward_seconds=LinearCost(0, 0.02)
+            )
             for u in costs.units
         ),
     )
@@ -1245,8 +1262,8 @@ def test_flips_are_what_a_whole_search_gives_there():
             2e-5,
             4e-5,
             parameters=5 * 10**5,
-            crossing_bytes=Line(0, 1e3),
-            crossing_grad_bytes=Line(0, 1e3),
+            crossing_bytes=LinearCost(0, 1e3),
+            crossing_grad_bytes=LinearCost(0, 1e3),
         )
         for i in range(8)
     )
@@ -1301,8 +1318,8 @@ def test_a_pruned_search_has_the_same_winner(seed):
                 10 ** draw.uniform(-5, -2),
                 int(10 ** draw.uniform(3, 8)),
                 10 ** draw.uniform(3, 7),
-                crossing_bytes=Line(0, 1e5),
-                crossing_grad_bytes=Line(0, 1e5),
+                crossing_bytes=LinearCost(0, 1e5),
+                crossing_grad_bytes=LinearCost(0, 1e5),
             )
             for i in range(draw.choice([3, 6, 12]))
         )
@@ -1418,7 +1435,7 @@ def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, 
     told = explain(found, costs, cluster, with_flips=False)
     assert told.sentence.startswith(begins)
     assert told.decided and told.runner_up
-    shown = text(told)
+    shown = answer_text(told)
     assert max(map(len, shown.splitlines())) <= 100 and "\x1b" not in shown
     for name in found.families:
         assert name in shown

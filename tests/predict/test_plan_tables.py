@@ -9,15 +9,15 @@ from rich.console import Console
 
 from ronde.plan import Plan
 from ronde.predict import answer_tables
-from ronde.predict.answer import explain, render
-from ronde.predict.cluster import Cluster, Fit
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.answer import explain, render_answer
+from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
-from ronde.predict.search import Found, search
+from ronde.predict.search import SearchResult, search
 
 
 def wires(**more):
-    fit = Fit(1e-5, 1e9, 2)
+    fit = LinkFit(1e-5, 1e9, 2)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
     return Cluster(links={kind: {"node": fit, "cluster": fit} for kind in kinds}, **more)
 
@@ -26,13 +26,13 @@ def model(parameters):
     units = [
         Unit(
             f"transformer.layers.{i}.attention",
-            Line(1e-5, 1e-3),
-            Line(1e-5, 2e-3),
+            LinearCost(1e-5, 1e-3),
+            LinearCost(1e-5, 2e-3),
             parameters,
             trainable_bytes=parameters,
             optimizer_bytes=2 * parameters,
-            saved_bytes=Line(0, parameters / 50),
-            crossing_bytes=Line(0, 29.0),
+            saved_bytes=LinearCost(0, parameters / 50),
+            crossing_bytes=LinearCost(0, 29.0),
         )
         for i in range(8)
     ]
@@ -65,7 +65,7 @@ def test_nothing_is_cut_at_any_width(explanation, width):
         wires(devices_per_node=4),
     )
     found = explanation.found
-    several = Found((best,), {**found.families, best.plan.family: best}, 1, 1)
+    several = SearchResult((best,), {**found.families, best.plan.family: best}, 1, 1)
     for table in (
         answer_tables.times(several),
         answer_tables.memory(several),
@@ -94,7 +94,7 @@ def test_nothing_is_cut_at_any_width(explanation, width):
 
 
 def test_the_answer_of_the_command_fits_80_columns(explanation):
-    text = shown(render(explanation), 80)
+    text = shown(render_answer(explanation), 80)
     assert (
         "e+0" not in text.partition("The answer")[0].partition("plan ")[2]
         and explanation.sentence.split()[0] in text
@@ -103,7 +103,7 @@ def test_the_answer_of_the_command_fits_80_columns(explanation):
 
 
 def test_units_suit_the_numbers():
-    assert [answer_tables.size(v) for v in (0, 29, 232, 1018, 1000 * 1024, 1018 * 1024, 1023 * 1024)] == [
+    assert [answer_tables.format_bytes(v) for v in (0, 29, 232, 1018, 1000 * 1024, 1018 * 1024, 1023 * 1024)] == [
         "0 B", "29 B", "232 B", "1018 B", "1000 KiB", "1018 KiB", "0.999 MiB",
     ]  # fmt: skip
     cluster = wires(devices_per_node=4, memory_bytes=2.0**34)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import MSE, Sleep, Tied, numbers, sgd, tokens_loss, words
-from ronde.measure.model_units import Link
+from ronde.measure.model_units import ModelUnit
 from ronde.measure.planner import gauge
 from ronde.measure.quiet_gate import Gate, NoisyMachine
 from ronde.measure.time_units import Subject, measure
@@ -105,7 +105,7 @@ def test_a_block_that_cannot_be_computed_again_is_measured_without():
         costs.again == () and costs.again_seconds == {} and costs.units[0].forward_seconds.at(8) > 0
     )
     with contextlib.ExitStack() as stack:
-        chain = [Link(u.name, u.alike) for u in costs.units]
+        chain = [ModelUnit(u.name, u.alike) for u in costs.units]
         subject = Subject(
             stack, model, sgd(model), MSE, chain, torch.device("cpu"), contextlib.nullcontext
         )

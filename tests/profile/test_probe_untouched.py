@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ronde.adapt.redirect import Plan, Remedied
-from ronde.adapt.remedies import apply, facts
+from ronde.adapt.redirect import RedirectPlan, Remedied
+from ronde.adapt.remedies import apply_remedies, dataset_facts
 from ronde.data.image_decoders import DECODERS, Decoder
 from ronde.feed import FeedSettings, synthetic
 from ronde.profile import monkeypatch as layers
@@ -271,16 +271,16 @@ def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(
     plain = [Noisy()[i] for i in [0]] + [Noisy()[0]]
     _of_the_module = np.random.default_rng(5)
     dataset = Noisy()
-    found = facts(dataset)
+    found = dataset_facts(dataset)
     assert found.draws  # and what it draws is still seen
     synthetic(dataset, batches=1)
     with pytest.raises(
         ArgumentError, match="feed setting cache: decode keeps the finished samples"
     ):
-        apply(dataset, FeedSettings(cache="decode"))
+        apply_remedies(dataset, FeedSettings(cache="decode"))
     assert torch.equal(dataset[0], plain[0])
     pictures, first = NoisyPictures(folder), NoisyPictures(folder)[0]
-    swapped = apply(pictures, FeedSettings(decoder="simplejpeg"))
+    swapped = apply_remedies(pictures, FeedSettings(decoder="simplejpeg"))
     assert torch.equal(swapped[0], first)
     stream = NoisyStream()
     synthetic(stream, batches=1)
@@ -317,7 +317,7 @@ class Streams(Pictures):
 )
 def test_a_stream_that_cannot_be_rewound_is_an_image_as_well(folder, settings):
     dataset = Streams(folder)
-    swapped = apply(dataset, settings)
+    swapped = apply_remedies(dataset, settings)
     for _ in range(2):
         assert same([dataset[i] for i in range(N)], [swapped[i] for i in range(N)])
     if settings.cache:
@@ -359,7 +359,7 @@ class Peeks(Pictures):
 
 def test_files_from_a_cache_can_be_read_in_every_way(folder):
     dataset = Peeks(folder)
-    swapped = apply(dataset, FeedSettings(cache="read"))
+    swapped = apply_remedies(dataset, FeedSettings(cache="read"))
     for _ in range(2):
         assert [swapped[i] for i in range(4)] == [dataset[i] for i in range(4)]
     swapped.plan.reads.close()
@@ -413,8 +413,8 @@ def test_a_data_set_that_holds_the_function_itself_is_remedied_and_sent(folder, 
         (dataset, "loader") if dataset.loader is Image.open else (dataset.loader, "opener")
     )
     plain = [dataset[i] for i in range(N)]
-    swapped = Remedied(dataset, Plan(decoder="simplejpeg"))
-    other = Remedied(dataset, Plan())
+    swapped = Remedied(dataset, RedirectPlan(decoder="simplejpeg"))
+    other = Remedied(dataset, RedirectPlan())
     assert same(plain, [swapped[i] for i in range(N)])
     assert len(decoded) == N
     for one in (dataset, swapped, copy.deepcopy(dataset)):
@@ -432,7 +432,7 @@ def test_a_data_set_that_holds_the_function_itself_is_remedied_and_sent(folder, 
 def test_loading_processes_that_start_anew_get_it_as_well(folder):
     dataset = Pictures(folder, Image.open)
     plain = [dataset[i] for i in range(N)]
-    swapped = apply(dataset, FeedSettings(decoder="simplejpeg"))
+    swapped = apply_remedies(dataset, FeedSettings(decoder="simplejpeg"))
     loader = DataLoader(swapped, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert same(plain, list(loader))
 
@@ -465,7 +465,7 @@ def test_a_file_that_is_no_image_is_called_by_its_name(tmp_path, folder):
     with pytest.raises(PIL.UnidentifiedImageError) as plain:
         dataset[3]
     assert "3.jpg" in str(plain.value)
-    for plan in (Plan(), Plan(decoder="simplejpeg")):
+    for plan in (RedirectPlan(), RedirectPlan(decoder="simplejpeg")):
         with pytest.raises(PIL.UnidentifiedImageError) as caught:
             Remedied(dataset, plan)[3]
         assert str(caught.value) == str(plain.value)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
 from ronde.cli.scale import default_sizes, describe, parse_sizes, show
-from ronde.scale.scale import Start, further_sizes, measure_sizes, summarise
+from ronde.scale.scale import Start, further_sizes, measure_sizes, summarise_scale
 from ronde.world import ArgumentError
 
 TRAIN = """
@@ -294,7 +294,7 @@ def start(
 
 def asked(rows, **options):
     starts = {n: [start(n, s, r, **options)] for n, s, r in rows}
-    return summarise("train.py", starts, to=64, cores=64.0, per_node=8)
+    return summarise_scale("train.py", starts, to=64, cores=64.0, per_node=8)
 
 
 def test_the_cores_wall_is_predicted_from_sizes_that_have_not_met_it():
@@ -347,13 +347,13 @@ def test_one_workers_slow_loaders_are_no_wall_that_all_share():
         1: [start(1, 100, 98, loading=400)],
         2: [dataclasses.replace(start(2, 200, 90, loading=90), loading_each=(395.0, 45.0))],
     }
-    answer = summarise("train.py", starts, to=8, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", starts, to=8, cores=64.0, per_node=8)
     assert answer.wall.limit == "loaders" and answer.extrapolated[-1].real.value == pytest.approx(
         8 * 45, rel=0.15
     )
     assert "one worker's loaders are slower than the others'" in answer.sentence
     even = {n: [dataclasses.replace(s[0], loading_each=(45.0,) * n)] for n, s in starts.items()}
-    assert summarise("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
+    assert summarise_scale("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
 
 
 def test_a_worker_that_computes_slower_is_named():
@@ -363,7 +363,7 @@ def test_a_worker_that_computes_slower_is_named():
         for s in rows[4]
         for each in ((100.0, 99.0, 60.0, 101.0), (100.0, 60.0, 62.0, 99.0))
     ]
-    answer = summarise("train.py", rows, to=8, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", rows, to=8, cores=64.0, per_node=8)
     assert (
         answer.slow_worker == (2, pytest.approx(0.61, abs=0.01))
         and answer.to_dict()["slow_worker"]["rank"] == 2
@@ -372,7 +372,7 @@ def test_a_worker_that_computes_slower_is_named():
         "one as slow among them" in n for n in answer.notes
     )
     alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
-    answer = summarise("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
     assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
 
 
@@ -425,7 +425,7 @@ def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured()
         n: [start(n, 100 * n, 98 * n, loading=loading)]
         for n, loading in ((1, 250), (2, 190), (4, 185))
     }
-    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
     assert answer.wall is None and answer.extrapolated[-1].real.value == pytest.approx(
         16 * 98, rel=0.05
     )
@@ -453,7 +453,7 @@ def test_what_the_measurement_does_not_say_is_not_said_surely():
             start(2, 160, 110), real=(70.0, 110.0, 150.0), synthetic=(120.0, 160.0, 200.0)
         )
     ]
-    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
     assert "does not say it surely" in answer.sentence, answer.sentence
     assert "surely" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
 
@@ -469,7 +469,7 @@ def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
         ]
         for n in (1, 2)
     }
-    answer = summarise("train.py", starts, to=16, cores=64.0, per_node=8)
+    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
     assert answer.rows[0].epoch_seconds == pytest.approx(0.96) and answer.extrapolated[
         -1
     ].epoch_seconds == pytest.approx(256 / 1600, rel=0.05)
@@ -483,7 +483,7 @@ def test_one_size_is_not_extrapolated():
     assert any("one size" in n for n in answer.notes) and "measure more sizes" in answer.sentence
     assert json.loads(json.dumps(answer.to_dict(), allow_nan=False)) == answer.to_dict()
     with pytest.raises(ArgumentError):
-        summarise("train.py", {}, to=4, cores=2, per_node=2)
+        summarise_scale("train.py", {}, to=4, cores=2, per_node=2)
 
 
 def test_workers_that_shared_cores_are_not_taken_for_more_machines():
@@ -491,7 +491,7 @@ def test_workers_that_shared_cores_are_not_taken_for_more_machines():
         n: [start(n, x, x * 0.98, device="cpu", cpu=(0.001, 0.00102))]
         for n, x in ((1, 1000.0), (2, 2000.0), (4, 2050.0))
     }
-    answer = summarise("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
+    answer = summarise_scale("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
     assert any("overfilled" in n for n in answer.notes)
     assert answer.extrapolated[-1].synthetic.value < 5000
     assert answer.stop_at <= 4
@@ -508,7 +508,7 @@ def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
     console = Console(width=120, record=True, file=io.StringIO())
     show(
         console,
-        summarise(
+        summarise_scale(
             "train.py",
             {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)},
             to=8,

@@ -30,7 +30,7 @@ from ronde.watch import (
     RunDir,
     Silent,
     Started,
-    Step,
+    StepRecorded,
     Warned,
     Watcher,
     check_name,
@@ -67,8 +67,8 @@ def started(time: float = 1.0, workers: int = 2) -> Started:
     return Started(**names, **numbers, plan={"batch_size": 16}, versions={"torch": "2"}, time=time)
 
 
-def step(n: int, epoch: int = 0, loss: float | None = None) -> Step:
-    return Step(
+def step(n: int, epoch: int = 0, loss: float | None = None) -> StepRecorded:
+    return StepRecorded(
         step=n,
         epoch=epoch,
         loss=1.0 / n if loss is None else loss,
@@ -106,7 +106,7 @@ def ended(time: float, status: str = "completed", error: str | None = None) -> E
 EVERY = [
     started(),
     step(1),
-    Step(step=2, epoch=0, loss=math.nan, lr=0.1, samples=32, time=2.0),
+    StepRecorded(step=2, epoch=0, loss=math.nan, lr=0.1, samples=32, time=2.0),
     Epoch(epoch=0, step=4, samples=64, samples_per_second=None, time=3.0),
     Evaluated(
         step=4, epoch=0, samples=10, metrics={"loss": 0.5, "accuracy": 1, "ä": [1, 2]}, time=4.0
@@ -194,7 +194,7 @@ def test_a_resume_voids_what_came_after_it(tmp_path):
     before += [Logged(step=s, epoch=0, values={}, time=1.0) for s in (6, 7)]
     again = [started(time=40.0), resumed(6, 1), *(step(n, 1, loss=9.0) for n in (7, 8))]
     found = read(write_lines(tmp_path / "r", *before, *again))
-    steps = [e for e in found if isinstance(e, Step)]
+    steps = [e for e in found if isinstance(e, StepRecorded)]
     assert [e.step for e in steps] == list(range(1, 9)) and [e.loss for e in steps][-2:] == [
         9.0,
         9.0,
@@ -205,7 +205,7 @@ def test_a_resume_voids_what_came_after_it(tmp_path):
     ] == [6]
     assert sum(isinstance(e, Started) for e in found) == 2  # both beginnings stay
     twice = read(write_lines(tmp_path / "r", *before, *again, resumed(2, 0), step(3, 0, loss=7.0)))
-    assert [e.loss for e in twice if isinstance(e, Step)] == [1.0, 0.5, 7.0]
+    assert [e.loss for e in twice if isinstance(e, StepRecorded)] == [1.0, 0.5, 7.0]
 
 
 def run_with(path: Path, *events) -> RunDir:

@@ -107,7 +107,7 @@ def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None 
     if any(getattr(settings, name) is not None for name in _REMEDIES):
         from ronde.adapt import remedies
 
-        dataset = remedies.apply(dataset, settings)
+        dataset = remedies.apply_remedies(dataset, settings)
         if isinstance(
             dataset, Pipeline
         ):  # images worked on the device are collated, and finished, in another way

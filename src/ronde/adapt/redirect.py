@@ -27,13 +27,13 @@ from ronde.cache.cached import CacheReport, _Cache
 from ronde.data import named_stages
 from ronde.data.image_decoders import DECODERS
 from ronde.data.named_stages import stage
-from ronde.data.serialize import decode as decoded
-from ronde.data.serialize import encode
+from ronde.data.serialize import decode_sample as decoded
+from ronde.data.serialize import encode_sample
 from ronde.introspect.object_graph import held
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import ByName, HeldFile, beneath, dressed, exchange
 
-__all__ = ["FileCache", "Plan", "Remedied", "Seen", "traced"]
+__all__ = ["FileCache", "RedirectPlan", "Remedied", "Seen", "traced"]
 
 PLACES = 4  # files of one sample that are kept
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
@@ -149,7 +149,7 @@ class FileCache(_Cache):
         present = arena.get(place)
         kept = None if present.data is None else _record(present.data)
         if kept is None or kept[0] == path:
-            arena.put([(place, encode((path, _state(path), data)), present.entry)])
+            arena.put([(place, encode_sample((path, _state(path), data)), present.entry)])
             self._checked[place] = 1
 
 
@@ -168,7 +168,7 @@ def _state(path: str) -> str:
 
 
 @dataclass
-class Plan:
+class RedirectPlan:
     """How a Dataset is read.
 
     Attributes:
@@ -186,7 +186,7 @@ class _Making:
 
     __slots__ = ("files", "index", "plan", "seen")
 
-    def __init__(self, plan: Plan, index: int | None, seen: Seen | None) -> None:
+    def __init__(self, plan: RedirectPlan, index: int | None, seen: Seen | None) -> None:
         self.plan = plan
         self.index = index
         self.seen = seen
@@ -199,7 +199,9 @@ def _now() -> _Making | None:
 
 
 @contextlib.contextmanager
-def _making(plan: Plan | None, index: int | None, seen: Seen | None = None) -> Iterator[None]:
+def _making(
+    plan: RedirectPlan | None, index: int | None, seen: Seen | None = None
+) -> Iterator[None]:
     """Make a sample; with no plan, Ronde itself reads files meanwhile."""
     before = _now()
     _local.making = None if plan is None else _Making(plan, index, seen)
@@ -438,11 +440,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Remedied(Dataset[Any]):
-    """A Dataset that is read as a :class:`Plan` says. All other attributes are the Dataset's
-    own.
+    """A Dataset that is read as a :class:`RedirectPlan` says. All other attributes are the
+    Dataset's own.
     """
 
-    def __init__(self, dataset: Any, plan: Plan) -> None:
+    def __init__(self, dataset: Any, plan: RedirectPlan) -> None:
         self.dataset = dataset
         self.plan = plan
         _layers.use(dataset)
@@ -502,7 +504,7 @@ def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
         What was seen, and the samples.
     """
     seen = Seen(own_many=hasattr(dataset, "__getitems__") and not loops(dataset))
-    watched = Remedied(dataset, Plan())
+    watched = Remedied(dataset, RedirectPlan())
     imported = [w for w in _WATCHED if w[0] in sys.modules]
     undo = [
         monkeypatch.put(getattr(sys.modules[m], o) if o else sys.modules[m], name, layer, 1)

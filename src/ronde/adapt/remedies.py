@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from ronde.adapt.redirect import FileCache, Plan, Remedied, Seen, folder_of, traced
-from ronde.data.image_decoders import AUTO, DECODERS, available, check
+from ronde.adapt.redirect import FileCache, RedirectPlan, Remedied, Seen, folder_of, traced
+from ronde.data.image_decoders import AUTO, DECODERS, available, check_decoder
 from ronde.data.pipeline import Pipeline
 from ronde.introspect.open_handles import unchanged
 from ronde.introspect.random_state import seed_all
@@ -27,7 +27,7 @@ from ronde.loader.settings import FeedSettings
 from ronde.profile.replay import same, weight
 from ronde.world import ArgumentError
 
-__all__ = ["DatasetFacts", "Judged", "apply", "facts", "judge"]
+__all__ = ["DatasetFacts", "Judged", "apply_remedies", "dataset_facts", "judge_decoder"]
 
 _LOOKED_AT = 8  # samples
 _MOST_PIXELS = 8_000_000
@@ -110,7 +110,7 @@ def _look(dataset: Any, count: int) -> tuple[Seen, list[Any]]:
     return traced(dataset, _spread(len(dataset), count))
 
 
-def judge(decoder: str, images: Sequence[bytes]) -> Judged:
+def judge_decoder(decoder: str, images: Sequence[bytes]) -> Judged:
     """Decode JPEG images with a decoder and with Pillow, and compare.
 
     Args:
@@ -120,9 +120,9 @@ def judge(decoder: str, images: Sequence[bytes]) -> Judged:
     Raises:
         ArgumentError: the decoder is not known or cannot be used here.
     """
-    check(decoder)
+    check_decoder(decoder)
     plain = _Decoding(images)
-    swapped = Remedied(plain, Plan(decoder=decoder))
+    swapped = Remedied(plain, RedirectPlan(decoder=decoder))
     refused, total, pixels, equal, count = 0, 0.0, 0, True, 0
     spent: list[list[int]] = []
     for i, data in enumerate(images):
@@ -185,7 +185,7 @@ def _some(seen: Seen) -> list[bytes]:
     return found
 
 
-def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
+def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     """What some samples of a data set show about it. Reads them, and changes nothing: random
     numbers are put back.
 
@@ -194,7 +194,7 @@ def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         samples: how many to look at.
 
     Example:
-        >>> facts([1.0, 2.0, 3.0]).files
+        >>> dataset_facts([1.0, 2.0, 3.0]).files
         0.0
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
@@ -215,7 +215,7 @@ def facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     return DatasetFacts(
         pipeline=pipeline,
         jpeg=bool(jpegs),
-        decoders={name: judge(name, jpegs) for name in others} if jpegs else {},
+        decoders={name: judge_decoder(name, jpegs) for name in others} if jpegs else {},
         images=not pipeline and len(seen.images) == len(seen.files) == seen.samples,
         imread=seen.imread,
         shrink=_shrink(seen) if jpegs else 1,
@@ -249,14 +249,14 @@ _FOR_PIPELINES = {
 }
 
 
-def apply(dataset: Any, settings: FeedSettings) -> Any:
+def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     """A Dataset that is read as feed settings say: ``decoder``, ``decode_to_size``, ``cache``,
     ``pack`` and ``device_augment``.
 
     The other settings (``executor``, ``workers``, ``prefetch``, ``threads``, ``pin_memory``,
     ``echo``) are about loading, and are left to :func:`ronde.adapt.apply_settings.apply_settings`.
     The order of samples stays. So do their bits, except with ``decode_to_size``,
-    ``device_augment``, and a decoder that makes other pixels; see :func:`judge`.
+    ``device_augment``, and a decoder that makes other pixels; see :func:`judge_decoder`.
 
     Args:
         dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``decoder`` and ``cache``
@@ -268,7 +268,7 @@ def apply(dataset: Any, settings: FeedSettings) -> Any:
     Example:
         >>> import torch
         >>> rows = [torch.tensor([i, i]) for i in range(4)]
-        >>> dataset = apply(rows, FeedSettings(cache="decode"))
+        >>> dataset = apply_remedies(rows, FeedSettings(cache="decode"))
         >>> dataset[2].tolist()
         [2, 2]
         >>> dataset.close()
@@ -325,16 +325,16 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
     """A plain Dataset with another decoder, or a cache."""
     with unchanged(dataset):
         seen, _ = _look(dataset, _LOOKED_AT)
-    what, plan = type(dataset).__name__, Plan()
+    what, plan = type(dataset).__name__, RedirectPlan()
     looked = f"(looked at {seen.samples} samples of {what})"
     if settings.decoder not in (None, "pillow"):
-        decoder = check(str(settings.decoder))
+        decoder = check_decoder(str(settings.decoder))
         if not seen.jpegs:
             raise ArgumentError(
                 f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so there is nothing to decode otherwise."
             )
         if decoder != "pillow":
-            if not judge(decoder, _some(seen)).images:
+            if not judge_decoder(decoder, _some(seen)).images:
                 raise ArgumentError(
                     f"feed setting decoder: {decoder} can decode none of these images {looked}."
                 )

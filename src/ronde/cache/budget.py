@@ -14,7 +14,7 @@ import psutil
 from ronde.world import ArgumentError
 from ronde.world.cores import _ancestors, _own_groups
 
-__all__ = ["disk_reserve", "free_disk", "free_memory", "size_of"]
+__all__ = ["disk_reserve", "free_disk", "free_memory", "read_size"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {
@@ -31,14 +31,14 @@ _UNITS = {
 }
 
 
-def size_of(value: int | float | str, argument: str, least: int = 1) -> int:
+def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
     """Bytes, from a number or from words.
 
     Raises:
         ArgumentError: neither, or less than ``least`` bytes.
 
     Example:
-        >>> size_of("1.5 GiB", "limit"), size_of(4096, "limit")
+        >>> size_of("1.5 GiB", "limit"), read_size(4096, "limit")
         (1610612736, 4096)
     """
     amount = math.nan

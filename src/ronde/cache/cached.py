@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ronde.cache.budget import disk_reserve, free_disk, free_memory, size_of
+from ronde.cache.budget import disk_reserve, free_disk, free_memory, read_size
 from ronde.cache.file_dependencies import MOST_LISTED, Files, Noting, listing, note, state
 from ronde.cache.record_store import Arena, open_arena, remove_unused
 from ronde.data import pipeline
 from ronde.data.contract import Source, Step
 from ronde.data.named_stages import current_keys, sample_keys, stage
 from ronde.data.pipeline import Pipeline
-from ronde.data.serialize import CannotEncode, decode, encode
+from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
 from ronde.data.sources.map_dataset import DatasetSource
 from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
 from ronde.introspect.random_state import Marks, restore_states, seed_all, states
@@ -378,7 +378,7 @@ class _Cache:
                         entries[i] = found.entry
                         missed.append(k)
                         continue
-                    values[k] = decode(data)
+                    values[k] = decode_sample(data)
                     taken += len(data)
                 except ValueError:
                     arena.count(corrupt=1)  # type: ignore[union-attr]
@@ -502,7 +502,7 @@ class _Cache:
             else:
                 try:
                     # What shares memory with the sample is written before the sample is handed out.
-                    records[i] = (i, [*encode(value), self._told(files)], entries[i])
+                    records[i] = (i, [*encode_sample(value), self._told(files)], entries[i])
                 except CannotEncode as error:
                     left_out["not_kept"], told_kind = left_out["not_kept"] + 1, str(error)
         if records:
@@ -589,7 +589,7 @@ class _Cache:
 
 def _same(a: Any, b: Any) -> bool:
     try:
-        return b"".join(encode(a)) == b"".join(encode(b))
+        return b"".join(encode_sample(a)) == b"".join(encode_sample(b))
     except CannotEncode:
         return True  # it will not be kept
 
@@ -877,8 +877,8 @@ def _options(
         raise ArgumentError(f"version={version!r}: expected a string.")
     return (
         _check_where(where),
-        None if limit is None else size_of(limit, "limit"),
-        None if reserve is None else size_of(reserve, "reserve", 0),
+        None if limit is None else read_size(limit, "limit"),
+        None if reserve is None else read_size(reserve, "reserve", 0),
         version,
     )
 

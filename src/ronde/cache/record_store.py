@@ -39,7 +39,7 @@ import numpy as np
 from ronde.cache.budget import disk_reserve, free_disk, free_memory
 from ronde.world import RondeError
 
-__all__ = ["COUNTERS", "Arena", "Found", "is_private", "open_arena", "remove_unused"]
+__all__ = ["COUNTERS", "Arena", "StoredRecord", "is_private", "open_arena", "remove_unused"]
 
 _MAGIC = b"RONDEC01"
 _HEADER = 4096
@@ -77,7 +77,7 @@ COUNTERS = (
 """What is counted, over all processes and runs that used the arena."""
 
 
-class Found:
+class StoredRecord:
     """A record, or why there is none."""
 
     __slots__ = ("data", "entry")
@@ -123,8 +123,8 @@ class _Mapping:
         munmap(self._address, self._size)
 
 
-def _missing(entry: bytes) -> Found:
-    return Found(None, entry)
+def _missing(entry: bytes) -> StoredRecord:
+    return StoredRecord(None, entry)
 
 
 class Arena:
@@ -277,7 +277,7 @@ class Arena:
             _ENTRY.size, b"\0"
         )
 
-    def get(self, i: int) -> Found:
+    def get(self, i: int) -> StoredRecord:
         """The record of sample ``i``, in memory of its own; a damaged one is counted and is a
         miss.
         """
@@ -304,7 +304,7 @@ class Arena:
             return _missing(entry)
         if self.memory:
             self._verified[i] = 1
-        return Found(data, entry)
+        return StoredRecord(data, entry)
 
     def _mapped(self, start: int, length: int) -> memoryview | None:
         """A record in memory without a copy of it: its pages are copied only where somebody writes

@@ -3,8 +3,8 @@ may it be cut, what would cross?
 
 Whole-graph capture fails on what people write. Here the script's own Python runs, and only two
 things are looked at: calls of modules, and torch functions called between them (the glue). An
-:class:`Event` is one of the two. A pipeline stage later runs the same Python again, and leaves out
-the events of other stages (:mod:`ronde.parallel.stage_run`).
+:class:`TraceEvent` is one of the two. A pipeline stage later runs the same Python again, and leaves
+out the events of other stages (:mod:`ronde.parallel.stage_run`).
 
 Activations are fake tensors while a model is followed: shapes without memory or arithmetic. What is
 computed from the batch and from constants alone (masks, positions) is computed for real: a forward
@@ -35,7 +35,7 @@ from ronde.capture.intercept import (
     eagerly,
     keeps_shape,
 )
-from ronde.capture.trace import ELSEWHERE, Call, Event, Given, Trace, Value
+from ronde.capture.trace import ELSEWHERE, Call, Given, Trace, TraceEvent, Value
 from ronde.world.tensors import Opaque, build, flatten, tensors_in
 
 __all__ = ["as_tuple", "aside", "changes_in_place", "follow", "following", "whole_size"]
@@ -213,7 +213,7 @@ class _Follower(Interceptor):
         self.below: dict[int, list[nn.Module]] = {}
         for module in model.modules():
             self.below[id(module)] = list(module.modules())
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.values: list[Value] = []
         self.calls: list[Call] = []
         self.known: dict[int, int] = {}  # a tensor's identity -> its value
@@ -445,7 +445,7 @@ class _Follower(Interceptor):
             marked.append(value)
         unique = {id(p): p for p in parameters}
         self.events.append(
-            Event(
+            TraceEvent(
                 kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
                 tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
                 tuple(self.frames.open), tuple(storages), sized=sized, writes=written,
@@ -462,7 +462,7 @@ class _Follower(Interceptor):
         )
 
     def _originals(
-        self, event: Event, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
+        self, event: TraceEvent, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
     ) -> Any:
         """A constant that is handed back is the constant, not the fake tensor that stood for it."""
         if event.opaque:
@@ -663,7 +663,7 @@ class _Follower(Interceptor):
         args: Any,
         kwargs: Any,
         result: Any,
-    ) -> Event | None:
+    ) -> TraceEvent | None:
         """A call that was looked into, as one event; None where leaving it out would leave out more
         than its result.
         """
@@ -724,7 +724,7 @@ class _Follower(Interceptor):
         ]
         changes = tuple((i, after[i]) for i in changed)
         storages = tuple({s for e in inner for s in e.changed_storages})
-        return Event(
+        return TraceEvent(
             "call", path, self.inside[-1], module, tuple(sorted(outside)), tuple(made), shape, tuple(marked), changes,
             tuple(parameters.values()) if not shared else (), shared, False, tuple(entry[i] for i in changed), False, None, (), storages,
             erratic=not shared and (took or shaped or drawn != _drawn()),

@@ -1,8 +1,8 @@
 """What a forward pass was, once it has been followed (:mod:`ronde.capture.follow`): its events, its
 values, and where it may be cut.
 
-An :class:`Event` is a call of a module, or a torch function called between modules (the glue). A
-:class:`Value` is a tensor that one makes and others read. A :class:`Trace` says for every place
+An :class:`TraceEvent` is a call of a module, or a torch function called between modules (the glue).
+A :class:`Value` is a tensor that one makes and others read. A :class:`Trace` says for every place
 whether a stage may begin there, and what would cross.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from ronde.world import ArgumentError
 
-__all__ = ["ELSEWHERE", "Call", "Event", "Given", "Point", "Trace", "Value", "bounds_of"]
+__all__ = ["ELSEWHERE", "Call", "TraceEvent", "Given", "Point", "Trace", "Value", "bounds_of"]
 
 ELSEWHERE = "is changed in place through another tensor"
 """Why a value cannot be sent: see :attr:`Value.why_not`."""
@@ -91,7 +91,7 @@ class Value:
 
 
 @dataclass(eq=False)
-class Event:
+class TraceEvent:
     """One call of a module that is not looked into, or one torch function between such calls.
 
     Attributes:
@@ -163,7 +163,7 @@ class Call:
     module: nn.Module
     start: int
     stop: int
-    event: Event | None  # the whole call as one event; None where it cannot be one
+    event: TraceEvent | None  # the whole call as one event; None where it cannot be one
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class Trace:
             next.
     """
 
-    events: list[Event]
+    events: list[TraceEvent]
     values: list[Value]
     calls: list[Call]
     faked: bool
@@ -329,7 +329,7 @@ class Trace:
                     return f"{event.where} changes a tensor in place that shares its memory with another one that is sent"
         return ""
 
-    def coarse(self, bounds: list[int]) -> list[tuple[int, Event]]:
+    def coarse(self, bounds: list[int]) -> list[tuple[int, TraceEvent]]:
         """The same pass with as few events as cuts at ``bounds`` allow: ``(its stage, event)`` in
         order.
         """
@@ -346,7 +346,7 @@ class Trace:
                 continue
             if stages[call.start] == stages[call.stop - 1]:
                 begin[call.start] = call
-        out: list[tuple[int, Event]] = []
+        out: list[tuple[int, TraceEvent]] = []
         at = 0
         while at < len(self.events):
             held = begin.get(at)
@@ -360,7 +360,7 @@ class Trace:
 
 
 def bounds_of(
-    trace: Trace, points: list[Point], may: Callable[[int, Event], bool] | None = None
+    trace: Trace, points: list[Point], may: Callable[[int, TraceEvent], bool] | None = None
 ) -> list[int]:
     """Where the same points are in another pass.
 

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ronde.checkpoint.pieces import Box, Entry, Source, sharding_info
+from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
 from ronde.world import CheckpointError
 
 __all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
@@ -59,18 +59,18 @@ class Checkpoint:
     state: dict[str, Any]
     files: tuple[str, ...]
     digest: str = ""
-    tensors: Mapping[str, Mapping[str, Entry]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, PieceEntry]] = field(default_factory=dict)
 
     def load(self, file: str) -> dict[str, torch.Tensor]:
         """Tensors of one file, by name, on the CPU; empty if there is no such file."""
         return load_file(self.path / file) if file in self.files else {}
 
-    def source(self, part: str) -> Source:
+    def source(self, part: str) -> PieceSource:
         """Tensors of a part (``"model"``), to be read box by box, whoever wrote them."""
         if part in self.tensors:
-            return Source(self.path, self.tensors[part])
+            return PieceSource(self.path, self.tensors[part])
         file = f"{part}.safetensors"
-        return Source.of_files(self.path, [file] if file in self.files else [])
+        return PieceSource.of_files(self.path, [file] if file in self.files else [])
 
     def whole(self, part: str) -> dict[str, torch.Tensor]:
         """All tensors of a part, put together, on the CPU."""
@@ -152,7 +152,7 @@ def finish(
     temporary: Path,
     step: int,
     entries: Mapping[str, Any],
-    tensors: Mapping[str, Mapping[str, Entry]],
+    tensors: Mapping[str, Mapping[str, PieceEntry]],
     state: Mapping[str, Any],
     keep: int | None,
 ) -> Path:
@@ -273,7 +273,7 @@ def _broken(path: Path, why: str) -> CheckpointError:
 
 def _checkpoint(path: Path, body: Mapping[str, Any]) -> Checkpoint:
     tensors = {
-        part: {n: Entry.from_json(e) for n, e in named.items()}
+        part: {n: PieceEntry.from_json(e) for n, e in named.items()}
         for part, named in body.get("tensors", {}).items()
     }
     return Checkpoint(
@@ -314,7 +314,7 @@ def verify(path: Path) -> Checkpoint:
 
 
 def _verify_pieces(
-    path: Path, part: str, entries: Mapping[str, Entry], files: tuple[str, ...]
+    path: Path, part: str, entries: Mapping[str, PieceEntry], files: tuple[str, ...]
 ) -> None:
     """The manifest's pieces are in the files that it names, in those shapes, and make up whole
     tensors.
@@ -324,9 +324,9 @@ def _verify_pieces(
         raise _broken(
             path, f"its manifest says that {file} holds pieces of the {part}, and does not list it"
         )
-    held: dict[str, dict[str, Entry]] = {}
+    held: dict[str, dict[str, PieceEntry]] = {}
     for file in sorted(named):
-        with Source.of_files(path, [file]) as source:
+        with PieceSource.of_files(path, [file]) as source:
             held[file] = dict(source.entries)
     for name, entry in entries.items():
         for file, box in entry.pieces.items():

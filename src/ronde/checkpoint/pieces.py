@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
-    "Entry",
+    "PieceEntry",
     "Piece",
-    "Source",
+    "PieceSource",
     "Want",
     "box_of",
     "is_sharded",
     "like",
-    "local",
+    "local_part",
     "piece_of",
     "pull",
     "replicated",
@@ -122,7 +122,7 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this worker's own part of a tensor, without gradient."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
 
@@ -145,7 +145,7 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
 
 def piece_of(tensor: torch.Tensor, name: str = "tensor") -> Piece:
     """What this worker holds of ``tensor``: its shard of a DTensor, else all of it."""
-    mine = local(tensor)
+    mine = local_part(tensor)
     if mine.is_meta:
         raise CheckpointError(f"{name!r} is on the meta device: it has no values to write.")
     return Piece(mine, tuple(tensor.shape), box_of(tensor, name))
@@ -187,7 +187,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PieceEntry:
     """A tensor in files.
 
     Attributes:
@@ -209,7 +209,7 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Entry:
+    def from_json(cls, values: Mapping[str, Any]) -> PieceEntry:
         """What :meth:`to_json` gave."""
         return cls(
             values["dtype"],
@@ -218,7 +218,7 @@ class Entry:
         )
 
 
-class Source:
+class PieceSource:
     """Tensors in safetensors files, read box by box; a context manager, which closes the files.
 
     Args:
@@ -226,28 +226,28 @@ class Source:
         entries: name -> where its pieces are.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, PieceEntry]) -> None:
         self.folder = folder
         self.entries = entries
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
     @classmethod
-    def of_files(cls, folder: Path, files: Iterable[str]) -> Source:
+    def of_files(cls, folder: Path, files: Iterable[str]) -> PieceSource:
         """Tensors of plain safetensors files, each of them whole in one."""
-        entries: dict[str, Entry] = {}
+        entries: dict[str, PieceEntry] = {}
         source = cls(folder, entries)
         for file in files:
             opened = source._file(file)
             for name in opened.keys():  # noqa: SIM118  (it is no dictionary)
                 part = opened.get_slice(name)
                 shape = tuple(part.get_shape())
-                entries[name] = Entry(
+                entries[name] = PieceEntry(
                     _DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)}
                 )
         return source
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> PieceSource:
         return self
 
     def __exit__(
@@ -339,7 +339,7 @@ class Want:
 
 
 def pull(
-    me: World, sources: Mapping[str, Source], wants: Iterable[Want], everyone_sees: bool
+    me: World, sources: Mapping[str, PieceSource], wants: Iterable[Want], everyone_sees: bool
 ) -> None:
     """Fetch what this worker wants: from the files, or, where not every worker sees them, from rank
     0.

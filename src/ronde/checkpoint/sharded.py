@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ronde.checkpoint import files
-from ronde.checkpoint.pieces import Box, Entry, Piece
+from ronde.checkpoint.pieces import Box, Piece, PieceEntry
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
@@ -171,7 +171,7 @@ def write_pieces(
         entries = {name: entry for each in gather_json(me, written) for name, entry in each.items()}
         tensors = {
             part: {
-                name: Entry(
+                name: PieceEntry(
                     *owner.kinds[name],
                     {_file(part, rank, me.size): box for box, rank in boxes.items()},
                 )

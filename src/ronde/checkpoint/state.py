@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint.encode import decode, encode
-from ronde.checkpoint.pieces import Box, Piece, Want, like, local, piece_of, replicated
+from ronde.checkpoint.pieces import Box, Piece, Want, like, local_part, piece_of, replicated
 from ronde.world import CheckpointError
 
 __all__ = [
@@ -399,7 +399,7 @@ def _want_state(
     def give(tensor: torch.Tensor) -> None:
         # The parameter's own part may be on another device: load_state_dict would move the shard,
         # but not wrap it.
-        here = tensor.to(local(p).device)
+        here = tensor.to(local_part(p).device)
         mine[field] = like(here, p) if sharded else replicated(here, p) if shape else tensor.clone()
 
     return Want("optimizer", key, piece_of(p, key).box if sharded else Box.whole(shape), give)

@@ -178,14 +178,14 @@ def _measured(
     command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any
 ) -> dict[str, Any]:
     """What the workers of the script found."""
-    from ronde.doctor.doctor import load
+    from ronde.doctor.doctor import load_doctor
 
     def failed(error: str) -> str:
         return f"the script failed before it was examined: {error}"
 
     say(f"starting {workers} worker{'s' if workers > 1 else ''}")
     with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
-        return load(
+        return load_doctor(
             examine(
                 "doctor",
                 command,

@@ -55,9 +55,9 @@ def parse_bytes(text: str) -> float:
         >>> parse_bytes("1.5 GiB")
         1610612736.0
     """
-    from ronde.plan.fields import size_of
+    from ronde.plan.fields import parse_bytes
 
-    found = size_of(text)
+    found = parse_bytes(text)
     if not found:
         raise ArgumentError(f"--memory {text}: expected a size as 32GiB, 80GB or 512MiB.")
     return found
@@ -250,7 +250,7 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
     """The script's costs, measured in processes of its own, for the batch that ``devices`` would
     train.
     """
-    from ronde.measure.planner import load, threads_on
+    from ronde.measure.planner import load_costs, threads_on
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
@@ -265,7 +265,7 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
     }
     options = json.dumps({"threads": threads, "accept_noise": accept_noise, "devices": devices})
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
-        return load(
+        return load_costs(
             examine(
                 "plan", command, _at_once(target), Path(folder), options, say, failed, environment
             )
@@ -285,9 +285,9 @@ def _at_once(target: Any) -> int:
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
-    from ronde.predict.answer import render
+    from ronde.predict.answer import render_answer
 
-    console.print(render(explanation))
+    console.print(render_answer(explanation))
     timeline = _timeline(explanation, costs, target)
     if timeline is not None:
         from ronde.predict.schedule_picture import terminal

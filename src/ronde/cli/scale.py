@@ -176,10 +176,10 @@ def register(app: typer.Typer) -> None:
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
             starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
-        from ronde.scale.scale import summarise
+        from ronde.scale.scale import summarise_scale
 
         name = f"-m {command[1]}" if command[0] == "-m" else command[0]
-        answer = summarise(
+        answer = summarise_scale(
             name,
             starts,
             to=to or max(64, sizes[-1]),
@@ -215,7 +215,7 @@ def _measured(
     say: Any,
 ) -> dict[int, list[Start]]:
     """Every size, started in processes of its own."""
-    from ronde.scale.scale import load, measure_sizes, start_options
+    from ronde.scale.scale import load_scale, measure_sizes, start_options
 
     # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
     compute = (
@@ -228,7 +228,7 @@ def _measured(
 
         with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
             options = start_options(2, seconds, batch, first)
-            return load(
+            return load_scale(
                 examine(
                     "scale",
                     command,

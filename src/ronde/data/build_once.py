@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ronde.data.sources.byte_ranges import is_remote, local
+from ronde.data.sources.byte_ranges import is_remote, local_path
 from ronde.world import ArgumentError
 
 __all__ = ["built", "cache_root", "files_of", "gone", "identity"]
@@ -153,7 +153,7 @@ def files_of(
         raise ArgumentError(
             f"{what} reads files of this machine, no URLs: copy {given} here first."
         )
-    place = Path(local(given)).expanduser()
+    place = Path(local_path(given)).expanduser()
     if place.is_file():
         return [place]
     if place.is_dir():

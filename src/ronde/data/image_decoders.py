@@ -30,11 +30,11 @@ __all__ = [
     "DECODERS",
     "Decoder",
     "available",
-    "check",
+    "check_decoder",
     "counts",
-    "decode",
+    "decode_image",
     "format_of",
-    "size_of",
+    "image_size",
 ]
 
 Pixels = npt.NDArray[np.uint8]
@@ -175,7 +175,7 @@ def available() -> list[str]:
     return [name for name in DECODERS if _why_not(name) is None]
 
 
-def check(decoder: str) -> str:
+def check_decoder(decoder: str) -> str:
     """The decoder that JPEG images will go through: a name; ``auto`` is resolved.
 
     Raises:
@@ -269,7 +269,7 @@ def _error(name: str, data: bytes, error: Exception) -> SampleError:
     return SampleError(f"{name or 'an image'} ({len(data):,} bytes) cannot be decoded: {what}.")
 
 
-def size_of(data: bytes, name: str = "") -> tuple[int, int]:
+def image_size(data: bytes, name: str = "") -> tuple[int, int]:
     """Height and width as the file's header says, before any orientation.
 
     Raises:
@@ -314,7 +314,7 @@ def _upright(pixels: Pixels, data: bytes) -> Pixels:
     return np.ascontiguousarray(turns[orientation](pixels)) if orientation in turns else pixels
 
 
-def decode(
+def decode_image(
     data: bytes, decoder: str = "auto", *, name: str = "", shrink: int = 1, orient: bool = False
 ) -> Pixels:
     """Decode one image.
@@ -344,13 +344,13 @@ def decode(
         >>> import io, numpy, PIL.Image
         >>> file = io.BytesIO()
         >>> PIL.Image.fromarray(numpy.zeros((4, 6, 3), numpy.uint8)).save(file, "JPEG")
-        >>> decode(file.getvalue()).shape
+        >>> decode_image(file.getvalue()).shape
         (4, 6, 3)
     """
     chosen = (
         decoder
         if decoder in DECODERS and _loads.get(DECODERS[decoder].module, "") is None
-        else check(decoder)
+        else check_decoder(decoder)
     )
     entry = DECODERS[chosen]
     kind = format_of(data)

@@ -24,7 +24,7 @@ from ronde.data.transforms import (
     Resize,
     Transform,
     View,
-    render,
+    render_views,
 )
 from ronde.world import ArgumentError
 
@@ -80,7 +80,7 @@ class Images:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        decoding.check(self.decoder)
+        decoding.check_decoder(self.decoder)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ArgumentError(
                 f"dtype={self.dtype!r}: expected a floating-point type; normalize=None gives bytes."
@@ -124,7 +124,7 @@ class Images:
         """These images of a source of encoded files."""
         steps = (
             Step("decode", Decode(self)),
-            Step("augment", Place(self) if self.on_device else Augment(self)),
+            Step("augment", DevicePlacement(self) if self.on_device else Augment(self)),
         )
         collate = CollateViews() if self.on_device else CollateImages()
         finish = Finish(self) if self.on_device or self.normalize is not None else None
@@ -176,12 +176,12 @@ class Decode:
             or spec.orient
             or decoding.format_of(data) != "jpeg"
         ):
-            pixels = decoding.decode(data, spec.decoder, name=name, orient=spec.orient)
+            pixels = decoding.decode_image(data, spec.decoder, name=name, orient=spec.orient)
             return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name, None)
-        height, width = decoding.size_of(data, name)
+        height, width = decoding.image_size(data, name)
         first = spec.transforms[0] if spec.transforms else None
         drawn = first.draw(height, width) if isinstance(first, RandomResizedCrop) else None
-        pixels = decoding.decode(
+        pixels = decoding.decode_image(
             data, spec.decoder, name=name, shrink=_shrink(first, height, width, drawn)
         )
         if drawn is not None and pixels.shape[:2] != (height, width):
@@ -219,7 +219,7 @@ class Augment:
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlacement:
     """The step from decoded pixels to those that the device needs, and what it shall do to them."""
 
     spec: Images
@@ -322,7 +322,7 @@ class Finish:
         if self.spec.on_device:
             pixels, numbers, *labels = batch
             assert self.spec.result is not None
-            images = render(pixels, numbers[:, :7], *self.spec.result)
+            images = render_views(pixels, numbers[:, :7], *self.spec.result)
             at = 7
             for t in self.spec.transforms:
                 if isinstance(t, Transform) and not t.moves:
@@ -552,7 +552,7 @@ def retuned(
         raise ArgumentError(
             "on_device cannot be changed where steps of your own follow: they would meet pixels that are not finished."
         )
-    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], Place: fresh.steps[1]}
+    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], DevicePlacement: fresh.steps[1]}
     steps = tuple(parts.get(type(step.call), step) for step in pipeline.steps)
     if changed.on_device != spec.on_device:
         return replace(pipeline, steps=steps, collate=fresh.collate, finish=fresh.finish)

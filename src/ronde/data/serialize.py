@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["CannotEncode", "decode", "encode"]
+__all__ = ["CannotEncode", "decode_sample", "encode_sample"]
 
 _ALIGN = 64  # of each buffer inside its record, so that numbers stand where their type may stand
 _LENGTH = struct.Struct("<I")
@@ -145,7 +145,7 @@ class _Writer:
         return ["T", name, list(value.shape), self.buffer(data), *([order] if order else [])]
 
 
-def encode(value: Any) -> list[bytes | memoryview]:
+def encode_sample(value: Any) -> list[bytes | memoryview]:
     """The value as parts that are written one after the other.
 
     Args:
@@ -158,7 +158,7 @@ def encode(value: Any) -> list[bytes | memoryview]:
         CannotEncode: it holds something that would not come back as it was; the type is named.
 
     Example:
-        >>> decode(bytearray(b"".join(encode(("a.jpg", 3, np.arange(2))))))
+        >>> decode_sample(bytearray(b"".join(encode_sample(("a.jpg", 3, np.arange(2))))))
         ('a.jpg', 3, array([0, 1]))
     """
     if type(value) is bytes:
@@ -272,8 +272,8 @@ def _count(shape: list[int]) -> int:
     return count
 
 
-def decode(data: bytearray | memoryview) -> Any:
-    """What :func:`encode` was given.
+def decode_sample(data: bytearray | memoryview) -> Any:
+    """What :func:`encode_sample` was given.
 
     Args:
         data: the parts, joined, writable. Arrays and tensors that come back lie in it: it must not

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from ronde.data.build_once import built, cache_root, files_of, gone, identity
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.arrays import arrow_batches, open_arrow
-from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest, need
+from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values, need
 from ronde.data.sources.parquet import plain_type
 from ronde.world import ArgumentError, SampleError
 
@@ -555,7 +555,7 @@ class TableSource(BaseSource):
     @property
     def fingerprint(self) -> str:
         """Of the files, the columns, and what was done to them."""
-        return digest("table", self._key, self.normalize)
+        return digest_values("table", self._key, self.normalize)
 
     def _open(self) -> tuple[Matrix, Matrix, Matrix]:
         if self._arrays is None:
@@ -697,7 +697,7 @@ def table(
     for file in files:
         if file.suffix.lower() not in _SUFFIXES:
             raise ArgumentError(f"feed.table: {file} is none of {', '.join(_SUFFIXES)}.")
-    key = digest(
+    key = digest_values(
         "table",
         _VERSION,
         identity(files),

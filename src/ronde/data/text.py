@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from ronde.data.build_once import built, cache_root, files_of, gone, identity
 from ronde.data.pipeline import Pipeline
-from ronde.data.sources.base import BaseSource, Batch, check_ids, digest
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.introspect import fingerprint as describe
 from ronde.world import ArgumentError, RondeError, SampleError
 
@@ -409,7 +409,7 @@ class TextSource(BaseSource):
     @property
     def fingerprint(self) -> str:
         """Of the files, the tokenizer, and how samples are cut."""
-        return digest("text", self._key, self.length, self.pack, self.pad)
+        return digest_values("text", self._key, self.length, self.pack, self.pad)
 
     def _map(self) -> Tokens:
         if self._tokens is None:
@@ -513,7 +513,7 @@ def text(
     encoder = _choose(tokenizer, name)
     last = _end_of(end, tokenizer)
     files = files_of(path, "feed.text")
-    key = digest(
+    key = digest_values(
         "text", _VERSION, identity(files), "chars" if encoder is None else encoder.name, last, field
     )
     folder = built(

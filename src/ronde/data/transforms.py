@@ -34,7 +34,7 @@ __all__ = [
     "Resize",
     "Transform",
     "View",
-    "render",
+    "render_views",
 ]
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -98,7 +98,7 @@ class View:
         return replace(self, size=(height, width), rows=height, columns=width)
 
     def numbers(self) -> Drawn:
-        """What :func:`render` needs to know of it: 7 numbers."""
+        """What :func:`render_views` needs to know of it: 7 numbers."""
         height, width = self.size or (self.height, self.width)
         return (self.height, self.width, height, width, self.y, self.x, float(self.flip))
 
@@ -512,7 +512,7 @@ def _filter(
     return weights[:, 1:].mul_(fine).add_(0.5).floor_(), fine
 
 
-def render(pixels: Tensor, views: Tensor, rows: int, columns: int) -> Tensor:
+def render_views(pixels: Tensor, views: Tensor, rows: int, columns: int) -> Tensor:
     """Resize, cut and mirror a batch of rectangles of different sizes, where they are.
 
     Args:

@@ -25,7 +25,7 @@ import torch
 from ronde.adapt.apply_settings import apply_settings
 from ronde.data.pipeline import Pipeline
 from ronde.doctor.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
-from ronde.doctor.verdict import Seen, StageSeen, Verdict, judge, shares
+from ronde.doctor.verdict import Diagnosis, Measurements, StageSeen, ceiling_shares, judge
 from ronde.introspect.open_handles import held_open, unchanged
 from ronde.loader.settings import FeedSettings
 from ronde.measure.throughput import Arm, ArmResult, Bench, Timed
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ronde.plan import Plan
     from ronde.run.step_port import RunView
 
-__all__ = ["Doctor", "doctor", "examine", "install", "load"]
+__all__ = ["Doctor", "doctor", "examine", "install_doctor", "load_doctor"]
 
 _SECONDS = 60.0
 _ROUNDS = 3
@@ -58,7 +58,7 @@ _MOST_LOADERS = 64  # of all workers together
 _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 
 
-def install() -> None:
+def install_doctor() -> None:
     """Look on in this process, where ``RONDE_STUDY=doctor`` asks for it."""
     hooks.observer = Doctor(
         json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")),
@@ -97,7 +97,7 @@ def _silent(_: str) -> None:
     return None
 
 
-def load(file: Path) -> dict[str, Any]:
+def load_doctor(file: Path) -> dict[str, Any]:
     """What a :class:`Doctor` wrote.
 
     Raises:
@@ -226,7 +226,7 @@ class _Study:
             arms["alone"] = Arm("alone")
         return arms
 
-    def further(self, verdict: Verdict) -> dict[str, Arm]:
+    def further(self, verdict: Diagnosis) -> dict[str, Arm]:
         """What is worth taking out, that which promises most first."""
         assert self.timed is not None
         executor = self.bench.executor
@@ -365,11 +365,11 @@ class _Study:
 
     # -- what it comes to --------------------------------------------------------------
 
-    def seen(self) -> Seen:
+    def seen(self) -> Measurements:
         """All of it."""
         synthetic = self.results["synthetic"]
         assert self.timed is not None
-        return Seen(
+        return Measurements(
             workers=self.run.world_size,
             loaders=self.bench.loaders,
             executor=self.bench.executor,
@@ -407,7 +407,7 @@ class _Study:
         share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
         return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
 
-    def go(self) -> Verdict:
+    def go(self) -> Diagnosis:
         """Measure until it is clear, or the time is over."""
         self.tell("reading batches to recycle")
         assert self.bench.held
@@ -446,11 +446,11 @@ class _Study:
             verdict = judge(self.seen())
         return verdict
 
-    def _is_wide(self, verdict: Verdict) -> bool:
+    def _is_wide(self, verdict: Diagnosis) -> bool:
         """Whether one window of the real training was so unlike another that a further round is
         worth its time.
         """
-        real = shares(self.seen(), "real")
+        real = ceiling_shares(self.seen(), "real")
         return not verdict.healthy and max(real) - min(real) > _WIDE
 
     def _affordable(
@@ -510,11 +510,11 @@ class _Study:
             held="" if self.bench.is_stream else held_open(taken.dataset) or "",
         )
         if sick and not self.bench.is_stream:
-            from ronde.adapt.remedies import facts
+            from ronde.adapt.remedies import dataset_facts
 
             self.tell("looking at what the data set does")
             each = sum(s.wall_seconds for s in timed.values() if s.where == "loading")
-            seen = facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
+            seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
             if not seen.error:
                 found = dataclasses.replace(
                     found,

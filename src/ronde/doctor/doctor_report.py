@@ -33,7 +33,7 @@ def doctor_report(values: Values, path: str | os.PathLike[str]) -> None:
     stages = sorted(
         values.get("stages") or (), key=lambda s: -html.number_or(s.get("lost_points"), 0.0)
     )
-    low, high = html.number(values.get("gap_low")), html.number(values.get("gap_high"))
+    low, high = html.show_number(values.get("gap_low")), html.show_number(values.get("gap_high"))
     numbers = [
         ("synthetic ceiling", html.rate(rates.get("synthetic")), "samples/s"),
         ("real", html.rate(rates.get("real")), "samples/s"),
@@ -89,7 +89,9 @@ def _headline(values: Values) -> str:
 def _falls(values: Values, stages: Sequence[Values]) -> list[tuple[str, float, float, str]]:
     """Bars from the ideal, or the ceiling, down to the real rate: name, start, end, kind."""
     rates = values.get("samples_per_second") or {}
-    synthetic, real, alone = (html.number(rates.get(k)) for k in ("synthetic", "real", "alone"))
+    synthetic, real, alone = (
+        html.show_number(rates.get(k)) for k in ("synthetic", "real", "alone")
+    )
     if not synthetic or real is None:
         return []
     bars: list[tuple[str, float, float, str]] = []
@@ -174,7 +176,7 @@ def _gap_curve(values: Values) -> str:
     found = [
         s
         for s in values.get("scale") or ()
-        if html.number(s.get("devices")) and html.number(s.get("gap")) is not None
+        if html.show_number(s.get("devices")) and html.show_number(s.get("gap")) is not None
     ]
     if not found:
         return ""
@@ -189,7 +191,7 @@ def _gap_curve(values: Values) -> str:
     lines = [("more nodes as they fill", widest, html.REAL, "o", "-")]
     if any(s is not widest[n] for n, s in same.items()):
         lines.append(("all on one node", same, html.SYNTHETIC, "s", "--"))
-    here, measured = int(values.get("workers") or 0), html.number(values.get("gap"))
+    here, measured = int(values.get("workers") or 0), html.show_number(values.get("gap"))
 
     def plot(axes: Any) -> str:
         for name, at, color, marker, style in lines:
@@ -252,8 +254,8 @@ def _stages(values: Values, stages: Sequence[Values]) -> html.Section:
     rows: list[tuple[str, Sequence[str]]] = []
     for s in stages:
         low, high, lost = (
-            html.number(s.get("low")),
-            html.number(s.get("high")),
+            html.show_number(s.get("low")),
+            html.show_number(s.get("high")),
             html.points(s.get("lost_points")),
         )
         cells = [
@@ -281,7 +283,11 @@ def _prescriptions(values: Values) -> html.Section:
     if not found:
         return html.Section()
     most = max(
-        (int(s["devices"]) for s in values.get("scale") or () if html.number(s.get("devices"))),
+        (
+            int(s["devices"])
+            for s in values.get("scale") or ()
+            if html.show_number(s.get("devices"))
+        ),
         default="the largest",
     )
     rows: list[tuple[str, Sequence[str]]] = []
@@ -324,16 +330,16 @@ def _machine(values: Values) -> html.Section:
         ("workers", values.get("workers")),
         *(values.get("machine") or {}).items(),
     ]
-    if html.number(values.get("startup_seconds")) is not None:
-        facts.append(("first batch after", html.seconds(values["startup_seconds"])))
+    if html.show_number(values.get("startup_seconds")) is not None:
+        facts.append(("first batch after", html.show_seconds(values["startup_seconds"])))
     if order := values.get("order"):
-        share = f"{html.seconds(order['seconds'])}, {100 * order['share']:.0f} % of each epoch"
+        share = f"{html.show_seconds(order['seconds'])}, {100 * order['share']:.0f} % of each epoch"
         facts.append(("the sampler draws an epoch's order in", share))
     for name, value in (values.get("cold") or {}).items():
         facts.append(
             (
                 f"cold storage, {name.replace('_', ' ')}",
-                value if html.number(value) is None else html.plain(value),
+                value if html.show_number(value) is None else html.plain(value),
             )
         )
     return html.Section(

@@ -19,7 +19,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HEALTHY_POINTS", "Interval", "Seen", "StageSeen", "Verdict", "judge", "shares"]
+__all__ = [
+    "HEALTHY_POINTS",
+    "Interval",
+    "Measurements",
+    "StageSeen",
+    "Diagnosis",
+    "judge",
+    "ceiling_shares",
+]
 
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
@@ -102,7 +110,7 @@ class StageSeen:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurements:
     """What was measured.
 
     Attributes:
@@ -156,7 +164,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """What is said of it; ``values`` is the JSON of ``ronde doctor``, still without scale, walls
     and prescriptions.
     """
@@ -179,11 +187,11 @@ def _t95(freedom: int) -> float:
     return _T95[freedom] if freedom < len(_T95) else 2.0
 
 
-def _column(seen: Seen, arm: str) -> list[float]:
+def _column(seen: Measurements, arm: str) -> list[float]:
     return [r[arm] for r in seen.rounds if arm in r]
 
 
-def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
+def _noise(seen: Measurements, ceiling: float) -> tuple[float, int]:
     """Standard deviation of one window as a share of the ceiling, over all arms, and its degrees of
     freedom.
 
@@ -207,17 +215,17 @@ def _noise(seen: Seen, ceiling: float) -> tuple[float, int]:
     return math.sqrt(float((residuals**2).sum()) / freedom), freedom
 
 
-def shares(seen: Seen, arm: str) -> list[float]:
+def ceiling_shares(seen: Measurements, arm: str) -> list[float]:
     """An arm's rate as a share of the ceiling of the same round, round by round."""
     return [r[arm] / r["synthetic"] for r in seen.rounds if arm in r and r.get("synthetic")]
 
 
-def _middle(seen: Seen, arm: str) -> float | None:
+def _middle(seen: Measurements, arm: str) -> float | None:
     values = _column(seen, arm)
     return statistics.median(values) if values else None
 
 
-def _same_arm(seen: Seen, arm: str) -> float:
+def _same_arm(seen: Measurements, arm: str) -> float:
     """How much an arm differs from itself: every second round against the others, as a share."""
     values = _column(seen, arm)
     if len(values) < 2:
@@ -230,7 +238,7 @@ def _same_arm(seen: Seen, arm: str) -> float:
 
 
 class _Judge:
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Measurements) -> None:
         self.seen = seen
         synthetic, real = _middle(seen, "synthetic"), _middle(seen, "real")
         assert synthetic is not None and real is not None
@@ -279,7 +287,7 @@ class _Judge:
         if not found:
             return None
         value = statistics.median(found)
-        without, real = shares(self.seen, arm), shares(self.seen, "real")
+        without, real = ceiling_shares(self.seen, arm), ceiling_shares(self.seen, "real")
         if without and len(real) >= _ENOUGH:
             # The real rate was measured in more rounds than the arm: with all of them, one that is
             # far off counts less.
@@ -556,7 +564,7 @@ def _settle(rows: list[dict[str, Any]], gap: float) -> None:
 
 
 def _share_rest(
-    rows: list[dict[str, Any]], seen: Seen, j: _Judge, cause: dict[str, Any] | None
+    rows: list[dict[str, Any]], seen: Measurements, j: _Judge, cause: dict[str, Any] | None
 ) -> None:
     """Stages that follow each other: no single one brings back much, all of them together do. What
     is left of the gap is shared by the time that each takes, if their times account for it."""
@@ -595,7 +603,7 @@ def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
             return
 
 
-def judge(seen: Seen) -> Verdict:
+def judge(seen: Measurements) -> Diagnosis:
     """What the measurements say.
 
     Args:
@@ -604,7 +612,7 @@ def judge(seen: Seen) -> Verdict:
     Example:
         >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i, "without:decode": 995.0} for i in range(4))
         >>> stages = (StageSeen("decode", wall_seconds=0.003), StageSeen("read", wall_seconds=0.0001))
-        >>> found = judge(Seen(1, 2, "processes", 2, 16, rounds, stages)).values
+        >>> found = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
         >>> found["healthy"], found["cause"]["stage"], round(found["gap"], 2)
         (False, 'decode', 0.4)
     """
@@ -658,7 +666,7 @@ def judge(seen: Seen) -> Verdict:
     refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
-    return Verdict(
+    return Diagnosis(
         {
             "workers": seen.workers,
             "loaders": seen.loaders,
@@ -700,7 +708,7 @@ _ORDER = [
 
 
 def _cause(
-    seen: Seen,
+    seen: Measurements,
     j: _Judge,
     rows: list[dict[str, Any]],
     neighbour: dict[str, Any] | None,
@@ -775,7 +783,7 @@ def _cause(
     return {"stage": top["name"], "points": best}
 
 
-def _surely(seen: Seen, limited: Interval) -> bool:
+def _surely(seen: Measurements, limited: Interval) -> bool:
     """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow
     another, so that few rounds make a wide
     interval: that each window without them, two at least, was faster than every one with them will
@@ -784,7 +792,7 @@ def _surely(seen: Seen, limited: Interval) -> bool:
     return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
 
 
-def _who_burns(seen: Seen, top: dict[str, Any] | None) -> str:
+def _who_burns(seen: Measurements, top: dict[str, Any] | None) -> str:
     busiest = max(
         (s for s in seen.stages if s.where == "loading"), key=lambda s: s.cpu_seconds, default=None
     )
@@ -809,7 +817,7 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
     )
 
 
-def _refused(seen: Seen, j: _Judge, claimed: float) -> str | None:
+def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
     same = {arm: _same_arm(seen, arm) for arm in ("synthetic", "real")}
     # Both are counted in points of the ceiling, as the gap is.
     worst = max(same["synthetic"] * (1.0 - j.gap), same["real"] * j.real / j.ceiling)

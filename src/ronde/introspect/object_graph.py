@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["parts", "user_modules", "nested", "held"]
+__all__ = ["object_parts", "user_modules", "nested", "held"]
 
 _INNER = (
     "dataset",
@@ -115,7 +115,7 @@ def _vars(one: Any) -> dict[str, Any]:
     return found
 
 
-def parts(dataset: Any) -> list[Any]:
+def object_parts(dataset: Any) -> list[Any]:
     """What a data set is made of, as far as attributes, lists and dictionaries lead: its
     transforms, what they hold, and so on.
     """
@@ -139,7 +139,7 @@ def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     (``loader=PIL.Image.open``): owner, name, value.
     """
     datasets = nested(dataset)
-    for one in parts(dataset):
+    for one in object_parts(dataset):
         if any(one is d for d in datasets) or _users(type(one).__module__):
             for name, value in list(_vars(one).items()):
                 if type(value) in (FunctionType, BuiltinFunctionType):

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from ronde.introspect.object_graph import _vars, parts, user_modules
+from ronde.introspect.object_graph import _vars, object_parts, user_modules
 from ronde.introspect.random_state import restore_states, states
 
-__all__ = ["apart", "held_open", "let_go", "unchanged"]
+__all__ = ["apart", "held_open", "reopened", "unchanged"]
 
 _FEW = 1000  # entries of what is copied
 
@@ -55,7 +55,7 @@ def held_open(dataset: Any) -> str | None:
 
     Ronde's own sources do not count: they read at a place, or open a file for each process.
     """
-    for one in parts(dataset):
+    for one in object_parts(dataset):
         if type(one).__module__.partition(".")[0] == "ronde" or _is_open(one):
             continue
         inside = (
@@ -83,7 +83,7 @@ def apart(dataset: Any) -> Any:
         return dataset
     shared = {
         id(v): v
-        for one in parts(dataset)
+        for one in object_parts(dataset)
         for v in _values(one)
         if isinstance(v, torch.Tensor) or _is_large(v)
     }
@@ -109,17 +109,19 @@ def _is_large(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def let_go(dataset: Any) -> Iterator[None]:
+def reopened(dataset: Any) -> Iterator[None]:
     """What a data set opens inside (a file, when the first sample is read) it will open again: each
     process has its own then.
     """
-    before = [(space, dict(space)) for one in parts(dataset) if (space := _space(one))]
+    before = [(space, dict(space)) for one in object_parts(dataset) if (space := _space(one))]
     try:
         yield
     finally:
         for space, old in before:
             for name, value in list(space.items()):
-                if old.get(name) is not value and any(_is_open(part) for part in parts(value)):
+                if old.get(name) is not value and any(
+                    _is_open(part) for part in object_parts(value)
+                ):
                     if name in old:
                         space[name] = old[name]
                     else:
@@ -148,15 +150,17 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 def unchanged(dataset: Any) -> Iterator[None]:
     """What is drawn inside was never drawn (the process's generators, those that the data set
     holds, and those of the user's modules), and what the data set opens inside was never opened."""
-    from ronde.introspect.open_handles import let_go  # which looks for parts, as is done here
+    from ronde.introspect.open_handles import reopened  # which looks for parts, as is done here
 
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
     undo = [
-        found for one in (*parts(dataset), *of_modules) if (found := _undo_draws(one)) is not None
+        found
+        for one in (*object_parts(dataset), *of_modules)
+        if (found := _undo_draws(one)) is not None
     ]
     try:
-        with let_go(dataset):
+        with reopened(dataset):
             yield
     finally:
         for put_back in undo:

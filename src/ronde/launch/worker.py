@@ -32,10 +32,11 @@ __all__ = ["main"]
 
 _MARK = "\x1e"  # ronde.watch.MARK
 _STUDIES = {
-    "plan": "ronde.measure.planner",
-    "doctor": "ronde.doctor.doctor",
-    "scale": "ronde.scale.scale",
-}  # by RONDE_STUDY
+    "plan": ("ronde.measure.planner", "install_gauge"),
+    "doctor": ("ronde.doctor.doctor", "install_doctor"),
+    "scale": ("ronde.scale.scale", "install_meter"),
+}
+"""What examines a script, by the value of ``RONDE_STUDY``: a module and its function."""
 
 
 def _die_with_launcher() -> None:
@@ -156,7 +157,8 @@ def main() -> None:
         if os.environ.get("RONDE_STUDY") in _STUDIES:
             import importlib
 
-            importlib.import_module(_STUDIES[os.environ["RONDE_STUDY"]]).install()
+            module, install = _STUDIES[os.environ["RONDE_STUDY"]]
+            getattr(importlib.import_module(module), install)()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from ronde.introspect.open_handles import held_open, let_go, unchanged
+from ronde.introspect.open_handles import held_open, reopened, unchanged
 from ronde.introspect.random_state import Marks
 from ronde.loader.reader import Ask, Reader
 from ronde.loader.thread_workers import limit_compute_threads, limit_process_threads
 from ronde.world.tensors import parts
 
-__all__ = ["Trial", "choose", "try_out"]
+__all__ = ["Trial", "choose_executor", "try_out"]
 
 _TRIAL_SECONDS = 0.25
 _FEWEST = 4
@@ -275,7 +275,7 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
             os.waitpid(child, 0)
 
 
-def choose(
+def choose_executor(
     reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None
 ) -> tuple[str, str]:
     """``(executor, why)`` for ``workers`` loaders.
@@ -303,7 +303,7 @@ def choose(
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "threads", "this Python has no global lock"
     n = max(2, min(workers, _MOST_THREADS))
-    with let_go(reader.dataset):
+    with reopened(reader.dataset):
         found, why, values = _by_threads(reader, ask, each, n, compute_threads)
     if values and not _alike_in_processes(reader, ask, values, n):
         return "none", f"{why}, and when several processes did"

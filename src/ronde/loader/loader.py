@@ -28,13 +28,13 @@ from ronde.data.echo import Echoed
 from ronde.data.order import Order, key_of
 from ronde.introspect.open_handles import held_open, unchanged
 from ronde.introspect.random_state import Marks
-from ronde.loader.autotune import choose, try_out
+from ronde.loader.autotune import choose_executor, try_out
 from ronde.loader.ownership import ours
 from ronde.loader.process_workers import batches as from_processes
 from ronde.loader.process_workers import end as end_processes
 from ronde.loader.reader import Ask, Reader, StreamReader
 from ronde.loader.receiver import Receiver
-from ronde.loader.request_queue import Line, Road, Shares, ask_of
+from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.loader.thread_workers import Threads, limit_process_threads, parts_of
 from ronde.plan.batch import Share
@@ -162,7 +162,7 @@ class Feed:
         self._tried = False
         self._warned = False
         self._false_alarms = 0
-        self._line: Line | None = None
+        self._line: RequestLine | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
@@ -243,7 +243,7 @@ class Feed:
         trial = try_out(self._reader, ask)
         if self.executor == "auto":
             with unchanged(self._reader.dataset):
-                found, why = choose(self._reader, ask, trial, size, workers, threads)
+                found, why = choose_executor(self._reader, ask, trial, size, workers, threads)
             self.executor = cast("Executor", found)
             self._say(
                 f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}",
@@ -390,7 +390,7 @@ class Feed:
             self._loader is not None and bool(self._loader.persistent_workers)
         )
 
-    def _continued(self, shares: Shares) -> Line | None:
+    def _continued(self, shares: Shares) -> RequestLine | None:
         """What is on its way already, if it is what is asked for."""
         line, self._line = self._line, None
         if line is None:
@@ -401,7 +401,7 @@ class Feed:
         line.end()
         return None
 
-    def _kept(self, line: Line) -> bool:
+    def _kept(self, line: RequestLine) -> bool:
         """All of an epoch was handed out: what is on its way of the next one is kept."""
         if line.road.entered():
             self._line = line
@@ -423,11 +423,11 @@ class Feed:
         assert self._loader is not None
         line = self._continued(shares)
         if line is None:
-            road = Road(self.order, shares)
+            road = RequestQueue(self.order, shares)
             self._asks.source = road.__iter__
             if self._stream is not None:
                 self._stream.asks = list(road) if self._loader.num_workers else iter(road)
-            line = Line(road, from_processes(self._loader, self._receiver))
+            line = RequestLine(road, from_processes(self._loader, self._receiver))
         line.road.follow(after)
         kept = False
         try:
@@ -501,8 +501,8 @@ class Feed:
 
         line = self._continued(shares)
         if line is None:
-            road = Road(self.order, shares)
-            line = Line(road, self._pool().run(iter(road), cut, read, join))
+            road = RequestQueue(self.order, shares)
+            line = RequestLine(road, self._pool().run(iter(road), cut, read, join))
         line.road.follow(after)
         handed, kept = 0, False
         try:

@@ -15,7 +15,7 @@ from ronde.loader.reader import Ask
 from ronde.plan.batch import Share
 from ronde.world import RondeError
 
-__all__ = ["Line", "Road", "ask_of"]
+__all__ = ["RequestLine", "RequestQueue", "ask_of"]
 
 Shares = Callable[[], Iterator[Share]]
 
@@ -30,7 +30,7 @@ def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
     return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
 
 
-class Road:
+class RequestQueue:
     """What is asked for, in order. It is gone through once, maybe in another thread than that which
     takes what comes of it.
 
@@ -95,10 +95,10 @@ class Road:
 
 
 @dataclass
-class Line:
+class RequestLine:
     """A road, and what comes along it."""
 
-    road: Road
+    road: RequestQueue
     results: Iterator[Any]
 
     def end(self) -> None:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from ronde.measure.quiet_gate import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
 from ronde.measure.runtime_overhead import added_by, warm
 from ronde.measure.unit_memory import line
-from ronde.predict.cluster import Added, Cluster, Fit
+from ronde.predict.cluster import Added, Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.consensus import gather_json
@@ -53,7 +53,7 @@ __all__ = [
     "default_cluster",
     "fit_link",
     "has_cuda",
-    "main",
+    "run_bench",
     "resident",
 ]
 
@@ -69,7 +69,7 @@ _METHOD = 2
 _OTHERS = ("RONDE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")  # another launcher's variables
 
 
-def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> Fit:
+def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> LinkFit:
     """The fit through ``(bytes, seconds)`` with the least squared relative error.
 
     Example:
@@ -78,7 +78,7 @@ def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> Fit:
     """
     found = line(points)
     residual = statistics.mean(abs(found.at(size) / seconds - 1) for size, seconds in points)
-    return Fit(
+    return LinkFit(
         alpha=found.fixed,
         beta=round(1.0 / max(found.per_sample, 1e-13), 3),
         ranks=ranks,
@@ -324,7 +324,7 @@ def calibrate(
     hosts = [str(host) for host in gather_json(me, me.host)]
     per_node = max(hosts.count(h) for h in hosts)
     base = max(gather_json(me, _base(me)))
-    links: dict[str, dict[str, Fit]] = {kind: {} for kind in COLLECTIVES}
+    links: dict[str, dict[str, LinkFit]] = {kind: {} for kind in COLLECTIVES}
     added: dict[str, Added] = {}
     level, told, hidden, slower = 0.0, [], 0.0, 1.0
     if me.size > 1:
@@ -541,7 +541,7 @@ def _widened(found: Cluster, workers: int) -> Cluster:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run_bench(arguments: Sequence[str] | None = None) -> None:
     """What each worker of ``ronde bench cluster`` runs; under srun, mpirun or torchrun it can be
     started directly.
     """
@@ -574,4 +574,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_bench()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ronde.measure.model_units import Link
+from ronde.measure.model_units import ModelUnit
 from ronde.world.tensors import tensors_in
 
 __all__ = ["Flops"]
@@ -41,7 +41,7 @@ class _NoModules:
 class Flops:
     """Floating-point operations of each unit's forward pass."""
 
-    def __init__(self, model: nn.Module, chain: Sequence[Link]) -> None:
+    def __init__(self, model: nn.Module, chain: Sequence[ModelUnit]) -> None:
         self.counted = [0.0] * len(chain)
         self._unit, self._before, self._extra = 0, 0.0, 0.0
         self._counter = FlopCounterMode(display=False)

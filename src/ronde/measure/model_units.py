@@ -23,7 +23,16 @@ from ronde.introspect.random_state import restore_states, states
 from ronde.world import ArgumentError
 from ronde.world.tensors import is_named_tuple, map_leaves, tensors_in
 
-__all__ = ["LOSS", "Link", "Probe", "find_chain", "standing_in", "structure", "take", "untouched"]
+__all__ = [
+    "LOSS",
+    "ModelUnit",
+    "UnitProbe",
+    "find_chain",
+    "standing_in",
+    "structure",
+    "take",
+    "untouched",
+]
 
 LOSS = "(loss)"
 """Name of the last unit."""
@@ -32,7 +41,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Link:
+class ModelUnit:
     """One unit.
 
     Attributes:
@@ -117,7 +126,7 @@ def _repeats(module: nn.Module) -> bool:
     return False
 
 
-def find_chain(model: nn.Module, run: Callable[[], None]) -> list[Link]:
+def find_chain(model: nn.Module, run: Callable[[], None]) -> list[ModelUnit]:
     """The units of a model in the order in which ``run()``, one forward pass and loss, calls
     them.
     """
@@ -183,17 +192,17 @@ def find_chain(model: nn.Module, run: Callable[[], None]) -> list[Link]:
         if i + 1 == len(units):
             why = "the loss stays with the last module"
         links.append(
-            Link(
+            ModelUnit(
                 names[module],
                 f"{structure(module)}-{hashlib.sha256(shapes[module].encode()).hexdigest()[:8]}",
                 calls[module],
                 why,
             )
         )
-    return [*links, Link(LOSS, LOSS)]
+    return [*links, ModelUnit(LOSS, LOSS)]
 
 
-class Probe:
+class UnitProbe:
     """Tells which unit is at work, in the forward and in the backward pass.
 
     Args:
@@ -204,7 +213,7 @@ class Probe:
     """
 
     def __init__(
-        self, model: nn.Module, chain: Sequence[Link], tell: Callable[[int, str], None]
+        self, model: nn.Module, chain: Sequence[ModelUnit], tell: Callable[[int, str], None]
     ) -> None:
         self._tell = tell
         self._handles: list[Any] = []

@@ -22,7 +22,7 @@ from ronde.measure.unit_memory import copied_optimizer, line
 from ronde.parallel import Work
 from ronde.parallel.pipeline_parallel import Once
 from ronde.parallel.stage_run import StageRun, program
-from ronde.predict.costs import Line
+from ronde.predict.costs import LinearCost
 
 __all__ = ["action_seconds", "clip_fixed_seconds", "optimizer_fixed_seconds", "split_seconds"]
 
@@ -85,7 +85,7 @@ def _action_seconds(work: Work, rounds: int) -> float:
     return max(0.0, cut - whole) / 4.0
 
 
-def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> Line:
+def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> LinearCost:
     """What it takes longer to run a whole model's backward pass in two parts, as zero-bubble
     schedules do: that of inputs, then that of weights.
 
@@ -101,7 +101,7 @@ def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> Line:
                 ]
             )
     except Exception:
-        return Line()
+        return LinearCost()
 
 
 def _split_seconds(work: Work, samples: int, rounds: int) -> float:

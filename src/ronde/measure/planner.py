@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ronde.capture.follow import follow
 from ronde.capture.intercept import watching
 from ronde.measure.bench_links import calibrate, resident
-from ronde.measure.model_units import Link, untouched
+from ronde.measure.model_units import ModelUnit, untouched
 from ronde.measure.pipeline_overhead import (
     action_seconds,
     clip_fixed_seconds,
@@ -41,7 +41,7 @@ from ronde.plan import SPLIT_FIELDS, Plan
 from ronde.predict.answer import Explanation, explain
 from ronde.predict.cluster import Cluster
 from ronde.predict.corrections import corrected, record
-from ronde.predict.costs import Costs, Line
+from ronde.predict.costs import Costs, LinearCost
 from ronde.predict.prediction import Prediction
 from ronde.predict.search import search
 from ronde.run import hooks
@@ -51,7 +51,15 @@ from ronde.world import ArgumentError, RondeError, World, threads_per_worker
 from ronde.world.consensus import broadcast_json
 from ronde.world.tensors import tensors_in
 
-__all__ = ["Gauge", "answer", "carried_out", "choose", "install", "load", "threads_on"]
+__all__ = [
+    "Gauge",
+    "answer",
+    "carried_out",
+    "choose_plan",
+    "install_gauge",
+    "load_costs",
+    "threads_on",
+]
 
 
 _before: int | None = None  # bytes of this process when its script began
@@ -63,7 +71,7 @@ _LOADED_ROUNDS, _LOADED_SECONDS = (
 _LEAST_FACTOR = 0.5  # what was timed alone was disturbed then
 
 
-def install() -> None:
+def install_gauge() -> None:
     """Look on in this process, where ``RONDE_STUDY=plan`` asks for it."""
     global _before
     _before = resident()
@@ -235,7 +243,7 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         agreed, dist.ReduceOp.MIN
     )  # a slower worker may have had time for smaller ones only
     sizes = sorted({int(n) for n in agreed})
-    chain = [Link(u.name, u.alike) for u in costs.units]
+    chain = [ModelUnit(u.name, u.alike) for u in costs.units]
     batches = [work.sample(n) for n in sizes]
     began = time.perf_counter()
     rounds = 0
@@ -337,21 +345,21 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
         clip_seconds=max(costs.clip_seconds, clip),
         clip_fixed_seconds=min(max(costs.clip_seconds, clip), costs.clip_fixed_seconds * factor),
         action_seconds=costs.action_seconds * factor,
-        split_seconds=Line(
+        split_seconds=LinearCost(
             costs.split_seconds.fixed * factor, costs.split_seconds.per_sample * factor
         ),
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
     )
 
 
-def _through(one: Line, sizes: list[int], factors: list[float]) -> Line:
+def _through(one: LinearCost, sizes: list[int], factors: list[float]) -> LinearCost:
     """The line of a unit that takes so many times longer at each of some sizes."""
     if len(sizes) == 1:
-        return Line(one.fixed * factors[0], one.per_sample * factors[0])
+        return LinearCost(one.fixed * factors[0], one.per_sample * factors[0])
     return line([(n, one.at(n) * factor) for n, factor in zip(sizes, factors, strict=True)])
 
 
-def load(file: Path) -> tuple[Costs, Plan]:
+def load_costs(file: Path) -> tuple[Costs, Plan]:
     """What a :class:`Gauge` wrote.
 
     Raises:
@@ -380,7 +388,7 @@ def answer(
     return explain(found, costs, cluster, with_flips=with_flips)
 
 
-def choose(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecast]:
+def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecast]:
     """``plan="auto"``: all workers measure at once, as they will train; rank 0 decides.
 
     Returns:

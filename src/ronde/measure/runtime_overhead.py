@@ -26,7 +26,7 @@ from ronde.parallel import Part, Work
 from ronde.parallel.fsdp import fully_shard_model
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Plan
-from ronde.predict.cluster import Added, Fit
+from ronde.predict.cluster import Added, LinkFit
 from ronde.predict.simulate import Times, run_step
 from ronde.world import World
 from ronde.world.meshes import mesh_of
@@ -236,14 +236,14 @@ class _Napping(nn.Linear):
         return y
 
 
-def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
+def _acted(me: World, send: LinkFit, tries: int) -> tuple[float, float]:
     """Seconds that a pipeline adds to a pass of a micro-batch beside following the model (its sends
     and receives, and waking up for them), and to a step whatever its micro-batches.
 
     It is what makes the simulations of a pipeline whose layers sleep, with few micro-batches and
     with many, as long as those took.
     """
-    from ronde.parallel.pipeline_parallel import Pipeline
+    from ronde.parallel.pipeline_parallel import PipelineParallel
 
     counts = (me.size, 5 * me.size)
     data = torch.zeros(counts[1], 16), torch.zeros(counts[1], 16)
@@ -283,7 +283,7 @@ def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
     ]
     for count, plan in zip(counts, plans, strict=True):
         work = new()
-        strategy = Pipeline(plan, work, me)
+        strategy = PipelineParallel(plan, work, me)
         micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
         parts = [Part(1, count, i == count - 1) for i in range(count)]
         steps = []
@@ -313,7 +313,7 @@ def _acted(me: World, send: Fit, tries: int) -> tuple[float, float]:
     return max(0.0, low - followed), max(0.0, few - simulated(counts[0], low))
 
 
-def _divided(me: World, all_reduce: Fit, tries: int) -> float:
+def _divided(me: World, all_reduce: LinkFit, tries: int) -> float:
     """Seconds that tensor parallelism adds to an all-reduce of a small block: divided parameters,
     the random state, and waiting for each other.
 
@@ -358,7 +358,7 @@ def _divided(me: World, all_reduce: Fit, tries: int) -> float:
 
 
 def added_by(
-    me: World, fits: dict[str, Fit], quick: bool, tell: Callable[[str], None]
+    me: World, fits: dict[str, LinkFit], quick: bool, tell: Callable[[str], None]
 ) -> dict[str, Added]:
     """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to
     a collective, tensor parallelism (``"tensor"``) to an all-reduce, and a pipeline to an action

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.world.tensors import tensors_in
 
-__all__ = ["Entry", "Ledger", "bytes_of", "storages"]
+__all__ = ["LedgerEntry", "Ledger", "bytes_of", "storages"]
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -89,7 +89,7 @@ def _recurrent_workspace(func: Any, args: Any, kwargs: Any, result: Any) -> tupl
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     """One storage.
 
     Attributes:
@@ -118,11 +118,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit, self.phase = 0, "forward"
         self.live = 0
         self.peaks: dict[tuple[str, int], int] = {}
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self.readers: dict[
             int, set[int]
         ] = {}  # a known storage -> units that read it in the forward pass
-        self._by_key: dict[int, Entry] = {}
+        self._by_key: dict[int, LedgerEntry] = {}
         self._refs: dict[int, Any] = {}
         self._rests: dict[
             tuple[int, ...], int
@@ -139,7 +139,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.live + workspace > self.peaks.get(key, -1):
             self.peaks[key] = self.live + workspace
 
-    def _gone(self, key: int, entry: Entry) -> Callable[[Any], None]:
+    def _gone(self, key: int, entry: LedgerEntry) -> Callable[[Any], None]:
         def callback(_: Any) -> None:
             if entry.alive:
                 entry.alive = False
@@ -180,7 +180,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._rests[tuple(args[0].shape)] = rest + sum(
                     bytes_of(a) for a in args[1:5] if isinstance(a, torch.Tensor)
                 )
-            entry = Entry(
+            entry = LedgerEntry(
                 size,
                 self.unit,
                 self.phase,
@@ -197,7 +197,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mark(workspace)
         return result
 
-    def entry(self, tensor: torch.Tensor) -> Entry | None:
+    def entry(self, tensor: torch.Tensor) -> LedgerEntry | None:
         """What is known of a tensor's storage."""
         return (
             self._by_key.get(tensor.untyped_storage()._cdata)

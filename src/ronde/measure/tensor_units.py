@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import torch
 
-from ronde.measure.model_units import Link, untouched
+from ronde.measure.model_units import ModelUnit, untouched
 from ronde.measure.time_units import Subject, autocast_of
 from ronde.measure.unit_memory import account
 from ronde.parallel import Work
 from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
-from ronde.predict.costs import Costs, Line
+from ronde.predict.costs import Costs, LinearCost
 
 __all__ = ["divisible"]
 
@@ -74,7 +74,7 @@ def divisible(
         share = divided[i] / whole[i] if whole[i] else float(i in between)
         units.append(
             dataclasses.replace(
-                unit, tensor=min(1.0, share), tensor_reduce_bytes=Line(0.0, reduced[i])
+                unit, tensor=min(1.0, share), tensor_reduce_bytes=LinearCost(0.0, reduced[i])
             )
         )
     heads = [n for b in found.blocks for n in (b.heads, b.kv_heads) if n]
@@ -106,7 +106,7 @@ def _tried(costs: Costs, work: Work, calls: Any, precision: str, blocks: Sequenc
     model = work.model
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     autocast = autocast_of(device, precision)
-    chain = [Link(u.name, u.alike) for u in costs.units]
+    chain = [ModelUnit(u.name, u.alike) for u in costs.units]
     sizes = sorted({costs.measured_samples[0], costs.measured_samples[-1]})
     part = account(
         model,

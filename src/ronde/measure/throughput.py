@@ -33,7 +33,7 @@ from torch.utils.data import IterableDataset
 from ronde.adapt.apply_settings import apply_settings
 from ronde.data import named_stages as stages
 from ronde.data.order import Order
-from ronde.introspect.open_handles import let_go
+from ronde.introspect.open_handles import reopened
 from ronde.loader.loader import Feed
 from ronde.loader.settings import Executor, FeedSettings, LoaderSettings
 from ronde.loader.thread_workers import _openmp_runtimes
@@ -442,7 +442,7 @@ class Bench:
         with contextlib.ExitStack() as stack:
             # What a window's readers open (a connection that only its thread may use) is not there
             # for the next window's.
-            stack.enter_context(let_go(taken.dataset))
+            stack.enter_context(reopened(taken.dataset))
             board: Path | None = None
             remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
             if remove or arm.timed or arm.threads is not None:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.measure.model_units import Link, Probe, refers_to, standing_in, take, untouched
+from ronde.measure.model_units import ModelUnit, UnitProbe, refers_to, standing_in, take, untouched
 from ronde.measure.quiet_gate import Gate, NoisyMachine, Reference
 from ronde.measure.unit_memory import copied_optimizer, line, weigh
 from ronde.parallel.recompute import applied
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.tensors import tensors_in
 
@@ -116,10 +116,10 @@ class _Times:
 
 
 def _step(
-    probe_of: Callable[[Callable[[int, str], None]], Probe],
+    probe_of: Callable[[Callable[[int, str], None]], UnitProbe],
     device: torch.device,
     units: int,
-    run: Callable[[Probe], None],
+    run: Callable[[UnitProbe], None],
     calm: bool,
 ) -> list[_Times]:
     """One step under the clock."""
@@ -185,7 +185,7 @@ def measure(
     samples: Sequence[int] | None = None,
     seconds: float = 8.0,
     threads: int | None = None,
-    chain: list[Link] | None = None,
+    chain: list[ModelUnit] | None = None,
     clips: bool = False,
     on_noise: Literal["error", "note"] = "error",
     reference: Callable[[], float] | None = None,
@@ -237,7 +237,7 @@ def measure(
             model.train()
         say("weighing")
         costs = weigh(model, optimizer, compute, made, batch_size, autocast=autocast, chain=chain)
-        links = [Link(u.name, u.alike) for u in costs.units]
+        links = [ModelUnit(u.name, u.alike) for u in costs.units]
         subject = Subject(stack, model, optimizer, compute, links, where, autocast, clips)
         sizes = subject.affordable(
             _sizes(batch_size, samples, norms), made, seconds, chosen=samples is not None
@@ -319,7 +319,7 @@ def loaded(
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
     enough: Callable[[], bool],
     wait: Callable[[], None],
-    chain: list[Link],
+    chain: list[ModelUnit],
     clips: bool,
     first: bool,
 ) -> Loaded:
@@ -405,7 +405,7 @@ class Subject:
         model: nn.Module,
         optimizer: Optimizer,
         compute: Any,
-        chain: list[Link],
+        chain: list[ModelUnit],
         device: torch.device,
         autocast: Callable[[], Any],
         clips: bool = False,
@@ -477,7 +477,7 @@ class Subject:
 
     def again(
         self, levels: Sequence[str], micro: dict[int, Any], seconds: float
-    ) -> dict[str, Line]:
+    ) -> dict[str, LinearCost]:
         """What each level of recomputation adds to a whole step, at each micro-batch size, with and
         without it in turn.
 
@@ -515,7 +515,7 @@ class Subject:
         self._clear()
         last = len(self._chain) - 1
         return _step(
-            lambda mark: Probe(self.model, self._chain, mark),
+            lambda mark: UnitProbe(self.model, self._chain, mark),
             self._device,
             len(self._chain),
             lambda probe: probe.step(
@@ -702,8 +702,8 @@ def _fit(
     return timed, factor, statistics.mean(errors)
 
 
-def _scaled(one: Line, factor: float) -> Line:
-    return Line(one.fixed * factor, one.per_sample * factor)
+def _scaled(one: LinearCost, factor: float) -> LinearCost:
+    return LinearCost(one.fixed * factor, one.per_sample * factor)
 
 
 def _share(points: list[list[tuple[float, float]]], together: list[int]) -> None:

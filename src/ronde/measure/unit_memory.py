@@ -26,22 +26,22 @@ from torch.optim import Optimizer
 from ronde.measure.flops import Flops
 from ronde.measure.model_units import (
     LOSS,
-    Link,
-    Probe,
+    ModelUnit,
+    UnitProbe,
     find_chain,
     refers_to,
     standing_in,
     untouched,
 )
-from ronde.measure.storage_ledger import Entry, Ledger, bytes_of, storages
+from ronde.measure.storage_ledger import Ledger, LedgerEntry, bytes_of, storages
 from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.world import RondeError
 from ronde.world.tensors import tensors_in
 
 __all__ = [
-    "Account",
+    "MemoryAccount",
     "UnitBytes",
     "account",
     "copied_optimizer",
@@ -53,18 +53,18 @@ __all__ = [
 ]
 
 
-def line(points: Sequence[tuple[float, float]]) -> Line:
+def line(points: Sequence[tuple[float, float]]) -> LinearCost:
     """The line through (samples, cost) with the least squared relative error; neither part below
     0.
     """
     points = [(float(x), float(y)) for x, y in points]
     if not points:
-        return Line()
+        return LinearCost()
     if len({x for x, _ in points}) == 1:
         x, y = points[0][0], sum(y for _, y in points) / len(points)
-        return Line(0.0, y / x)
+        return LinearCost(0.0, y / x)
 
-    def error(found: Line) -> float:
+    def error(found: LinearCost) -> float:
         return sum(((found.at(x) - y) / max(abs(y), 1e-30)) ** 2 for x, y in points)
 
     weights = [1.0 / max(y * y, 1e-30) for _, y in points]
@@ -73,16 +73,16 @@ def line(points: Sequence[tuple[float, float]]) -> Line:
     my = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
     spread = sum(w * (x - mx) ** 2 for w, (x, _) in zip(weights, points, strict=True))
     slope = sum(w * (x - mx) * (y - my) for w, (x, y) in zip(weights, points, strict=True)) / spread
-    free = Line(my - slope * mx, slope)
+    free = LinearCost(my - slope * mx, slope)
     if free.fixed >= 0 and free.per_sample >= 0:
         return free
     through = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / sum(
         w * x * x for w, (x, _) in zip(weights, points, strict=True)
     )
-    return min(Line(max(0.0, my), 0.0), Line(0.0, max(0.0, through)), key=error)
+    return min(LinearCost(max(0.0, my), 0.0), LinearCost(0.0, max(0.0, through)), key=error)
 
 
-def most(points: Sequence[tuple[float, float]]) -> Line:
+def most(points: Sequence[tuple[float, float]]) -> LinearCost:
     """Through (samples, most bytes at once): chords, the largest of which counts, and never below
     0.
 
@@ -105,7 +105,7 @@ def most(points: Sequence[tuple[float, float]]) -> Line:
         return line(points)
     if any(part < 0 for chord in chords for part in chord):
         chords.insert(0, (0.0, 0.0))
-    return Line(*chords[-1], tuple(reversed(chords[:-1])))
+    return LinearCost(*chords[-1], tuple(reversed(chords[:-1])))
 
 
 @dataclass
@@ -130,7 +130,7 @@ class UnitBytes:
 
 
 @dataclass
-class Account:
+class MemoryAccount:
     """What :func:`account` found.
 
     Attributes:
@@ -151,7 +151,7 @@ class Account:
         calls: how often a forward pass calls each of those.
     """
 
-    chain: list[Link]
+    chain: list[ModelUnit]
     sizes: dict[int, list[UnitBytes]] = field(default_factory=dict)
     parameters: list[list[str]] = field(default_factory=list)
     shared: list[set[str]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Account:
     blocks: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
 
-    def lines(self, kind: str, level: str = "none") -> list[Line]:
+    def lines(self, kind: str, level: str = "none") -> list[LinearCost]:
         """One line a unit of ``saved``, ``forward_transient``, … under a level of recomputation."""
         sizes = self.again[level] if level != "none" else self.sizes
         through = most if kind.endswith("transient") else line
@@ -207,7 +207,7 @@ def _maker(fake: bool) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _owners(
-    model: nn.Module, chain: Sequence[Link], ledger: Ledger, order: dict[str, nn.Parameter]
+    model: nn.Module, chain: Sequence[ModelUnit], ledger: Ledger, order: dict[str, nn.Parameter]
 ) -> tuple[list[list[str]], list[set[str]]]:
     """Which unit owns each parameter (the first that holds or reads it), and which are shared."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -233,7 +233,7 @@ def _owners(
 
 
 def _one_size(
-    model: nn.Module, chain: list[Link], compute: Any, batch: Any, autocast: Callable[[], Any]
+    model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, autocast: Callable[[], Any]
 ) -> tuple[list[UnitBytes], Ledger, int]:
     """Run one step of a stand-in and account for it."""
     order = dict(model.named_parameters())
@@ -247,7 +247,7 @@ def _one_size(
     ledger = Ledger(iter(known))
     last = len(chain) - 1
     saved: list[int] = [0] * len(chain)
-    holding: list[Entry] = []
+    holding: list[LedgerEntry] = []
 
     def tell(unit: int, event: str) -> None:
         if event == "in":
@@ -290,7 +290,7 @@ def _one_size(
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda _: ledger.enter(index, "backward"))
 
-    probe = Probe(model, chain, tell)
+    probe = UnitProbe(model, chain, tell)
     weighted = [
         m
         for m in model.modules()
@@ -352,10 +352,10 @@ def account(
     sizes: Sequence[int],
     *,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-    chain: list[Link] | None = None,
+    chain: list[ModelUnit] | None = None,
     fake: bool = True,
     within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None,
-) -> Account:
+) -> MemoryAccount:
     """Bytes of every unit at every micro-batch size, without running the model where fake tensors
     allow it.
 
@@ -390,10 +390,10 @@ def _account(
     batches: Callable[[int], Any],
     sizes: Sequence[int],
     autocast: Callable[[], Any],
-    chain: list[Link] | None,
+    chain: list[ModelUnit] | None,
     fake: bool,
     within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None,
-) -> Account:
+) -> MemoryAccount:
     with (
         untouched(model),
         standing_in(model, _maker(fake), refers_to(compute, model)) as (stand_in, _),
@@ -417,7 +417,7 @@ def _account(
         try:
             if chain is not None and within is None:
                 once()
-            found = Account(chain or find_chain(stand_in, once), faked=fake)
+            found = MemoryAccount(chain or find_chain(stand_in, once), faked=fake)
         finally:
             for hook in counting:
                 hook.remove()
@@ -445,10 +445,12 @@ def _account(
 
 
 def _count(
-    model: nn.Module, chain: list[Link], compute: Any, batch: Any, differentiates: bool = False
+    model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, differentiates: bool = False
 ) -> list[float]:
     flops = Flops(model, chain)
-    probe = Probe(model, chain, lambda unit, event: flops.enter(unit) if event == "in" else None)
+    probe = UnitProbe(
+        model, chain, lambda unit, event: flops.enter(unit) if event == "in" else None
+    )
     try:
         # The fused kernels of CPUs are not counted by torch (2.13): the plain one is.
         with (
@@ -471,7 +473,7 @@ def _count(
     return flops.counted
 
 
-def _buffers(model: nn.Module, chain: Sequence[Link]) -> list[int]:
+def _buffers(model: nn.Module, chain: Sequence[ModelUnit]) -> list[int]:
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: set[int] = set()
     found = [0] * len(chain)
@@ -605,7 +607,7 @@ def weigh(
     *,
     sizes: Sequence[int] | None = None,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-    chain: list[Link] | None = None,
+    chain: list[ModelUnit] | None = None,
 ) -> Costs:
     """A model's units with their bytes and operations, and no times.
 

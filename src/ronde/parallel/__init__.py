@@ -47,9 +47,9 @@ def _shard(plan: Plan, work: Work, me: World) -> Strategy:
 
 
 def _pipeline(plan: Plan, work: Work, me: World) -> Strategy:
-    from ronde.parallel.pipeline_parallel import Pipeline
+    from ronde.parallel.pipeline_parallel import PipelineParallel
 
-    return Pipeline(plan, work, me)
+    return PipelineParallel(plan, work, me)
 
 
 def _tensor(plan: Plan, work: Work, me: World) -> Strategy:
@@ -73,5 +73,5 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
     offload.apply(plan, work, me)
     if me.size == 1:
         return Single(work.model)
-    optimizer_coupling.check(plan, work.optimizer, me)
+    optimizer_coupling.check_coupling(plan, work.optimizer, me)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from ronde.capture.trace import Point, Trace
 from ronde.plan import Plan
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.partition import Cut, cut, cut_at
 from ronde.world import ArgumentError
 
-__all__ = ["choose", "state_ratio", "usable"]
+__all__ = ["choose_cut", "state_ratio", "usable"]
 
 _REPEATS = 3
 _WHOLE_BLOCKS = (
@@ -126,7 +126,7 @@ def _marks(
             handle.remove()
 
 
-def timed(
+def time_points(
     model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor]
 ) -> tuple[list[float], list[float], list[int]]:
     """Seconds forwards and backwards, and bytes saved, of each part between points: the least of
@@ -175,7 +175,7 @@ def _filled(stamps: list[float]) -> list[float]:
     return stamps
 
 
-def chain(
+def chain_of_model(
     model: nn.Module,
     optimizer: Optimizer,
     trace: Trace,
@@ -221,21 +221,21 @@ def chain(
         units.append(
             Unit(
                 name=name,
-                forward_seconds=Line(seconds),
-                backward_seconds=Line(backwards),
+                forward_seconds=LinearCost(seconds),
+                backward_seconds=LinearCost(backwards),
                 parameter_bytes=sum(p.numel() * p.element_size() for p in mine),
                 trainable_bytes=trainable,
                 optimizer_bytes=int(trainable * ratio),
-                saved_bytes=Line(saved),
-                crossing_bytes=Line(size),
-                crossing_grad_bytes=Line(back),
+                saved_bytes=LinearCost(saved),
+                crossing_bytes=LinearCost(size),
+                crossing_grad_bytes=LinearCost(back),
                 tied=shared,
             )
         )
     return Costs(tuple(units), samples)
 
 
-def choose(
+def choose_cut(
     plan: Plan,
     model: nn.Module,
     optimizer: Optimizer,
@@ -262,7 +262,7 @@ def choose(
         plan = dataclasses.replace(
             plan, split_at=tuple(_resolved(name, trace) for name in plan.split_at)
         )
-        costs = chain(model, optimizer, trace, samples, points, None)
+        costs = chain_of_model(model, optimizer, trace, samples, points, None)
         for name in plan.split_at:
             bad = next((p for p in refused if p.name == name), None)
             if bad is not None:
@@ -276,8 +276,8 @@ def choose(
             micro_batches=plan.accumulation,
         )
         return list(plan.split_at)
-    times = timed(model, points, call) if call is not None else None
-    costs = chain(model, optimizer, trace, samples, points, times)
+    times = time_points(model, points, call) if call is not None else None
+    costs = chain_of_model(model, optimizer, trace, samples, points, times)
 
     def best(units: tuple[Unit, ...]) -> Cut:
         return cut(

@@ -150,7 +150,7 @@ def replica_mesh(plan: Plan, me: World) -> DeviceMesh:
     return whole if len(shape) == len(wanted) else whole[wanted]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This worker's part of a tensor, sharing its memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
@@ -159,7 +159,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _from_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     """Give every worker of the mesh the values of its first one."""
     with torch.no_grad():
-        for run in buckets([local(t) for t in tensors if not t.is_meta]):
+        for run in buckets([local_shard(t) for t in tensors if not t.is_meta]):
             flat = torch.cat([t.reshape(-1) for t in run]).to(
                 torch.device(mesh.device_type, torch.cuda.current_device())
                 if mesh.device_type == "cuda"
@@ -188,7 +188,7 @@ def _part_like(value: torch.Tensor, like: DTensor) -> torch.Tensor:
                 "and resume from a checkpoint of Ronde."
             )
     return DTensor.from_local(
-        mine.clone().to(local(like).device),
+        mine.clone().to(local_shard(like).device),
         mesh,
         like.placements,
         run_check=False,
@@ -969,7 +969,7 @@ class Shard(Replicate):
         loss = payload[_LOSS].clone()
         if self._weighted:
             weight = payload[_WEIGHT]
-            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+            gradients = [local_shard(p.grad) for p in self.parameters if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, (1 / weight).to(gradients[0]))
             loss = loss / weight
@@ -986,7 +986,7 @@ class Shard(Replicate):
                     for d, placement in enumerate(p.grad.placements)
                     if not isinstance(placement, Whole)
                 )
-                held.setdefault((p.grad.device_mesh, dims), []).append(local(p.grad))
+                held.setdefault((p.grad.device_mesh, dims), []).append(local_shard(p.grad))
             elif p.grad is not None:
                 held.setdefault(None, []).append(p.grad)
         total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)

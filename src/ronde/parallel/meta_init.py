@@ -40,7 +40,7 @@ def meta_names(model: nn.Module) -> list[str]:
     return [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
 
 
-def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoint.Source:
+def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoint.PieceSource:
     """Tensors in a checkpoint of Ronde, a safetensors file, or a folder of safetensors files.
 
     Args:
@@ -59,13 +59,13 @@ def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoi
             )
         return found.source("model")
     if place.is_file():
-        return checkpoint.Source.of_files(place.parent, [place.name])
+        return checkpoint.PieceSource.of_files(place.parent, [place.name])
     files = sorted(f.name for f in place.glob("*.safetensors")) if place.is_dir() else []
     if not files:
         raise ArgumentError(
             f"init={str(path)!r}: expected a function, 'reset', a checkpoint's folder, a .safetensors file or a folder of such; there is none."
         )
-    return checkpoint.Source.of_files(place, files)
+    return checkpoint.PieceSource.of_files(place, files)
 
 
 def materialise(
@@ -259,7 +259,7 @@ def _initialise(
 
 
 def _read(
-    source: checkpoint.Source, tensor: torch.Tensor, names: Sequence[str], device: torch.device
+    source: checkpoint.PieceSource, tensor: torch.Tensor, names: Sequence[str], device: torch.device
 ) -> bool:
     """Fill a tensor from files, its own box only; whether they have it."""
     name = next((n for n in names if n in source.entries), None)

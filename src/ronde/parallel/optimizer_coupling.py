@@ -21,7 +21,7 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
 
-__all__ = ["REFUSED", "check", "coupling", "ways_refused"]
+__all__ = ["REFUSED", "check_coupling", "coupling", "ways_refused"]
 
 # Optimizers that cannot compute on parts of a parameter, and why.
 REFUSED = {
@@ -76,7 +76,7 @@ def coupling(optimizer: Optimizer) -> str:
         return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
 
 
-def check(plan: Plan, optimizer: Optimizer, me: World) -> None:
+def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
     """See that a plan under which a worker's optimizer sees a part of the parameters is one that it
     can be trained under.
 

@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor
 
 from ronde.capture.follow import follow
 from ronde.capture.intercept import stay
-from ronde.capture.trace import Event, Trace, bounds_of
+from ronde.capture.trace import Trace, TraceEvent, bounds_of
 from ronde.parallel import choose_cut
 from ronde.parallel.dtensor_fixes import mend
-from ronde.parallel.fsdp import adopt, local, refuse_hooks, replica_mesh
-from ronde.parallel.remote_parameter import Keeper, element, let_go
+from ronde.parallel.fsdp import adopt, local_shard, refuse_hooks, replica_mesh
+from ronde.parallel.remote_parameter import Keeper, element, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.strategy import (
     Flags,
@@ -58,7 +58,7 @@ from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import tensors_in
 
-__all__ = ["Pipeline"]
+__all__ = ["PipelineParallel"]
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -94,7 +94,7 @@ class _Path:
     guards: tuple[Any, ...]
 
 
-class Pipeline(Strategy):
+class PipelineParallel(Strategy):
     """Carries a pipeline out, with replicas of it where there are more workers.
 
     Args:
@@ -186,7 +186,7 @@ class Pipeline(Strategy):
                     try:
                         with self._undivided():
                             answer = {
-                                "names": choose_cut.choose(
+                                "names": choose_cut.choose_cut(
                                     plan, self.model, self.work.optimizer, trace, samples, call
                                 )
                             }
@@ -242,7 +242,7 @@ class Pipeline(Strategy):
             trace, bounds_of(trace, self.points, self._may_run() if self._holders else None)
         )
 
-    def _may_run(self) -> Callable[[int, Event], bool]:
+    def _may_run(self) -> Callable[[int, TraceEvent], bool]:
         """Whether a stage's worker holds what an event uses: its parameters, and the buffers as
         training has left them.
         """
@@ -252,7 +252,7 @@ class Pipeline(Strategy):
             if n in self._buffer_of
         }
 
-        def may(stage: int, event: Event) -> bool:
+        def may(stage: int, event: TraceEvent) -> bool:
             worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
             if event.module is not None:
                 used = list(event.module.buffers())
@@ -375,7 +375,7 @@ class Pipeline(Strategy):
                     else:
                         _hollow(p)
                     stage = self._stage_of.get(self._key(p))
-                    let_go(
+                    make_remote(
                         p,
                         path,
                         min(self._holders[self._key(p)]) if stage is None else stage,
@@ -880,7 +880,7 @@ class Pipeline(Strategy):
         scale_gradients(self._whole, factor)
         for p in self._divided:
             if p.grad is not None:
-                local(p.grad).mul_(factor.to(p.dtype))
+                local_shard(p.grad).mul_(factor.to(p.dtype))
 
     def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
         """Add gradients over a group, in buckets. What nobody has stays without one."""
@@ -908,7 +908,7 @@ class Pipeline(Strategy):
         square = torch.zeros((), dtype=torch.float64, device=self.me.device)
         for p in self._divided:
             if p.grad is not None:
-                square += torch.linalg.vector_norm(local(p.grad)).to(torch.float64) ** 2
+                square += torch.linalg.vector_norm(local_shard(p.grad)).to(torch.float64) ** 2
         if self._sharded:
             dist.all_reduce(square, group=self._shard_mesh.get_group(self._shard_mesh.ndim - 1))
         for p in self._whole:

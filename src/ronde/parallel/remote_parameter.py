@@ -19,7 +19,7 @@ from torch import nn
 
 from ronde.world import PlanError
 
-__all__ = ["Keeper", "absent", "element", "let_go"]
+__all__ = ["Keeper", "absent", "element", "make_remote"]
 
 # Attributes of a tensor that show its values, and functions that do not.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
@@ -110,7 +110,9 @@ class _Absent:
                 made = nn.Parameter(
                     made.as_subclass(torch.Tensor), requires_grad=self.requires_grad
                 )
-                let_go(made, self._ronde_name, self._ronde_stage, Keeper(self._ronde_keeper.plan))
+                make_remote(
+                    made, self._ronde_name, self._ronde_stage, Keeper(self._ronde_keeper.plan)
+                )
         memo[id(self)] = made
         return made
 
@@ -132,7 +134,7 @@ def absent(value: Any) -> bool:
     return isinstance(value, _Absent)
 
 
-def let_go(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
+def make_remote(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
     """Mark a parameter as held by another worker. It stays the same object, for whoever has it.
 
     Args:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ronde.capture.follow import as_tuple, aside, whole_size
 from ronde.capture.intercept import NUMBERS, Interceptor, data_shaped
-from ronde.capture.trace import Event, Given, Trace, Value
+from ronde.capture.trace import Given, Trace, TraceEvent, Value
 from ronde.world import PlanError
 from ronde.world.tensors import Opaque, build, flatten, tensors_in
 
@@ -67,7 +67,7 @@ class Program:
         writes: ``(stage, parameter)`` where the pass changes one in place.
     """
 
-    events: list[tuple[int, Event]]
+    events: list[tuple[int, TraceEvent]]
     values: list[Value]
     bounds: list[int]
     sends: list[tuple[int, ...]]
@@ -364,7 +364,7 @@ class StageRun(Interceptor):
                 return True
         return False
 
-    def _unmarked(self, event: Event, args: Any) -> bool:
+    def _unmarked(self, event: TraceEvent, args: Any) -> bool:
         """Whether an event may take what nobody marked: a buffer that it changes, or what was made
         out of sight.
         """
@@ -384,7 +384,9 @@ class StageRun(Interceptor):
                 return True
         return False
 
-    def _carry_out(self, event: Event, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _carry_out(
+        self, event: TraceEvent, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         if not event.shared:
             self._no_ghosts(event, args, kwargs)
         result = function(*args, **kwargs)
@@ -421,7 +423,7 @@ class StageRun(Interceptor):
                             self._send(event, value, leaf)
         return result
 
-    def _compare(self, event: Event, result: Any) -> None:
+    def _compare(self, event: TraceEvent, result: Any) -> None:
         """Mark what an event made, leaf by leaf: a constant that is handed on stays one. Where the
         path may depend on what is computed, what stands for the leaves in other stages must be like
         them."""
@@ -470,13 +472,13 @@ class StageRun(Interceptor):
             elif strict and leaf.shape != value.shape:
                 self._another_shape(event, leaf, value)
 
-    def _another_shape(self, event: Event, made: torch.Tensor, value: Value) -> NoReturn:
+    def _another_shape(self, event: TraceEvent, made: torch.Tensor, value: Value) -> NoReturn:
         raise Diverged(
             f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
             f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
         )
 
-    def _send(self, event: Event, number: int, made: Any) -> None:
+    def _send(self, event: TraceEvent, number: int, made: Any) -> None:
         value = self._values[number]
         if value.kind == "number":
             made = torch.tensor(made, dtype=value.dtype)
@@ -486,7 +488,7 @@ class StageRun(Interceptor):
             self._another_shape(event, made, value)
         self.sent[number] = made
 
-    def _no_ghosts(self, event: Event, args: Any, kwargs: Any) -> None:
+    def _no_ghosts(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
         """Nothing that is read may be missing."""
         for given in (args, kwargs.values()) if kwargs else (args,):
             for value in given:
@@ -507,7 +509,7 @@ class StageRun(Interceptor):
             self._memory.add(_memory(tensor))
             self._kept.append(tensor)
 
-    def _ghostly(self, event: Event, args: Any, kwargs: Any) -> Any:
+    def _ghostly(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
         """What an event of another stage would have returned."""
         if event.changes:
             inputs = _inputs(args, kwargs)

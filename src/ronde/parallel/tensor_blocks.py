@@ -26,7 +26,7 @@ from ronde.parallel.tensor_layers import (
     Block,
     Region,
     features,
-    install,
+    install_layers,
     is_linear,
     multihead,
     piece,
@@ -701,7 +701,7 @@ def _select(
                     torch.manual_seed(0)
                     done: set[tuple[str, str]] = set()
                     for _, way in chosen:
-                        install(stack, model, way, arms, done)
+                        install_layers(stack, model, way, arms, done)
                     run()
             except Exception as error:
                 blamed = arms.open[-1] if arms.open else arms.last

@@ -22,7 +22,7 @@ __all__ = [
     "Block",
     "Region",
     "features",
-    "install",
+    "install_layers",
     "is_linear",
     "linear",
     "multihead",
@@ -338,7 +338,7 @@ def recomputes(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__module__", "") == "ronde.parallel.recompute"
 
 
-def install(
+def install_layers(
     stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: set[tuple[str, str]]
 ) -> None:
     """Let a block run as one of ``arms.tensor`` parts, until ``stack`` is closed; ``done``:

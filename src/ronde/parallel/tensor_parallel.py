@@ -58,7 +58,7 @@ from ronde.parallel.strategy import (
     trainable,
 )
 from ronde.parallel.tensor_blocks import Recognised, quiet, recognise
-from ronde.parallel.tensor_layers import Arms, Block, install, linear, piece, split_dims
+from ronde.parallel.tensor_layers import Arms, Block, install_layers, linear, piece, split_dims
 from ronde.parallel.zero1 import buckets
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
@@ -206,7 +206,7 @@ def one_part(model: nn.Module, blocks: Sequence[Block], tensor: int) -> Iterator
                 _put(model, name, nn.Parameter(part, requires_grad=whole.requires_grad))
                 arms.divided.add((id(owner), attribute))
                 stack.callback(_put, model, name, whole)
-            install(stack, model, block, arms, done)
+            install_layers(stack, model, block, arms, done)
         yield
 
 
@@ -294,7 +294,7 @@ def _install(
             changed[name] = (whole, nn.Parameter(part, requires_grad=whole.requires_grad))
             _put(model, name, changed[name][1])
             stack.callback(_put, model, name, whole)
-        install(stack, model, block, arms, done)
+        install_layers(stack, model, block, arms, done)
     return stack, changed
 
 

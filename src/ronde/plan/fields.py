@@ -12,7 +12,17 @@ from typing import Any
 
 from ronde.world import ArgumentError
 
-__all__ = ["Reader", "flag", "known", "mapping", "number", "size", "size_of", "text", "whole"]
+__all__ = [
+    "Reader",
+    "flag",
+    "known",
+    "mapping",
+    "read_number",
+    "read_bytes",
+    "parse_bytes",
+    "read_text",
+    "whole",
+]
 
 Reader = Callable[[str, Any], Any]
 """Where a value stands, in words, and the value -> what it means; or an ArgumentError."""
@@ -31,11 +41,11 @@ _UNITS = {
 }
 
 
-def size_of(written: str) -> float | None:
+def parse_bytes(written: str) -> float | None:
     """Bytes of a size with a unit; None where it is none.
 
     Example:
-        >>> size_of("1.5 GiB"), size_of("80G"), size_of("fast")
+        >>> size_of("1.5 GiB"), size_of("80G"), parse_bytes("fast")
         (1610612736.0, 80000000000.0, None)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", written.lower())
@@ -55,7 +65,7 @@ def _number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def number(
+def read_number(
     expected: str, least: float = 0.0, most: float = math.inf, above: bool = False
 ) -> Reader:
     """Reads a number from ``least`` (which ``above`` leaves out) to ``most``; ``expected`` says so
@@ -82,9 +92,9 @@ def whole(least: int = 1) -> Reader:
     return read
 
 
-def size(where: str, value: Any) -> float:
+def read_bytes(where: str, value: Any) -> float:
     """Reads bytes: a number, or a size with a unit."""
-    found = size_of(value) if isinstance(value, str) else None
+    found = parse_bytes(value) if isinstance(value, str) else None
     found = _number(value) if found is None else found
     if found is None or found < 0:
         raise ArgumentError(
@@ -100,7 +110,7 @@ def flag(where: str, value: Any) -> bool:
     return value
 
 
-def text(where: str, value: Any) -> str:
+def read_text(where: str, value: Any) -> str:
     """Reads a text; a name that is a number is one too."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ArgumentError(f"{where}={value!r} must be a text.")

@@ -15,12 +15,21 @@ from rich.text import Text
 
 from ronde.predict import answer_tables
 from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs, Line, Unit
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.prediction import TERMS, Prediction
-from ronde.predict.search import Found, search
+from ronde.predict.search import SearchResult, search
 from ronde.world import ArgumentError
 
-__all__ = ["Explanation", "Flip", "explain", "find_flip", "flips", "render", "stretched", "text"]
+__all__ = [
+    "Explanation",
+    "Flip",
+    "explain",
+    "find_flip",
+    "flips",
+    "render_answer",
+    "stretched",
+    "answer_text",
+]
 
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
 # plans times layers, for all flips: about 6 s at 30 µs each; fewer doublings for large searches
@@ -84,7 +93,7 @@ class Explanation:
     decided: str
     runner_up: str
     flips: tuple[Flip, ...]
-    found: Found
+    found: SearchResult
     calibration: tuple[str, ...]
     workers: int
     batch_size: int
@@ -104,7 +113,7 @@ class Explanation:
 
 
 def explain(
-    found: Found, costs: Costs, cluster: Cluster, *, with_flips: bool = True
+    found: SearchResult, costs: Costs, cluster: Cluster, *, with_flips: bool = True
 ) -> Explanation:
     """The answer that a search gives.
 
@@ -144,14 +153,14 @@ def explain(
 # The answer.
 
 
-def _sentence(found: Found, cluster: Cluster) -> str:
+def _sentence(found: SearchResult, cluster: Cluster) -> str:
     best, plan = found.best, found.best.plan
-    room = f" of {answer_tables.size(cluster.memory_bytes)}" if cluster.memory_bytes else ""
-    needs = f"{answer_tables.size(best.memory_bytes)}{room}"
+    room = f" of {answer_tables.format_bytes(cluster.memory_bytes)}" if cluster.memory_bytes else ""
+    needs = f"{answer_tables.format_bytes(best.memory_bytes)}{room}"
     if best.verdict == "does not fit":
         least = _least(found)
         return (
-            f"Nothing fits {found.workers} workers of {answer_tables.size(cluster.memory_bytes)}: the least is {answer_tables.size(least.memory_bytes)}, "
+            f"Nothing fits {found.workers} workers of {answer_tables.format_bytes(cluster.memory_bytes)}: the least is {answer_tables.format_bytes(least.memory_bytes)}, "
             f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
         )
     if found.workers == 1:
@@ -207,11 +216,11 @@ def _sentence(found: Found, cluster: Cluster) -> str:
     return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}."
 
 
-def _least(found: Found) -> Prediction:
+def _least(found: SearchResult) -> Prediction:
     return min(found.plans, key=lambda p: p.memory_bytes)
 
 
-def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
+def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str:
     """The answer where the workers are hardly faster than one device, or slower."""
     best, answer = found.best, _sentence(found, cluster)
     # The speed-up of the table, but where one device needs another way to fit. What it is corrected
@@ -225,7 +234,7 @@ def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
             "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
         )
         return (
-            f"{answer} One device alone would {speed}, but needs {answer_tables.size(alone.memory_bytes)} of {answer_tables.size(alone.capacity_bytes)} "
+            f"{answer} One device alone would {speed}, but needs {answer_tables.format_bytes(alone.memory_bytes)} of {answer_tables.format_bytes(alone.capacity_bytes)} "
             f"({alone.verdict}): {found.workers} are worth it for the memory only."
         )
     if times > _NO_FASTER:
@@ -238,7 +247,7 @@ def _beside_one(found: Found, cluster: Cluster, alone: Prediction) -> str:
     memory = (
         ""
         if alone.capacity_bytes
-        else f", if its memory has room for {answer_tables.size(alone.memory_bytes)}"
+        else f", if its memory has room for {answer_tables.format_bytes(alone.memory_bytes)}"
     )
     return f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For {found.workers}: {answer[0].lower()}{answer[1:]}"
 
@@ -260,7 +269,7 @@ def _why_slow(best: Prediction, alone: Prediction) -> str:
     )
 
 
-def _not_whole(found: Found) -> str:
+def _not_whole(found: SearchResult) -> str:
     """Why states are shared out, and replicas not left whole."""
     too_big = _too_big(found, "a whole replica")
     if too_big:
@@ -269,7 +278,7 @@ def _not_whole(found: Found) -> str:
     if whole is None:
         return ""
     if found.optimize == "memory":
-        return f", which takes less memory than whole replicas ({answer_tables.size(whole.memory_bytes)})"
+        return f", which takes less memory than whole replicas ({answer_tables.format_bytes(whole.memory_bytes)})"
     if whole.step_seconds > found.best.step_seconds:
         how = (
             f" with {_WORDS[whole.plan.recompute]}, as they would fit"
@@ -277,15 +286,15 @@ def _not_whole(found: Found) -> str:
             else ""
         )
         return f", which is faster than whole replicas{how}"
-    return f", since a whole replica needs {answer_tables.size(whole.memory_bytes)} of {answer_tables.size(whole.capacity_bytes)} ({whole.verdict})"
+    return f", since a whole replica needs {answer_tables.format_bytes(whole.memory_bytes)} of {answer_tables.format_bytes(whole.capacity_bytes)} ({whole.verdict})"
 
 
-def _too_big(found: Found, what: str) -> str:
+def _too_big(found: SearchResult, what: str) -> str:
     whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
         how = f" even with {_WORDS[least.plan.recompute]}" if least.plan.recompute in _WORDS else ""
-        return f"{what} needs {answer_tables.size(least.memory_bytes)} of {answer_tables.size(least.capacity_bytes)}{how}"
+        return f"{what} needs {answer_tables.format_bytes(least.memory_bytes)} of {answer_tables.format_bytes(least.capacity_bytes)}{how}"
     if not whole and found.workers > found.best.plan.batch_size:
         return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
     return ""
@@ -310,14 +319,14 @@ def _tail(best: Prediction) -> str:
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
-def _decided(found: Found) -> str:
+def _decided(found: SearchResult) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        return f"memory: {answer_tables.size(_least(found).memory_bytes)} of {answer_tables.size(best.capacity_bytes)} at best"
+        return f"memory: {answer_tables.format_bytes(_least(found).memory_bytes)} of {answer_tables.format_bytes(best.capacity_bytes)} at best"
     if second is None:
         if best.capacity_bytes:
-            return f"memory: {answer_tables.size(best.memory_bytes)} of {answer_tables.size(best.capacity_bytes)}, the only family of plans there is"
+            return f"memory: {answer_tables.format_bytes(best.memory_bytes)} of {answer_tables.format_bytes(best.capacity_bytes)}, the only family of plans there is"
         return "the only family of plans there is"
     if _verdict_decided(best, second):
         # As the sentence has it: the one of its family that needs least.
@@ -325,16 +334,16 @@ def _decided(found: Found) -> str:
             (p for p in found.plans if p.plan.family == second.plan.family),
             key=lambda p: p.memory_bytes,
         )
-        return f"memory: {least.plan.family} needs {answer_tables.size(least.memory_bytes)} of {answer_tables.size(least.capacity_bytes)} at least ({least.verdict})"
+        return f"memory: {least.plan.family} needs {answer_tables.format_bytes(least.memory_bytes)} of {answer_tables.format_bytes(least.capacity_bytes)} at least ({least.verdict})"
     if found.optimize == "memory":
-        return f"memory: {answer_tables.size(best.memory_bytes)} against {answer_tables.size(second.memory_bytes)} of {second.plan.family}"
+        return f"memory: {answer_tables.format_bytes(best.memory_bytes)} against {answer_tables.format_bytes(second.memory_bytes)} of {second.plan.family}"
     name = _largest_difference(best, second)
     if second.step_seconds <= best.step_seconds:
         return f"step time is equal within {100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
-    return f"{_TERM_WORDS[name]}: {answer_tables.seconds(second.terms[name])} a step in {second.plan.family}, {answer_tables.seconds(best.terms[name])} in {best.plan.family}"
+    return f"{_TERM_WORDS[name]}: {answer_tables.format_seconds(second.terms[name])} a step in {second.plan.family}, {answer_tables.format_seconds(best.terms[name])} in {best.plan.family}"
 
 
-def _lost(found: Found) -> str:
+def _lost(found: SearchResult) -> str:
     best, second = found.best, found.runner_up
     if second is None:
         return "There is no other family of plans for these workers and this batch."
@@ -349,7 +358,7 @@ def _lost(found: Found) -> str:
             if slower < 0
             else f"is {100 * slower:.0f} % slower, and"
         )
-        return f"{second.plan.family} ({second.plan.spec}) {faster} needs {_memory_words(second)}; here {answer_tables.size(best.memory_bytes)}."
+        return f"{second.plan.family} ({second.plan.spec}) {faster} needs {_memory_words(second)}; here {answer_tables.format_bytes(best.memory_bytes)}."
     if slower <= 0:
         return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
@@ -359,11 +368,11 @@ def _lost(found: Found) -> str:
         [(d, k) for d, k in reversed(differences) if -d > much][:2],
     )
     rest = sum(d for d, _ in differences) - sum(d for d, _ in (*up, *down))
-    more = [f"{_TERM_WORDS[k]} +{answer_tables.seconds(d)}" for d, k in up] + (
-        [f"the rest +{answer_tables.seconds(rest)}"] if up and rest > much else []
+    more = [f"{_TERM_WORDS[k]} +{answer_tables.format_seconds(d)}" for d, k in up] + (
+        [f"the rest +{answer_tables.format_seconds(rest)}"] if up and rest > much else []
     )
-    less = [f"{_TERM_WORDS[k]} −{answer_tables.seconds(-d)}" for d, k in down] + (
-        [f"the rest −{answer_tables.seconds(-rest)}"] if -rest > much else []
+    less = [f"{_TERM_WORDS[k]} −{answer_tables.format_seconds(-d)}" for d, k in down] + (
+        [f"the rest −{answer_tables.format_seconds(-rest)}"] if -rest > much else []
     )
     gains = f"; it gains {', '.join(less)}" if less else ""
     return f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: {', '.join(more) or 'a little of everything'}{gains}."
@@ -381,8 +390,8 @@ def _largest_difference(best: Prediction, second: Prediction) -> str:
 def _memory_words(prediction: Prediction) -> str:
     kinds = sorted(((v, k) for k, v in prediction.memory.items() if v > 0), reverse=True)[:3]
     return (
-        f"{answer_tables.size(prediction.memory_bytes)} of {answer_tables.size(prediction.capacity_bytes)}, "
-        + ", ".join(f"{k} {answer_tables.size(v)}" for v, k in kinds)
+        f"{answer_tables.format_bytes(prediction.memory_bytes)} of {answer_tables.format_bytes(prediction.capacity_bytes)}, "
+        + ", ".join(f"{k} {answer_tables.format_bytes(v)}" for v, k in kinds)
     )
 
 
@@ -416,7 +425,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
     rows.extend(best.notes)
     if best.correction != 1.0:
         rows.append(
-            f"step time is corrected by {best.correction:.3g} from earlier runs here: {answer_tables.seconds(best.raw_step_seconds)} → {answer_tables.seconds(best.step_seconds)}"
+            f"step time is corrected by {best.correction:.3g} from earlier runs here: {answer_tables.format_seconds(best.raw_step_seconds)} → {answer_tables.format_seconds(best.step_seconds)}"
         )
     return tuple(rows)
 
@@ -424,7 +433,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 # When it would flip.
 
 
-def flips(found: Found, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
+def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
     """When another family of plans would win, for each thing that may change, one at a time, both
     ways.
 
@@ -566,7 +575,9 @@ def stretched(costs: Costs, factor: float) -> Costs:
     """
 
     def unit(one: Unit) -> Unit:
-        names = [f.name for f in dataclasses.fields(Unit) if isinstance(getattr(one, f.name), Line)]
+        names = [
+            f.name for f in dataclasses.fields(Unit) if isinstance(getattr(one, f.name), LinearCost)
+        ]
         changed: dict[str, Any] = {name: getattr(one, name).stretched(factor) for name in names}
         return dataclasses.replace(one, flops=one.flops * factor, **changed)
 
@@ -581,7 +592,7 @@ def stretched(costs: Costs, factor: float) -> Costs:
 # For the terminal.
 
 
-def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
+def render_answer(explanation: Explanation, *, stages: int = 16) -> RenderableType:
     """The answer, the tables and the notes, for a rich console of any width.
 
     Args:
@@ -622,11 +633,11 @@ def render(explanation: Explanation, *, stages: int = 16) -> RenderableType:
     return Group(*parts)
 
 
-def text(explanation: Explanation, width: int = 100) -> str:
-    """What :func:`render` shows, without colour."""
+def answer_text(explanation: Explanation, width: int = 100) -> str:
+    """What :func:`render_answer` shows, without colour."""
     console = Console(width=width, color_system=None, force_terminal=False, record=False)
     with console.capture() as capture:
-        console.print(render(explanation))
+        console.print(render_answer(explanation))
     return capture.get()
 
 
@@ -667,6 +678,6 @@ _SHOW: dict[str, tuple[Callable[[float], str], str]] = {  # and the unit
     "global batch": (lambda v: f"{v:.0f}", " sample"),
     "link speed": (lambda v: f"× {v:.3g}", ""),
     "workers": (lambda v: f"{v:.0f}", " device"),
-    "memory": (answer_tables.size, ""),
+    "memory": (answer_tables.format_bytes, ""),
     "sequence length": (lambda v: f"{v:.0f}", ""),
 }

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ronde.predict.prediction import Prediction
-from ronde.predict.search import Found
+from ronde.predict.search import SearchResult
 
-__all__ = ["Fitted", "memory", "seconds", "size", "stages", "times"]
+__all__ = ["Fitted", "memory", "format_seconds", "format_bytes", "stages", "times"]
 
 _STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -100,11 +100,11 @@ def _wrapped(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes, with three digits and the unit that suits them.
 
     Example:
-        >>> size(232), size(1020 * 1024), size(1010 * 1024), size(1.5 * 2**30)
+        >>> size(232), size(1020 * 1024), size(1010 * 1024), format_bytes(1.5 * 2**30)
         ('232 B', '0.996 MiB', '1010 KiB', '1.5 GiB')
     """
     for unit, scale in _UNITS:
@@ -117,28 +117,28 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """A time, with three digits and the unit that suits it."""
     if abs(value) >= 1:
         return f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
-def times(found: Found) -> Fitted:
+def times(found: SearchResult) -> Fitted:
     """The best plan of each family: how long it takes, and whether it fits."""
     rows = []
     for p in found.families.values():
         rows.append(
             (
                 p.plan.spec.replace(",", ", "),
-                seconds(p.step_seconds),
+                format_seconds(p.step_seconds),
                 f"{p.samples_per_second:,.4g}"
                 if p.samples_per_second < 1e4
                 else f"{p.samples_per_second:,.0f}",
                 f"{p.speedup:.1f}×",
                 f"{100 * p.efficiency:.0f} %",
                 f"{100 * p.bubble:.0f} %" if p.plan.pipeline > 1 else "–",
-                size(p.exchanged_bytes) if p.exchanged_bytes else "–",
+                format_bytes(p.exchanged_bytes) if p.exchanged_bytes else "–",
                 p.verdict,
             )
         )
@@ -151,7 +151,7 @@ def times(found: Found) -> Fitted:
     )
 
 
-def memory(found: Found) -> Fitted:
+def memory(found: SearchResult) -> Fitted:
     """What each of them holds, by kind, in one unit: that of the largest number. The device's own
     memory has its own: it may be far larger.
     """
@@ -174,7 +174,7 @@ def memory(found: Found) -> Fitted:
             p.memory_bytes,
         )
         capacity = (
-            (size(p.capacity_bytes), f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %")
+            (format_bytes(p.capacity_bytes), f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %")
             if p.capacity_bytes
             else ("?", "?")
         )
@@ -242,11 +242,11 @@ def stages(best: Prediction, most: int = 16) -> Fitted:
                 row.first,
                 row.last,
                 str(row.units),
-                seconds(row.forward_seconds),
-                seconds(row.backward_seconds),
-                size(row.memory_bytes),
+                format_seconds(row.forward_seconds),
+                format_seconds(row.backward_seconds),
+                format_bytes(row.memory_bytes),
                 str(row.in_flight),
-                size(row.send_bytes) if row.send_bytes else "–",
+                format_bytes(row.send_bytes) if row.send_bytes else "–",
             )
         )
         styles.append("bold" if row.forward_seconds + row.backward_seconds == slowest else "")

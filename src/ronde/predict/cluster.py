@@ -16,7 +16,7 @@ import yaml
 from ronde.plan import fields
 from ronde.world import ArgumentError
 
-__all__ = ["Added", "Cluster", "Collective", "Fit", "Scope"]
+__all__ = ["Added", "Cluster", "Collective", "LinkFit", "Scope"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 Scope = Literal["node", "cluster"]
@@ -24,7 +24,7 @@ Scope = Literal["node", "cluster"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class LinkFit:
     """One collective by its own fit: ``seconds = alpha + bytes / beta`` (Hockney 1994), at the
     group size it was measured at.
 
@@ -109,7 +109,7 @@ class Cluster:
     memory_bytes: float = 0.0
     speed: float = 1.0
     speed_is_estimate: bool = False
-    links: dict[str, dict[str, Fit]] = field(default_factory=dict)
+    links: dict[str, dict[str, LinkFit]] = field(default_factory=dict)
     overlap: float = 0.0
     interference: float = 1.0
     action_seconds: float = 0.001
@@ -226,10 +226,10 @@ class Cluster:
 # exchange seem free.
 
 
-def _links(where: str, value: Any) -> dict[str, dict[str, Fit]]:
+def _links(where: str, value: Any) -> dict[str, dict[str, LinkFit]]:
     if value is None:  # "links:" with nothing below it
         return {}
-    found: dict[str, dict[str, Fit]] = {}
+    found: dict[str, dict[str, LinkFit]] = {}
     by_kind = fields.mapping(
         where, value, f"collectives with their fits: {', '.join(_COLLECTIVES)}"
     )
@@ -246,7 +246,7 @@ def _links(where: str, value: Any) -> dict[str, dict[str, Fit]]:
     return found
 
 
-def _fit(where: str, value: Any) -> Fit:
+def _fit(where: str, value: Any) -> LinkFit:
     given = fields.mapping(
         where, value, "a fit: alpha in seconds, beta in bytes a second, and the ranks it holds for"
     )
@@ -256,7 +256,7 @@ def _fit(where: str, value: Any) -> Fit:
             raise ArgumentError(
                 f"{where} has no {name}: expected {'seconds before the first byte' if name == 'alpha' else 'bytes a second'}."
             )
-    return Fit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
+    return LinkFit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
 
 
 def _added(where: str, value: Any) -> dict[str, Added]:
@@ -286,34 +286,34 @@ _COLLECTIVES = get_args(Collective)
 _PLANS = {"all_gather": "shard", "broadcast": "shard=optimizer", "send": "pipeline"}
 """Collective -> plans that need it. What needs a reduce-scatter needs an all-gather too."""
 _ADDED = ("gather", "reduce", "bucket", "update", "action", "pipeline", "tensor")
-_SECONDS = fields.number("a number of seconds, 0 or more")
-_SHARE = fields.number("a number from 0 to 1", most=1.0)
-_FACTOR = fields.number("a number above 0", above=True)
-_RATIO = fields.number("a number, 0 or more")
+_SECONDS = fields.read_number("a number of seconds, 0 or more")
+_SHARE = fields.read_number("a number from 0 to 1", most=1.0)
+_FACTOR = fields.read_number("a number above 0", above=True)
+_RATIO = fields.read_number("a number, 0 or more")
 _FIT: dict[str, fields.Reader] = {
     "alpha": _SECONDS,
-    "beta": fields.number("a number of bytes a second, above 0", above=True),
+    "beta": fields.read_number("a number of bytes a second, above 0", above=True),
     "ranks": fields.whole(2),
     "residual": _RATIO,
     "assumed": fields.flag,
 }
 _FIELDS: dict[str, fields.Reader] = {
-    "name": fields.text,
+    "name": fields.read_text,
     "nodes": fields.whole(),
     "devices_per_node": fields.whole(),
-    "device": fields.text,
-    "memory_bytes": fields.size,
+    "device": fields.read_text,
+    "memory_bytes": fields.read_bytes,
     "speed": _FACTOR,
     "speed_is_estimate": fields.flag,
     "links": _links,
     "overlap": _SHARE,
-    "interference": fields.number("a number, 1 or more", least=1.0),
+    "interference": fields.read_number("a number, 1 or more", least=1.0),
     "action_seconds": _SECONDS,
-    "base_bytes": fields.size,
-    "source": fields.text,
+    "base_bytes": fields.read_bytes,
+    "source": fields.read_text,
     "corrections": _corrections,
     "bucket_overlap": _SHARE,
-    "host_bytes_per_second": fields.number("a number of bytes a second, 0 or more"),
+    "host_bytes_per_second": fields.read_number("a number of bytes a second, 0 or more"),
     "noise": _RATIO,
     "added": _added,
 }

@@ -19,13 +19,13 @@ import math
 from dataclasses import dataclass
 
 from ronde.plan.plan import Layout
-from ronde.predict.cluster import Cluster, Collective, Fit, Scope
+from ronde.predict.cluster import Cluster, Collective, LinkFit, Scope
 
-__all__ = ["Group", "Link", "boundary_crosses", "collective", "groups", "scaled"]
+__all__ = ["Group", "CollectiveCost", "boundary_crosses", "collective", "groups", "scaled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CollectiveCost:
     """Seconds of one collective over one group: ``alpha + seconds_per_byte * bytes``, nothing for
     no bytes.
     """
@@ -64,25 +64,27 @@ class Group:
         return f"{self.ranks} across nodes, {self.per_node} in each"
 
 
-def scaled(fit: Fit, kind: Collective, ranks: int, device: str, sharing: float = 1.0) -> Link:
+def scaled(
+    fit: LinkFit, kind: Collective, ranks: int, device: str, sharing: float = 1.0
+) -> CollectiveCost:
     """A fit at another group size."""
     if ranks <= 1:
-        return Link(assumed=fit.assumed)
+        return CollectiveCost(assumed=fit.assumed)
     measured = max(2, fit.ranks)
     per_byte = sharing / fit.beta if fit.beta else 0.0
     if kind == "send":
-        return Link(fit.alpha, per_byte, fit.assumed)
+        return CollectiveCost(fit.alpha, per_byte, fit.assumed)
     logarithmic = math.log2(ranks) / math.log2(measured)
     if kind == "broadcast":
-        return Link(fit.alpha * logarithmic, per_byte, fit.assumed)
+        return CollectiveCost(fit.alpha * logarithmic, per_byte, fit.assumed)
     hops = (ranks - 1) / (measured - 1)
     if device != "cpu" and ranks > measured:
         hops = min(hops, logarithmic)
     volume = ((ranks - 1) / ranks) / ((measured - 1) / measured)
-    return Link(fit.alpha * hops, per_byte * volume, fit.assumed)
+    return CollectiveCost(fit.alpha * hops, per_byte * volume, fit.assumed)
 
 
-def collective(cluster: Cluster, kind: Collective, group: Group) -> Link:
+def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCost:
     """How long ``kind`` takes over ``group``.
 
     Where a collective has no fit of its own, all-gather and reduce-scatter are taken as half an
@@ -91,7 +93,7 @@ def collective(cluster: Cluster, kind: Collective, group: Group) -> Link:
     Where there is none at all, the exchange is free.
     """
     if group.ranks <= 1:
-        return Link()
+        return CollectiveCost()
     factor = 1.0
     by_scope = cluster.links.get(kind)
     if not by_scope:
@@ -100,10 +102,10 @@ def collective(cluster: Cluster, kind: Collective, group: Group) -> Link:
             factor = 0.5
     fit = by_scope.get(group.scope) or next(iter(by_scope.values()), None)
     if fit is None:
-        return Link(assumed=True)
+        return CollectiveCost(assumed=True)
     sharing = float(group.sisters) if group.scope == "cluster" else 1.0
     link = scaled(fit, kind, group.ranks, cluster.device, sharing)
-    return Link(
+    return CollectiveCost(
         link.alpha * factor,
         link.seconds_per_byte * factor,
         link.assumed or factor != 1.0 or not cluster.links.get(kind),

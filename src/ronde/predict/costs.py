@@ -11,11 +11,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Costs", "Line", "Unit"]
+__all__ = ["Costs", "LinearCost", "Unit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearCost:
     """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples``
     (seconds or bytes).
 
@@ -38,18 +38,18 @@ class Line:
         found = self.fixed + self.per_sample * samples
         return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
 
-    def stretched(self, factor: float) -> Line:
+    def stretched(self, factor: float) -> LinearCost:
         """What a sample costs times ``factor``."""
-        return Line(
+        return LinearCost(
             self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends)
         )
 
-    def __add__(self, other: Line) -> Line:
+    def __add__(self, other: LinearCost) -> LinearCost:
         first, *bends = ((f + g, p + q) for f, p in self.pieces for g, q in other.pieces)
-        return Line(*first, tuple(bends))
+        return LinearCost(*first, tuple(bends))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Line:
+    def from_dict(cls, values: dict[str, Any]) -> LinearCost:
         """From the values of a JSON file."""
         return cls(
             values["fixed"], values["per_sample"], tuple((f, p) for f, p in values.get("bends", ()))
@@ -112,42 +112,42 @@ class Unit:
     """
 
     name: str
-    forward_seconds: Line = Line()
-    backward_seconds: Line = Line()
+    forward_seconds: LinearCost = LinearCost()
+    backward_seconds: LinearCost = LinearCost()
     parameter_bytes: int = 0
     trainable_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    saved_bytes: Line = Line()
-    transient_bytes: Line = Line()
-    crossing_bytes: Line = Line()
-    crossing_grad_bytes: Line = Line()
+    saved_bytes: LinearCost = LinearCost()
+    transient_bytes: LinearCost = LinearCost()
+    crossing_bytes: LinearCost = LinearCost()
+    crossing_grad_bytes: LinearCost = LinearCost()
     cut_after: bool = True
     why_not: str = ""
     alike: str = ""
     flops: float = 0.0
     tied: tuple[str, ...] = ()
     tensor: float = 0.0
-    tensor_reduce_bytes: Line = Line()
+    tensor_reduce_bytes: LinearCost = LinearCost()
     batchnorm: bool = False
-    forward_transient_bytes: Line = Line()
-    backward_transient_bytes: Line = Line()
+    forward_transient_bytes: LinearCost = LinearCost()
+    backward_transient_bytes: LinearCost = LinearCost()
     tied_grad_bytes: int = 0
     tied_bytes: int = 0
-    selective_saved_bytes: Line = Line()
-    selective_seconds: Line = Line()
+    selective_saved_bytes: LinearCost = LinearCost()
+    selective_seconds: LinearCost = LinearCost()
     tensors: int = 0
     tensor_bytes: tuple[int, ...] = ()
-    put_off_bytes: Line = Line()
-    selective_forward_bytes: Line = Line()
-    selective_backward_bytes: Line = Line()
-    full_saved_bytes: Line = Line()
-    full_forward_bytes: Line = Line()
-    full_backward_bytes: Line = Line()
+    put_off_bytes: LinearCost = LinearCost()
+    selective_forward_bytes: LinearCost = LinearCost()
+    selective_backward_bytes: LinearCost = LinearCost()
+    full_saved_bytes: LinearCost = LinearCost()
+    full_forward_bytes: LinearCost = LinearCost()
+    full_backward_bytes: LinearCost = LinearCost()
     tensor_time: float = 0.0
-    tensor_saved_bytes: Line = Line()
-    tensor_forward_bytes: Line = Line()
-    tensor_backward_bytes: Line = Line()
+    tensor_saved_bytes: LinearCost = LinearCost()
+    tensor_forward_bytes: LinearCost = LinearCost()
+    tensor_backward_bytes: LinearCost = LinearCost()
     block: str = ""
     recomputed: bool = False
     block_calls: int = 1
@@ -230,10 +230,10 @@ class Costs:
     accumulate_seconds: float = 0.0
     blocks: bool = False
     again: tuple[str, ...] = ()
-    again_seconds: dict[str, Line] = field(default_factory=dict)
+    again_seconds: dict[str, LinearCost] = field(default_factory=dict)
     script_bytes: float = 0.0
     tensor_measured: bool = False
-    split_seconds: Line = Line()
+    split_seconds: LinearCost = LinearCost()
     clip_seconds: float = 0.0
     clip_fixed_seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
@@ -251,7 +251,7 @@ class Costs:
         units = []
         for unit in values["units"]:
             made: dict[str, Any] = {
-                k: Line.from_dict(v)
+                k: LinearCost.from_dict(v)
                 if isinstance(v, dict)
                 else tuple(v)
                 if isinstance(v, list)
@@ -263,9 +263,9 @@ class Costs:
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"
         }
         rest["again_seconds"] = {
-            level: Line.from_dict(line)
+            level: LinearCost.from_dict(line)
             for level, line in (values.get("again_seconds") or {}).items()
         }
         if "split_seconds" in rest:
-            rest["split_seconds"] = Line.from_dict(rest["split_seconds"])
+            rest["split_seconds"] = LinearCost.from_dict(rest["split_seconds"])
         return cls(units=tuple(units), **rest)

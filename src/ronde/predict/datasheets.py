@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ronde.predict.cluster import Cluster, Fit
+from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs
 from ronde.world import ArgumentError
 
@@ -166,7 +166,7 @@ def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None
     wide = (
         min(device.link_bytes_per_second, per_node * device.network_bytes_per_second) * LINK_SHARE
     )
-    links: dict[str, dict[str, Fit]] = {}
+    links: dict[str, dict[str, LinkFit]] = {}
     for kind, passes in (
         ("all_reduce", 2.0),
         ("all_gather", 1.0),
@@ -179,10 +179,12 @@ def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None
             ("cluster", 2 * per_node, wide, _ALPHA_WIDE),
         ):
             volume = passes * (ranks - 1) / ranks if kind != "broadcast" else 1.0
-            links[kind][scope] = Fit(alpha, rate / volume, ranks, assumed=True)
+            links[kind][scope] = LinkFit(alpha, rate / volume, ranks, assumed=True)
     links["send"] = {
-        "node": Fit(_ALPHA_NODE, near, 2, assumed=True),
-        "cluster": Fit(_ALPHA_WIDE, device.network_bytes_per_second * LINK_SHARE, 2, assumed=True),
+        "node": LinkFit(_ALPHA_NODE, near, 2, assumed=True),
+        "cluster": LinkFit(
+            _ALPHA_WIDE, device.network_bytes_per_second * LINK_SHARE, 2, assumed=True
+        ),
     }
     return Cluster(
         name=f"{device.name} (data sheet)",

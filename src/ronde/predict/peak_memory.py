@@ -11,15 +11,15 @@ import numpy as np
 from ronde.plan.plan import Plan
 from ronde.plan.schedules import actions, in_flight
 from ronde.predict.cluster import Added, Cluster
-from ronde.predict.collectives import Group, Link, collective
+from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import Held
 from ronde.predict.prediction import KINDS, StageRow, Verdict
 from ronde.predict.simulate import Timeline
-from ronde.predict.stage_arrays import Stages, arrays, by_worker, edges, within
+from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
 from ronde.predict.unit_arrays import Array, Chain, Gradients, holders
 
-__all__ = ["Moments", "Source"]
+__all__ = ["PeakMemory", "PredictionSource"]
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
@@ -33,7 +33,7 @@ _Moment = dict[str, Array]
 """What is held at one moment beside the states, by kind: one number a unit, or one for all."""
 
 
-class Source(Protocol):
+class PredictionSource(Protocol):
     """What the prediction of one plan asks of what all plans for a model and a cluster share."""
 
     costs: Costs
@@ -51,7 +51,13 @@ class Source(Protocol):
         """The units' costs under a plan."""
 
     def bounds_of(
-        self, plan: Plan, made: Chain, held: Held, micro_batches: int, send: Link, quick: bool
+        self,
+        plan: Plan,
+        made: Chain,
+        held: Held,
+        micro_batches: int,
+        send: CollectiveCost,
+        quick: bool,
     ) -> tuple[int, ...] | None:
         """Where a plan's pipeline is cut; None where it cannot be."""
 
@@ -65,12 +71,12 @@ class Source(Protocol):
         """What in a prediction is an estimate or an assumption."""
 
 
-class Moments:
+class PeakMemory:
     """One plan whose memory is predicted; :class:`Step` adds its time."""
 
     def __init__(
         self,
-        owner: Source,
+        owner: PredictionSource,
         plan: Plan,
         at: dict[str, Group],
         share: int,
@@ -405,7 +411,7 @@ class Moments:
         self, bounds: tuple[int, ...], quick: bool
     ) -> tuple[dict[str, float], tuple[StageRow, ...]]:
         plan, workers = self.plan, self.plan.pipeline
-        stages = arrays(self.peak, bounds, plan)
+        stages = stage_arrays(self.peak, bounds, plan)
         flight = np.array(
             in_flight(plan.schedule, workers, plan.virtual, self.micro_batches), dtype=float
         )

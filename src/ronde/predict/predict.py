@@ -43,12 +43,12 @@ import numpy as np
 from ronde.plan.plan import Plan
 from ronde.plan.schedules import allowed, bubble, micro_batches_of
 from ronde.predict.cluster import Added, Cluster
-from ronde.predict.collectives import Group, Link, collective, groups
+from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
 from ronde.predict.partition import Cut, Held, cut_at, cut_chain
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
 from ronde.predict.simulate import Timeline
-from ronde.predict.step_time import Step
+from ronde.predict.step_time import StepPrediction
 from ronde.predict.unit_arrays import Chain, Gradients, chain
 from ronde.world import ArgumentError
 
@@ -166,7 +166,7 @@ class Predictor:
             micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch,
         )
         at = groups(plan.layout, self.cluster, plan.shard_within)
-        step = Step(self, plan, at, share, micro_batches, largest)
+        step = StepPrediction(self, plan, at, share, micro_batches, largest)
         return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
 
     def floor_seconds(self, plan: Plan) -> float:
@@ -222,7 +222,13 @@ class Predictor:
         return found
 
     def bounds_of(
-        self, plan: Plan, made: Chain, held: Held, micro_batches: int, send: Link, quick: bool
+        self,
+        plan: Plan,
+        made: Chain,
+        held: Held,
+        micro_batches: int,
+        send: CollectiveCost,
+        quick: bool,
     ) -> tuple[int, ...] | None:
         """Where a plan's pipeline is cut; None where it cannot be."""
         if plan.split_at:

@@ -22,7 +22,7 @@ from ronde.predict.predict import Predictor
 from ronde.predict.prediction import Prediction
 from ronde.world import ArgumentError
 
-__all__ = ["Found", "candidates", "rank_key", "search", "unsupported"]
+__all__ = ["SearchResult", "candidates", "rank_key", "search", "unsupported"]
 
 _VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
 _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
@@ -51,7 +51,7 @@ _INEXACT = (
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -110,7 +110,7 @@ def search(
     brief: bool = False,
     prune: bool = False,
     like: Plan | None = None,
-) -> Found:
+) -> SearchResult:
     """The best plans for ``workers`` workers.
 
     Args:
@@ -207,7 +207,7 @@ def search(
             families[made.plan.family] = full[k] = (
                 predictor(made.plan) if simulate and made.plan.pipeline > 1 else made
             )
-    return Found(
+    return SearchResult(
         tuple(full),
         families,
         considered,

@@ -20,7 +20,15 @@ from ronde.plan.schedules import Action, actions, allowed
 from ronde.predict.partition import StageCost
 from ronde.world import ArgumentError
 
-__all__ = ["INPUT_SHARE", "Event", "Timeline", "Times", "run_step", "share_cores", "simulate"]
+__all__ = [
+    "INPUT_SHARE",
+    "TimelineEvent",
+    "Timeline",
+    "Times",
+    "run_step",
+    "share_cores",
+    "simulate",
+]
 
 INPUT_SHARE = 0.5
 """Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts
@@ -33,7 +41,7 @@ _ACTIONS = 6_000
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TimelineEvent:
     """Something that a worker did, from ``start`` to ``end``, in seconds from the step's begin."""
 
     worker: int
@@ -93,7 +101,7 @@ class Timeline:
     busy: tuple[float, ...]
     done: tuple[float, ...]
     in_flight: tuple[int, ...]
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
     micro_batches: int = 0
     extrapolated: bool = False
 
@@ -153,7 +161,7 @@ def simulate(
     at = [0] * len(work)
     held = [0] * stages
     most = [0] * stages
-    events: list[Event] = []
+    events: list[TimelineEvent] = []
     waiting: dict[tuple[int, bool, int], int] = {}
     awake = deque(range(len(work)))
     last = stages - 1
@@ -189,7 +197,7 @@ def simulate(
             now = start + (seconds * stretch[worker, row[k]] if stretch else seconds)
             busy[worker] += now - start
             if keep_events:
-                events.append(Event(worker, start, now, row[k]))
+                events.append(TimelineEvent(worker, start, now, row[k]))
             k += 1
             if kind == "W":
                 continue

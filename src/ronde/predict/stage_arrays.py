@@ -12,7 +12,7 @@ from ronde.plan.schedules import worker_of, zbv_gaps
 from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, holders
 
-__all__ = ["Stages", "arrays", "by_worker", "closed_form", "edges", "ring", "within"]
+__all__ = ["Stages", "stage_arrays", "by_worker", "closed_form", "edges", "ring", "within"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,7 +56,7 @@ def edges(blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     return np.concatenate([[0], np.flatnonzero(np.diff(blocks)) + 1]).astype(np.intp)
 
 
-def arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
+def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
     """Sums over the units of each stage of a cut."""
     starts = np.array(bounds[:-1])
     count = len(starts)

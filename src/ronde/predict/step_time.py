@@ -9,21 +9,21 @@ from functools import partial
 import numpy as np
 
 from ronde.predict.collectives import Group, boundary_crosses, collective
-from ronde.predict.peak_memory import Moments
+from ronde.predict.peak_memory import PeakMemory
 from ronde.predict.prediction import TERMS, Prediction, StageRow
 from ronde.predict.simulate import INPUT_SHARE, Times, run_step
-from ronde.predict.stage_arrays import arrays, by_worker, closed_form, edges, ring
+from ronde.predict.stage_arrays import by_worker, closed_form, edges, ring, stage_arrays
 from ronde.predict.unit_arrays import Array
 from ronde.world import ArgumentError
 
-__all__ = ["Step"]
+__all__ = ["StepPrediction"]
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
 _HOST_BYTES_PER_SECOND = 12e9
 
 
-class Step(Moments):
+class StepPrediction(PeakMemory):
     """One plan being predicted."""
 
     def whole(self, quick: bool) -> Prediction:
@@ -236,7 +236,7 @@ class Step(Moments):
             raise ArgumentError(
                 f"pipeline: {workers * virtual} stages were asked for, and the model can be cut into {len(self.made.cuts) + 1} at most."
             )
-        stages = arrays(self.made, bounds, plan)
+        stages = stage_arrays(self.made, bounds, plan)
         count = workers * virtual
         send, back = np.zeros(count), np.zeros(count)
         for s in range(count):

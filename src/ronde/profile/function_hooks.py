@@ -17,7 +17,7 @@ import numpy as np
 
 from ronde.profile.page_cache import in_cache
 from ronde.profile.replay import MISSING
-from ronde.profile.stage_timer import Account, here, local
+from ronde.profile.stage_timer import StageTimer, here, local
 
 __all__ = [
     "ByName",
@@ -31,7 +31,7 @@ __all__ = [
     "image_open",
     "opener",
     "split_imread",
-    "timed",
+    "timed_function",
 ]
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
@@ -46,7 +46,7 @@ def suffix(path: Any) -> str:
     return type(path).__name__
 
 
-def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
+def timed_function(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
     """A function that reads, decodes or augments.
 
     Args:
@@ -55,7 +55,7 @@ def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[...,
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        account: Account | None = getattr(local, "account", None)
+        account: StageTimer | None = getattr(local, "account", None)
         if account is None or account.current < 0:
             return original(*args, **kwargs)
         number = account.slot.stage(stage)
@@ -104,7 +104,7 @@ def timed(original: Callable[..., Any], stage: str, first: str) -> Callable[...,
     return function
 
 
-def noted(account: Account, path: Any, all_of_it: bool) -> None:
+def noted(account: StageTimer, path: Any, all_of_it: bool) -> None:
     """A function of others has read this file."""
     try:
         size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
@@ -174,7 +174,7 @@ class _TimedFile(io.FileIO):
         return bytes(buffer[:n])
 
     @staticmethod
-    def _count(account: Account | None, n: int | None) -> int:
+    def _count(account: StageTimer | None, n: int | None) -> int:
         if account is not None:
             account.count_bytes(n or 0)
         return n  # type: ignore[return-value]
@@ -246,7 +246,7 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        account: Account | None = getattr(local, "account", None)
+        account: StageTimer | None = getattr(local, "account", None)
         if (
             account is None
             or account.current < 0
@@ -600,7 +600,7 @@ def beneath(function: Any) -> Any:
     """What a function was before something of this package was laid over it."""
     while isinstance(function, FunctionType) and str(
         function.__globals__.get("__name__")
-    ).startswith("ronde.feed."):
+    ).startswith("ronde."):
         function = getattr(function, "__wrapped__", None)
     return function
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ronde.introspect.object_graph import _PARTS, _users, _vars, parts
+from ronde.introspect.object_graph import _PARTS, _users, _vars, object_parts
 
 __all__ = ["FUNCTIONS", "places", "transforms"]
 
@@ -249,7 +249,7 @@ def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
             yield dataset, name, "augment"
     inner = [
         one
-        for one in parts(dataset)
+        for one in object_parts(dataset)
         if one is not dataset and not isinstance(one, Dataset) and _users(type(one).__module__)
     ]
     for owner in (dataset, *inner):

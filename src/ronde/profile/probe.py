@@ -39,7 +39,7 @@ from ronde.profile.function_hooks import (
     image_open,
     opener,
     split_imread,
-    timed,
+    timed_function,
 )
 from ronde.profile.replay import MISSING, Rings
 from ronde.profile.shared_counters import (
@@ -51,7 +51,7 @@ from ronde.profile.shared_counters import (
     read_board,
     read_notes,
 )
-from ronde.profile.stage_timer import Account, local
+from ronde.profile.stage_timer import StageTimer, local
 from ronde.profile.thread_limit import ThreadLimit
 from ronde.world import ArgumentError, RondeError
 
@@ -239,15 +239,15 @@ class Probe:
         self._token = None
         _active = None
 
-    def account(self) -> Account:
+    def account(self) -> StageTimer:
         """The calling thread's account; the probe is installed if it is not."""
-        account: Account | None = getattr(local, "account", None)
+        account: StageTimer | None = getattr(local, "account", None)
         if account is None or account.probe is not self or account.token is not self._token:
             self.install()
             if account is not None and account.probe is self:
                 account.token = self._token
             else:
-                account = local.account = Account(self, Slot(self.board), self._token)
+                account = local.account = StageTimer(self, Slot(self.board), self._token)
                 self._slots.append(account.slot)
         if len(sys.modules) != self._modules:
             self._patch()
@@ -316,7 +316,10 @@ class Probe:
                     self._replace(module, "open", opener, replaced)
             for owner, name, stage, first in found.places():
                 self._replace(
-                    owner, name, functools.partial(timed, stage=stage, first=first), replaced
+                    owner,
+                    name,
+                    functools.partial(timed_function, stage=stage, first=first),
+                    replaced,
                 )
             if "cv2" in sys.modules:
                 self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
@@ -418,13 +421,13 @@ class Probe:
 
     def leave(self, name: str) -> None:
         """It ends."""
-        account: Account | None = getattr(local, "account", None)
+        account: StageTimer | None = getattr(local, "account", None)
         if account is not None and account.stack and account.probe is self:
             account.leave()
 
     # Replaying
 
-    def place(self, account: Account, stage: str, key: Any, kind: str) -> Place:
+    def place(self, account: StageTimer, stage: str, key: Any, kind: str) -> Place:
         """Where in its sample this call stands.
 
         Args:
@@ -440,7 +443,7 @@ class Probe:
         # Where samples are made together, the nth call is the nth sample's.
         return (what, nth, account.turn) if account.size <= 1 else (what, 0, account.turn + nth)
 
-    def earlier(self, account: Account, place: Place, args: Sequence[Any] = ()) -> Any:
+    def earlier(self, account: StageTimer, place: Place, args: Sequence[Any] = ()) -> Any:
         """What this call gave in an earlier sample, or MISSING.
 
         Args:
@@ -477,7 +480,7 @@ class Probe:
 
     def learn(
         self,
-        account: Account,
+        account: StageTimer,
         place: Place,
         value: Any,
         args: Sequence[Any] = (),
@@ -561,7 +564,7 @@ class Probe:
             if account.values[at] == before:
                 account.values[at] += samples
 
-    def _or_again(self, account: Account, function: Callable[[Any], Any], argument: Any) -> Any:
+    def _or_again(self, account: StageTimer, function: Callable[[Any], Any], argument: Any) -> Any:
         """Call it. Where that fails although it does not without replayed results, replay them no
         more.
         """

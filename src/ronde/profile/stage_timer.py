@@ -21,7 +21,7 @@ from ronde.profile.shared_counters import (
     Slot,
 )
 
-__all__ = ["Account", "here", "local"]
+__all__ = ["StageTimer", "here", "local"]
 
 local = threading.local()
 
@@ -29,19 +29,19 @@ local = threading.local()
 os.register_at_fork(after_in_child=lambda: local.__dict__.clear())
 
 
-class Owner(Protocol):
+class TimerOwner(Protocol):
     """The probe that an account belongs to, as the hooks on other libraries' functions see it."""
 
     remove: frozenset[str]
 
-    def place(self, account: Account, stage: str, key: Any, kind: str) -> Any:
+    def place(self, account: StageTimer, stage: str, key: Any, kind: str) -> Any:
         """Where in its sample a call stands."""
 
-    def earlier(self, account: Account, place: Any, args: Any = ()) -> Any:
+    def earlier(self, account: StageTimer, place: Any, args: Any = ()) -> Any:
         """The result of an earlier call at this place, or ``MISSING``."""
 
     def learn(
-        self, account: Account, place: Any, value: Any, args: Any = (), final: bool = False
+        self, account: StageTimer, place: Any, value: Any, args: Any = (), final: bool = False
     ) -> None:
         """Keep a result for later calls."""
 
@@ -52,7 +52,7 @@ class Owner(Protocol):
         """A file was opened."""
 
 
-class Account:
+class StageTimer:
     """The stages that this thread is in, one inside the other.
 
     Attributes:
@@ -87,7 +87,7 @@ class Account:
         "wall",
     )
 
-    def __init__(self, probe: Owner, slot: Slot, token: object) -> None:
+    def __init__(self, probe: TimerOwner, slot: Slot, token: object) -> None:
         self.probe = probe
         self.slot = slot
         self.token = token
@@ -161,7 +161,7 @@ class Account:
         self.values[self.read * FIELDS + BYTES] += n
 
 
-def here() -> Account | None:
+def here() -> StageTimer | None:
     """This thread's account, if it is making a sample."""
-    account: Account | None = getattr(local, "account", None)
+    account: StageTimer | None = getattr(local, "account", None)
     return account if account is not None and account.current >= 0 else None

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "Trace", "compare", "lost_from"]
+__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "RunTrace", "compare", "lost_from"]
 
 Array = npt.NDArray[np.float64]
 
@@ -105,7 +105,7 @@ class Comparison:
     evaluations: int = 0
 
 
-class Trace:
+class RunTrace:
     """One run, as its ranks wrote it down."""
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -261,7 +261,7 @@ def _number(values: Array) -> Any:
     return float(values.reshape(-1)[0]) if values.size == 1 else None
 
 
-def _contract(one: Trace, many: Trace) -> Difference | None:
+def _contract(one: RunTrace, many: RunTrace) -> Difference | None:
     a = one.first("opening")
     for rank in range(many.size):
         b = many.first("opening", rank)
@@ -295,7 +295,7 @@ def _contract(one: Trace, many: Trace) -> Difference | None:
 
 
 def compare(
-    one: Trace, many: Trace, floor: Trace | None = None, tolerance: float = RELATIVE
+    one: RunTrace, many: RunTrace, floor: RunTrace | None = None, tolerance: float = RELATIVE
 ) -> Comparison:
     """The first thing in which ``many`` differs from ``one``, in the order in which a training
     computes.
@@ -312,7 +312,7 @@ def compare(
     return found
 
 
-def lost_from(one: Trace, many: Trace) -> int | None:
+def lost_from(one: RunTrace, many: RunTrace) -> int | None:
     """The step, from 1, from which on neither run has numbers that could be compared: the loss or
     all weights are not finite.
     """
@@ -325,7 +325,7 @@ def lost_from(one: Trace, many: Trace) -> int | None:
     return first
 
 
-def _lost(run: Trace, k: int) -> bool:
+def _lost(run: RunTrace, k: int) -> bool:
     if not any(np.isfinite(run.steps(r)[k]["loss"]) for r in range(run.size)):
         return True
     weights = run.merged(k, "weight").values()
@@ -333,7 +333,7 @@ def _lost(run: Trace, k: int) -> bool:
 
 
 def _differences(
-    one: Trace, many: Trace, floor: Trace | None, found: Comparison, judge: _Judge
+    one: RunTrace, many: RunTrace, floor: RunTrace | None, found: Comparison, judge: _Judge
 ) -> Iterator[Difference]:
     contract = _contract(one, many)
     if contract:
@@ -358,9 +358,9 @@ def _names(one: dict[str, Array], many: dict[str, Array], order: list[str]) -> l
 
 
 def _tensors(
-    one: Trace,
-    many: Trace,
-    floor: Trace | None,
+    one: RunTrace,
+    many: RunTrace,
+    floor: RunTrace | None,
     k: int,
     phase: str,
     word: str,
@@ -424,7 +424,7 @@ def _with_others(bad: list[Difference]) -> Difference:
 
 
 def _step(
-    one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge, found: Comparison
+    one: RunTrace, many: RunTrace, floor: RunTrace | None, k: int, judge: _Judge, found: Comparison
 ) -> Iterator[Difference]:
     said = one.steps()[k]
     theirs = [many.steps(r)[k] for r in range(many.size)]
@@ -500,7 +500,7 @@ def _rates(
 
 
 def _starts(
-    one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge, found: Comparison
+    one: RunTrace, many: RunTrace, floor: RunTrace | None, k: int, judge: _Judge, found: Comparison
 ) -> Iterator[Difference]:
     """Weights as a step found them: the script may have changed them since the last one."""
     word = "weights between steps" if k else "initial weights"
@@ -538,7 +538,7 @@ def _starts(
 
 
 def _outputs(
-    one: Trace, many: Trace, floor: Trace | None, k: int, judge: _Judge
+    one: RunTrace, many: RunTrace, floor: RunTrace | None, k: int, judge: _Judge
 ) -> Iterator[Difference]:
     expected, found = one.outputs(k), many.outputs(k)
     rounded = floor.outputs(k) if floor else {}
@@ -577,7 +577,12 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _evaluation(
-    one: Trace, many: Trace, floor: Trace | None, step: int, judge: _Judge, found: Comparison
+    one: RunTrace,
+    many: RunTrace,
+    floor: RunTrace | None,
+    step: int,
+    judge: _Judge,
+    found: Comparison,
 ) -> Iterator[Difference]:
     mine = [e for e in one.evaluations() if e["step"] == step]
     rounded = [e for e in floor.evaluations() if e["step"] == step] if floor else []

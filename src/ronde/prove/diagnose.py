@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ronde.prove.catalogue import Cause, cause
-from ronde.prove.compare import BATCH, EPOCHS, Difference, Trace, compare
+from ronde.prove.compare import BATCH, EPOCHS, Difference, RunTrace, compare
 
 __all__ = ["GONE", "SEEDED", "Case", "diagnose", "disagreement"]
 
@@ -31,10 +31,10 @@ class Case:
         replicate_equal: whether plain replicate was found equal.
     """
 
-    one: Trace
-    many: Trace
+    one: RunTrace
+    many: RunTrace
     difference: Difference
-    again: Callable[[str], Trace | None]
+    again: Callable[[str], RunTrace | None]
     replicated: bool = True
     replicate_equal: bool = False
 

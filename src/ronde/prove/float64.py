@@ -26,7 +26,7 @@ from ronde.prove.values import HALVES
 from ronde.run import evaluation, hooks
 from ronde.run.run import Run
 
-__all__ = ["install"]
+__all__ = ["install_recorder"]
 
 _HERE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (
@@ -452,7 +452,7 @@ def _watch_files(watch: Watch) -> None:
     sys.addaudithook(audit)
 
 
-def install(settings: Settings, rank: int) -> Watch:
+def install_recorder(settings: Settings, rank: int) -> Watch:
     """Watch the script that this process is going to run."""
     watch = Watch(settings, rank)
     hooks.observer = watch

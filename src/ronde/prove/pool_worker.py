@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["run_pool_worker"]
 
 _WAIT_SECONDS = 10.0
 
@@ -71,7 +71,7 @@ def _others_are_done(folder: Path, rank: int, size: int) -> None:
 
 def _run(job: dict[str, Any]) -> None:
     """In the child: one run of the script, watched."""
-    from ronde.prove.float64 import install
+    from ronde.prove.float64 import install_recorder
     from ronde.prove.recorder import Settings
 
     _die_with_parent()
@@ -84,7 +84,7 @@ def _run(job: dict[str, Any]) -> None:
     folder = Path(job["settings"]["folder"])
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     config.setdefault("tempdir", str(folder))  # of loading processes, which are not ended in order
-    watch = install(Settings(**job["settings"]), rank)
+    watch = install_recorder(Settings(**job["settings"]), rank)
     code, error = 0, None
     try:
         _as_main(job["command"])
@@ -124,7 +124,7 @@ def _run(job: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def main() -> None:
+def run_pool_worker() -> None:
     """Serve runs until standard input ends."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -155,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_pool_worker()

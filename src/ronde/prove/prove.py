@@ -23,7 +23,7 @@ from typing import Any, Literal
 from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
 from ronde.prove.catalogue import Cause, cause
-from ronde.prove.compare import Comparison, Difference, Trace, compare, lost_from
+from ronde.prove.compare import Comparison, Difference, RunTrace, compare, lost_from
 from ronde.prove.diagnose import GONE, SEEDED, Case, diagnose, disagreement
 from ronde.prove.process_pool import CONSEQUENCES, Failure, Launch, Pool
 from ronde.world import ArgumentError
@@ -230,9 +230,9 @@ class Study:
         self.steps = steps
         self.timeout = timeout_seconds
         self.say = progress
-        self._runs: dict[tuple[str, str], Trace | None] = {}
+        self._runs: dict[tuple[str, str], RunTrace | None] = {}
         self._training = 0
-        self._one: Trace | None = None
+        self._one: RunTrace | None = None
         self._alone: dict[str, Any] | None = None
         self._owns_its_loop = False
         self._chaos: Difference | None = None
@@ -324,7 +324,7 @@ class Study:
             )
             self.pool.wait(second)
         failure = first.failure or second.failure
-        one, rounded = Trace(first.folder, 1), Trace(second.folder, 1)
+        one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
         self._limit = (
             max(60.0, 20 * max(first.seconds, second.seconds))
             if self.timeout >= 60
@@ -390,7 +390,7 @@ class Study:
             found.status = "equal"
         return trainings
 
-    def _itself(self, found: Verdict, one: Trace, rounded: Trace) -> None:
+    def _itself(self, found: Verdict, one: RunTrace, rounded: RunTrace) -> None:
         """Does one process train the same twice?"""
         apart = compare(one, rounded, tolerance=_CHAOS).difference
         if apart is None:
@@ -407,7 +407,7 @@ class Study:
             again = self._start("again", "replicate", [0], reference=True)
             self.pool.wait(again)
             same = (
-                compare(one, Trace(again.folder, 1), tolerance=1e-12).difference
+                compare(one, RunTrace(again.folder, 1), tolerance=1e-12).difference
                 if not again.failure
                 else apart
             )
@@ -426,7 +426,7 @@ class Study:
         )
         found.cause = found.cause or cause(id)
 
-    def _of_files(self, rounded: Trace) -> Cause | None:
+    def _of_files(self, rounded: RunTrace) -> Cause | None:
         """The cause, if the script reads what another run has written: the first two ran at the
         same time, a third one tells.
         """
@@ -434,7 +434,7 @@ class Study:
         self.pool.wait(again)
         noted = [
             *rounded.notes().get("reread", []),
-            *Trace(again.folder, 1).notes().get("reread", []),
+            *RunTrace(again.folder, 1).notes().get("reread", []),
         ]
         return (
             cause("reads-another-run", f"it reads {noted[0].split('|', 1)[1].replace('@', ' at ')}")
@@ -442,7 +442,7 @@ class Study:
             else None
         )
 
-    def _alike(self, found: Verdict, one: Trace) -> None:
+    def _alike(self, found: Verdict, one: RunTrace) -> None:
         """What is wrong with one process and with N alike."""
         if found.difference is not None:
             return
@@ -465,7 +465,7 @@ class Study:
             found.cause = cause("dropout-in-evaluation", f"at {where}")
 
     def _plan(
-        self, plan: str, one: Trace, rounded: Trace, before: list[PlanVerdict]
+        self, plan: str, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
     ) -> PlanVerdict:
         if not one.steps()[0]["given"] and Plan.parse(plan).pipeline > 1:
             return PlanVerdict(
@@ -479,7 +479,7 @@ class Study:
         )
         launch.limit_seconds = self._limit
         self.pool.wait(launch)
-        many = Trace(launch.folder, self.pool.workers)
+        many = RunTrace(launch.folder, self.pool.workers)
         if launch.failure and not _differed_before(one, many, rounded):
             return self._failed(plan, launch.failure, launch.seconds, one, many)
         self._dropped += many.notes().get("dropout", [])
@@ -535,7 +535,9 @@ class Study:
             same = diagnose(case)
         return _verdict(plan, "differs", result, launch.seconds, same)
 
-    def _replicate_is_equal(self, one: Trace, rounded: Trace, before: list[PlanVerdict]) -> bool:
+    def _replicate_is_equal(
+        self, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
+    ) -> bool:
         """Whether the script is sound where only the data is split."""
         for verdict in before:
             if verdict.plan == "replicate":
@@ -544,7 +546,7 @@ class Study:
         return trace is not None and compare(one, trace, rounded).difference is None
 
     def _failed(
-        self, plan: str, failure: Failure, seconds: float, one: Trace, many: Trace
+        self, plan: str, failure: Failure, seconds: float, one: RunTrace, many: RunTrace
     ) -> PlanVerdict:
         meant = meaning(failure.text, Plan.parse(plan))
         if meant is not None:
@@ -655,7 +657,7 @@ class Study:
         last = f"\n{failure.trace.rstrip()}" if failure.trace else ""
         return PlanVerdict(plan, "failed", error=where + last, seconds=seconds)
 
-    def _again(self, plan: str, what: str) -> Trace | None:
+    def _again(self, plan: str, what: str) -> RunTrace | None:
         """An experiment: the same with one thing changed; each at most once."""
         key = (plan, what)
         if key not in self._runs:
@@ -686,10 +688,12 @@ class Study:
                 launch = self._start(what, plan, list(range(self.pool.workers)), **changed)
             launch.limit_seconds = self._limit
             self.pool.wait(launch)
-            self._runs[key] = None if launch.failure else Trace(launch.folder, len(launch.places))
+            self._runs[key] = (
+                None if launch.failure else RunTrace(launch.folder, len(launch.places))
+            )
         return self._runs[key]
 
-    def _notes(self, one: Trace) -> list[str]:
+    def _notes(self, one: RunTrace) -> list[str]:
         noted, opening = one.notes(), one.first("opening")
         found = []
         places = sorted({n.split("|", 1)[1] for n in noted.get("dropout", [])} - {""})
@@ -754,12 +758,12 @@ def _replace(found: Verdict, other: Verdict, number: int, of: int) -> None:
     )
 
 
-def _logged_otherwise(one: Trace, rounded: Trace, many: Trace) -> str | None:
+def _logged_otherwise(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str | None:
     """What rank 0 of several writes with ``run.log`` that one process does not. Times differ from
     one process to itself.
     """
 
-    def logged(trace: Trace) -> list[dict[str, Any]]:
+    def logged(trace: RunTrace) -> list[dict[str, Any]]:
         return [e for e in trace.events[0] if e["kind"] == "logged"]
 
     for a, b, c in zip(logged(one), logged(rounded), logged(many), strict=False):
@@ -784,7 +788,7 @@ def _logged_otherwise(one: Trace, rounded: Trace, many: Trace) -> str | None:
     return None
 
 
-def _in_layout(failure: Failure, many: Trace) -> bool:
+def _in_layout(failure: Failure, many: RunTrace) -> bool:
     """Whether the script's own code failed while ronde.distribute followed it: what it refers to
     may not be there yet (``run``).
     """
@@ -807,7 +811,7 @@ def _in_layout(failure: Failure, many: Trace) -> bool:
     )
 
 
-def _ended_with(run: Trace) -> str | None:
+def _ended_with(run: RunTrace) -> str | None:
     """What a script failed with after the last step that was asked for."""
     for rank, events in enumerate(run.events):
         error = next((e["error"] for e in events if e["kind"] == "ended with"), None)
@@ -820,7 +824,7 @@ def _ended_with(run: Trace) -> str | None:
     return None
 
 
-def _differed_before(one: Trace, many: Trace, rounded: Trace) -> bool:
+def _differed_before(one: RunTrace, many: RunTrace, rounded: RunTrace) -> bool:
     """Whether a run that failed had computed something else in a step before, which is then what is
     told.
     """
@@ -832,11 +836,11 @@ def _differed_before(one: Trace, many: Trace, rounded: Trace) -> bool:
     return d is not None and d.step > 0 and d.phase in _COMPUTED
 
 
-def _reads_rank(many: Trace) -> list[str]:
+def _reads_rank(many: RunTrace) -> list[str]:
     return sorted({n.split("|", 1)[1].replace("@", " at ") for n in many.notes().get("rank", [])})
 
 
-def _read_early(many: Trace, rank: int) -> list[str]:
+def _read_early(many: RunTrace, rank: int) -> list[str]:
     return [
         n.split("|", 1)[1].replace("@", " at ")
         for n in many.notes(rank).get("rank", [])

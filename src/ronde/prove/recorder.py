@@ -28,7 +28,16 @@ from ronde.loader.settings import LoaderSettings
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.profile.replay import copied
-from ronde.prove.values import cast, digest, generators, half_of, moved, per_sample, probe, written
+from ronde.prove.values import (
+    cast,
+    digest_value,
+    generators,
+    half_of,
+    moved,
+    per_sample,
+    probe,
+    written,
+)
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.step_port import RunView
@@ -546,7 +555,7 @@ class Watch(hooks.Observer):
         run.backward = watched  # type: ignore[method-assign]
 
     def _note_sample(self, i: int, value: Any) -> None:
-        self._read.setdefault(int(i), []).append(digest(value))
+        self._read.setdefault(int(i), []).append(digest_value(value))
 
     def is_gradient(self, value: Any) -> bool:
         """Whether this is the gradient of one of the model's parameters."""
@@ -900,7 +909,7 @@ class Watch(hooks.Observer):
         return dataclasses.replace(taken, dataset=dataset, order=order, settings=loader)
 
     def _note_evaluated(self, i: int, value: Any) -> None:
-        self._evaluated[int(i)] = digest(value)
+        self._evaluated[int(i)] = digest_value(value)
 
     def evaluation(self, run: RunView) -> None:
         """See :meth:`hooks.Observer.evaluation`."""

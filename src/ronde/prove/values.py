@@ -18,7 +18,7 @@ from ronde.world.tensors import map_tensors, named_tensors, parts
 __all__ = [
     "HALVES",
     "cast",
-    "digest",
+    "digest_value",
     "generators",
     "half_of",
     "moved",
@@ -100,7 +100,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().cpu().clone().numpy()
 
 
-def digest(value: Any) -> str:
+def digest_value(value: Any) -> str:
     """A sample's content in a few letters; what is neither tensors nor numbers counts by its
     type.
     """

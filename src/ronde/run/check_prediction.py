@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Comparison", "Forecast"]
+__all__ = ["PredictionCheck", "Forecast"]
 
 _FIRST, _STEPS = 3, 8  # steps that warm up, and those that are measured
 # on the CPU, in a sharded plan's first passes its workers compare their ways, which takes some
@@ -44,7 +44,7 @@ class Forecast:
 
 
 @dataclass
-class Comparison:
+class PredictionCheck:
     """Times the first steps of a run.
 
     Args:

@@ -22,7 +22,7 @@ __all__ = [
     "check_model",
     "check_optimizer",
     "check_scheduler",
-    "facts",
+    "run_facts",
     "lazy_names",
     "positive",
 ]
@@ -155,7 +155,7 @@ def _setting(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def facts(
+def run_facts(
     plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any
 ) -> dict[str, Any]:
     """What every rank must say alike before anything is exchanged."""

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from ronde import checkpoint
 from ronde.adapt.apply_settings import apply_settings, asked_settings
 from ronde.data.order import Order
-from ronde.introspect.open_handles import apart, let_go
+from ronde.introspect.open_handles import apart, reopened
 from ronde.loader.from_dataloader import Taken, take_over
 from ronde.loader.loader import Feed
 from ronde.loader.settings import FeedSettings
@@ -35,7 +35,7 @@ from ronde.parallel.meta_init import FILL_THEMSELVES, Init, materialise, weights
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split
 from ronde.plan.schedules import micro_batches_of
 from ronde.run import checks, hooks, lr_rules
-from ronde.run.check_prediction import Comparison, Forecast
+from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
@@ -626,7 +626,7 @@ def distribute(
         drop_last=taken.drop_last,
         sync_batchnorm=sync_batchnorm,
     )
-    agree(me, checks.facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
+    agree(me, checks.run_facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
     if batch == "grow":
         if hooks.observer is not None:
             chosen = dataclasses.replace(chosen, workers=hooks.observer.workers(me.size))
@@ -652,7 +652,7 @@ def distribute(
             if looked_at is taken.dataset and order is taken.order
             else Feed(looked_at, order, in_here, seed)
         )
-        with let_go(looked_at):
+        with reopened(looked_at):
             return next(
                 on_device(feed, share, micros, me.device)[0]
                 for _, micros in feed.read(lambda: iter([share]))
@@ -730,7 +730,7 @@ def distribute(
         say_in_parts(optimizer, lambda text: watcher.say(text))
     if forecast is not None:
         run._watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
-        run._comparison = Comparison(forecast, me.device)
+        run._comparison = PredictionCheck(forecast, me.device)
     if resume and directory is not None:
         run._watcher.say(_resume(run, me, directory))
         strategy.sync_buffers()

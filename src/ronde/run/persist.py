@@ -16,7 +16,7 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["collect", "export", "held_whole", "restore", "restore_pieces", "save"]
+__all__ = ["collect", "export_weights", "held_whole", "restore", "restore_pieces", "save"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -128,7 +128,7 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     return path if run.is_main else None
 
 
-def export(run: RunParts, path: Path) -> None:
+def export_weights(run: RunParts, path: Path) -> None:
     """Write the model's weights as plain safetensors; rank 0 writes."""
     if not held_whole(run):
         pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
@@ -221,7 +221,7 @@ def restore_pieces(
     run: RunParts,
     found: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, list[int]]],
-    sources: Mapping[str, checkpoint.Source],
+    sources: Mapping[str, checkpoint.PieceSource],
     all_see: bool,
 ) -> None:
     """Go on from a checkpoint, on workers of which each holds a part: it reads no more than that.

@@ -31,7 +31,7 @@ from ronde.loader.settings import LoaderSettings
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import hooks, lr_rules, persist
-from ronde.run.check_prediction import Comparison
+from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
 from ronde.run.per_pass_buffers import Passes
@@ -137,7 +137,7 @@ class Run:
         self._last_saved_time = time.monotonic()
         self._started = time.monotonic()
         self._deadline: float | None = None
-        self._comparison: Comparison | None = None
+        self._comparison: PredictionCheck | None = None
         self._ended = False
         atexit.register(self._at_exit)
 
@@ -558,7 +558,7 @@ class Run:
             self._measure()
         return loss
 
-    def _compare(self, comparison: Comparison) -> None:
+    def _compare(self, comparison: PredictionCheck) -> None:
         """Predicted against measured, once."""
         self._comparison = None
         text, seconds = comparison.sentence()
@@ -848,7 +848,7 @@ class Run:
         Raises:
             CheckpointError: it could not be written.
         """
-        persist.export(self, Path(path))
+        persist.export_weights(self, Path(path))
 
     # -- the end -----------------------------------------------------------------------
 

@@ -217,8 +217,8 @@ class StepPort:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Within, a step leaves no record, no checkpoint and no measurement. The scheduler rests: one
-        that knows how many steps there will be would refuse these.
+        """Within, a step leaves no record, no checkpoint and no measurement. The scheduler rests:
+        one that knows how many steps there will be would refuse these.
         """
         run = self._run
         kept = (

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from ronde.world import ArgumentError
 
-__all__ = ["Band", "Fit", "fit", "fits", "marginal", "stop_at"]
+__all__ = ["Band", "LawFit", "fit", "fits", "marginal", "stop_at"]
 
 Law = Literal["amdahl", "usl"]
 
@@ -75,7 +75,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LawFit:
     """One law, fitted.
 
     Attributes:
@@ -216,7 +216,7 @@ def _solve(
     return np.stack([1.0 / best[:, 0], best[:, 1] / best[:, 0], best[:, 2] / best[:, 0]], axis=1)
 
 
-def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -> Fit | None:
+def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -> LawFit | None:
     """Fit one law.
 
     Args:
@@ -273,7 +273,7 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
     scale = error * _t(freedom) / _NORMAL
     drawn = fitted * np.exp(random.normal(0.0, scale, (_DRAWS, len(devices))).clip(-3.0, 3.0))
     draws = _solve(devices, drawn, law)
-    return Fit(law, *parameters, tuple(ordered), freedom, error, assumed, tuple(notes), draws)
+    return LawFit(law, *parameters, tuple(ordered), freedom, error, assumed, tuple(notes), draws)
 
 
 def _error(
@@ -304,7 +304,7 @@ def _error(
     return _ASSUMED, 10**6, True
 
 
-def fits(points: Mapping[int, Sequence[float]] | Mapping[int, float]) -> dict[str, Fit]:
+def fits(points: Mapping[int, Sequence[float]] | Mapping[int, float]) -> dict[str, LawFit]:
     """Both laws, as far as there are points for them."""
     return {law: found for law in ("amdahl", "usl") if (found := fit(points, law)) is not None}  # type: ignore[arg-type]
 

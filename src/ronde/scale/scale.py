@@ -36,7 +36,7 @@ from ronde.predict.input_capacity import (
     walls,
 )
 from ronde.run import hooks
-from ronde.scale.laws import Band, Fit, fits, stop_at
+from ronde.scale.laws import Band, LawFit, fits, stop_at
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError
 from ronde.world.consensus import gather_json
@@ -45,7 +45,15 @@ if TYPE_CHECKING:
     from ronde.plan import Plan
     from ronde.run.step_port import RunView
 
-__all__ = ["Meter", "Row", "Scaling", "Start", "install", "load", "summarise"]
+__all__ = [
+    "Meter",
+    "ScaleRow",
+    "Scaling",
+    "Start",
+    "install_meter",
+    "load_scale",
+    "summarise_scale",
+]
 
 _THRESHOLD = 0.5
 _NO_GAP = 0.03  # of the synthetic rate: less is noise
@@ -54,7 +62,7 @@ _SLOW = 0.85  # of the others' speed: below, a worker is told from noise
 _FULL = 0.8  # of the cores at work: no more to be had of them
 
 
-def install() -> None:
+def install_meter() -> None:
     """Look on in this process, where ``RONDE_STUDY=scale`` asks for it."""
     hooks.observer = Meter(
         json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")),
@@ -240,7 +248,7 @@ class Start:
     first_batch_seconds: float = 0.0
 
 
-def load(file: Path) -> Start:
+def load_scale(file: Path) -> Start:
     """What a :class:`Meter` wrote.
 
     Raises:
@@ -259,7 +267,7 @@ def load(file: Path) -> Start:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScaleRow:
     """One size that was measured. Rates are samples per second of all workers."""
 
     workers: int
@@ -310,8 +318,8 @@ class Scaling:
     """
 
     script: str
-    rows: list[Row]
-    fits: dict[str, dict[str, Fit]]
+    rows: list[ScaleRow]
+    fits: dict[str, dict[str, LawFit]]
     laws: dict[str, str]
     extrapolated: list[Further]
     wall: Wall | None
@@ -381,8 +389,8 @@ class Scaling:
         }
 
 
-def _rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[Row]:
-    rows: list[Row] = []
+def _rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[ScaleRow]:
+    rows: list[ScaleRow] = []
     for n in sorted(starts):
         some = starts[n]
         synthetic = [x for s in some for x in s.synthetic]
@@ -398,7 +406,7 @@ def _rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[Ro
         up = (middle / per[0], true / per[1])
         epoch = _epoch_seconds(some[0].epoch_samples, some[0].batch_size, true)
         rows.append(
-            Row(
+            ScaleRow(
                 workers=n,
                 batch_per_worker=some[0].batch_size / n,
                 synthetic=middle,
@@ -424,7 +432,7 @@ def _epoch_seconds(samples: int, batch: float, rate: float) -> float:
 
 
 def _capacities(
-    starts: Mapping[int, Sequence[Start]], rows: Sequence[Row], cores: float, per_node: int
+    starts: Mapping[int, Sequence[Start]], rows: Sequence[ScaleRow], cores: float, per_node: int
 ) -> tuple[Capacities, bool]:
     """What the machine's parts can do, from the sizes that fit on it; and whether one worker's
     loaders are slower than the others'.
@@ -490,7 +498,7 @@ def _median(values: Any) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _chosen(found: Mapping[str, Fit]) -> Fit | None:
+def _chosen(found: Mapping[str, LawFit]) -> LawFit | None:
     """The universal law where its turning down is more than noise, or was seen, else Amdahl's."""
     usl = found.get("usl")
     if usl is not None and (usl.parameter("coherency").low > 0 or usl.peak < usl.points[-1]):
@@ -513,7 +521,7 @@ def further_sizes(largest: int, to: int) -> list[int]:
     return [*found, to] if to > largest else []
 
 
-def summarise(
+def summarise_scale(
     script: str,
     starts: Mapping[int, Sequence[Start]],
     *,
@@ -648,9 +656,9 @@ def summarise(
 
 def _notes(
     starts: Mapping[int, Sequence[Start]],
-    rows: Sequence[Row],
-    found: Mapping[str, Mapping[str, Fit]],
-    taken: Mapping[str, Fit],
+    rows: Sequence[ScaleRow],
+    found: Mapping[str, Mapping[str, LawFit]],
+    taken: Mapping[str, LawFit],
     per_node: int,
     threads: int | None,
     some: Start,
@@ -740,8 +748,8 @@ def _notes(
 
 def _sentence(
     script: str,
-    rows: Sequence[Row],
-    taken: Mapping[str, Fit],
+    rows: Sequence[ScaleRow],
+    taken: Mapping[str, LawFit],
     extrapolated: Sequence[Further],
     met: Sequence[Wall],
     stop: int,
@@ -771,7 +779,7 @@ def _sentence(
     else:
         start = f"Stop at {stop} ({told}): worker {stop + 1} adds less than {share} of what the first gives"
     # What costs most at the size after, or the last one that is known.
-    known: list[Row | Further] = sorted([*rows, *extrapolated], key=lambda r: r.workers)
+    known: list[ScaleRow | Further] = sorted([*rows, *extrapolated], key=lambda r: r.workers)
     last = next((r for r in known if r.workers > stop), known[-1])
     synthetic = last.synthetic.value if isinstance(last.synthetic, Band) else last.synthetic
     ideal = last.workers * rows[0].synthetic / rows[0].workers

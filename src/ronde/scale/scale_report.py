@@ -59,14 +59,14 @@ def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
     further = list(values.get("extrapolated") or ())
     solid = "Each over its own rate at the smallest size. Solid: measured. Dashed, with a band: extrapolated, not measured"
     charts = [
-        ("Speed-up", solid, _speedup(rows, further, base, html.number(values.get("stop_at")))),
+        ("Speed-up", solid, _speedup(rows, further, base, html.show_number(values.get("stop_at")))),
         (
             "Gap between synthetic and real",
             "Hatched: extrapolated, not measured",
             _gaps(rows, further),
         ),
     ]
-    priced = html.number(values.get("cost_per_device_hour")) is not None
+    priced = html.show_number(values.get("cost_per_device_hour")) is not None
     sections = [
         _sizes(rows, further, base, priced),
         _fits(values),
@@ -214,7 +214,7 @@ def _sizes(
             html.percent(r["gap"]),
             html.soft(f"{r['speedup_real']:.2f}×", f"{r['speedup_synthetic']:.2f}×"),
             html.soft(html.percent(r["efficiency_real"]), html.percent(r["efficiency_synthetic"])),
-            html.seconds(r["epoch_seconds"]),
+            html.show_seconds(r["epoch_seconds"]),
             html.plain(r.get("cost_per_epoch" if priced else "cost_per_epoch_device_seconds")),
         ]
         made.append(("", cells))
@@ -233,7 +233,7 @@ def _sizes(
             html.percent(f["gap"]),
             f"{up:.1f}× ({synthetic:.1f}×)",
             f"{html.percent(up / n)} ({html.percent(synthetic / n)})",
-            html.seconds(f.get("epoch_seconds")),
+            html.show_seconds(f.get("epoch_seconds")),
             html.plain(f.get("cost_per_epoch"))
             if priced
             else html.plain(html.number_or(f.get("epoch_seconds"), 0.0) * n),

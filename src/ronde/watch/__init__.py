@@ -28,7 +28,7 @@ from ronde.watch.record import (
     Record,
     Resumed,
     Started,
-    Step,
+    StepRecorded,
     Warned,
     read,
 )
@@ -55,7 +55,7 @@ __all__ = [
     "RunDir",
     "Silent",
     "Started",
-    "Step",
+    "StepRecorded",
     "Stream",
     "Summary",
     "Warned",

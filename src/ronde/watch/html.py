@@ -32,13 +32,13 @@ __all__ = [
     "check_drawing",
     "draw",
     "mark_size",
-    "number",
+    "show_number",
     "number_or",
     "percent",
     "plain",
     "points",
     "rate",
-    "seconds",
+    "show_seconds",
     "sizes_axis",
     "soft",
     "write_page",
@@ -97,7 +97,7 @@ def check_drawing() -> None:
         ) from None
 
 
-def number(value: Any) -> float | None:
+def show_number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
     return (
         float(value)
@@ -108,37 +108,37 @@ def number(value: Any) -> float | None:
 
 def number_or(value: Any, default: float) -> float:
     """A finite number, or the default for anything else."""
-    v = number(value)
+    v = show_number(value)
     return default if v is None else v
 
 
 def rate(value: Any) -> str:
     """Samples per second."""
-    v = number(value)
+    v = show_number(value)
     return "–" if v is None else f"{v:,.0f}" if abs(v) >= 100 else f"{v:,.3g}"
 
 
 def percent(value: Any) -> str:
     """A share in percent."""
-    v = number(value)
+    v = show_number(value)
     return "–" if v is None else f"{v:.0%}"
 
 
 def points(value: Any) -> str:
     """Percentage points."""
-    v = number(value)
+    v = show_number(value)
     return "–" if v is None else f"{v:.1f}" if 0 < abs(v) < 9.95 else f"{v:.0f}"
 
 
 def plain(value: Any) -> str:
     """A number with three digits or more."""
-    v = number(value)
+    v = show_number(value)
     return "–" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:,.3g}"
 
 
-def seconds(value: Any) -> str:
+def show_seconds(value: Any) -> str:
     """A duration."""
-    v = number(value)
+    v = show_number(value)
     if v is None:
         return "–"
     if v < 100:

@@ -26,7 +26,7 @@ __all__ = [
     "Record",
     "Resumed",
     "Started",
-    "Step",
+    "StepRecorded",
     "Warned",
     "read",
 ]
@@ -82,7 +82,7 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True)
-class Step(Event):
+class StepRecorded(Event):
     """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first group as used,
     ``samples`` since the run began.
     """
@@ -167,7 +167,17 @@ class Ended(Event):
 
 EVENTS: dict[str, type[Event]] = {
     cls.type: cls
-    for cls in (Started, Resumed, Step, Epoch, Evaluated, Logged, Checkpointed, Warned, Ended)
+    for cls in (
+        Started,
+        Resumed,
+        StepRecorded,
+        Epoch,
+        Evaluated,
+        Logged,
+        Checkpointed,
+        Warned,
+        Ended,
+    )
 }
 """Name of a type -> its class."""
 
@@ -240,7 +250,7 @@ def read(path: Path) -> list[Event]:
         except TypeError:
             continue
         if isinstance(event, Resumed):
-            void = (Step, Evaluated, Logged, Epoch)
+            void = (StepRecorded, Evaluated, Logged, Epoch)
             events = [e for e in events if not (isinstance(e, void) and e.step > event.step)]
             events = [e for e in events if not (isinstance(e, Epoch) and e.epoch >= event.epoch)]
         events.append(event)

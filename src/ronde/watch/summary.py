@@ -13,7 +13,7 @@ from ronde.watch.record import (
     Evaluated,
     Event,
     Started,
-    Step,
+    StepRecorded,
     Warned,
     read,
 )
@@ -80,7 +80,7 @@ def summarise(run: RunDir) -> Summary:
         return Summary(run.name, str(run.path), "empty")
     events = read(run.record)
     start, ended, evaluated = _last(events, Started), _last(events, Ended), _last(events, Evaluated)
-    steps = [e for e in events if isinstance(e, Step)]
+    steps = [e for e in events if isinstance(e, StepRecorded)]
     written = run.record.stat().st_mtime
     if ended is not None and start is not None and ended.time < start.time:
         ended = None  # it was resumed after that end

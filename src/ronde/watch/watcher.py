@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ronde.watch.progress import Display, Rate
-from ronde.watch.record import Event, Record, Step
+from ronde.watch.record import Event, Record, StepRecorded
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,9 @@ class Watcher:
             losses = torch.stack([h[2].double() for h in held]).tolist()
             self.record.write(
                 *(
-                    Step(step=step, epoch=epoch, loss=value, lr=lr, samples=samples, time=when)
+                    StepRecorded(
+                        step=step, epoch=epoch, loss=value, lr=lr, samples=samples, time=when
+                    )
                     for (step, epoch, _, lr, samples, when), value in zip(held, losses, strict=True)
                 )
             )

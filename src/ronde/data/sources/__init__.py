@@ -6,8 +6,8 @@ each process, and can be copied into loading processes.
 """
 
 from ronde.data.sources.arrays import ArraySource, arrays
-from ronde.data.sources.base import BaseSource, Batch, Names, Row, Sample, digest
-from ronde.data.sources.byte_ranges import BytesCache, Place, Store
+from ronde.data.sources.base import BaseSource, Batch, Names, Row, Sample, digest_values
+from ronde.data.sources.byte_ranges import ByteRange, BytesCache, Store
 from ronde.data.sources.folder import FolderSource, folder
 from ronde.data.sources.map_dataset import DatasetSource, dataset
 from ronde.data.sources.parquet import ParquetSource, parquet, parquet_files
@@ -23,7 +23,7 @@ __all__ = [
     "FolderSource",
     "Names",
     "ParquetSource",
-    "Place",
+    "ByteRange",
     "Row",
     "Sample",
     "Store",
@@ -31,7 +31,7 @@ __all__ = [
     "TokenSource",
     "arrays",
     "dataset",
-    "digest",
+    "digest_values",
     "folder",
     "is_pack",
     "parquet",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, bfloat16
 
-from ronde.data.sources.base import BaseSource, Batch, check_ids, digest, need, tensor_of
-from ronde.data.sources.byte_ranges import Place, Store, is_remote, local
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, need, tensor_of
+from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
@@ -28,7 +28,7 @@ def npy_header(
     Raises:
         ArgumentError: it is none, holds Python objects, stands in Fortran order, or is truncated.
     """
-    head = io.BytesIO(store.read([Place(path, start, min(size - start, 4096), size)])[0])
+    head = io.BytesIO(store.read([ByteRange(path, start, min(size - start, 4096), size)])[0])
     try:
         version = np.lib.format.read_magic(head)
         reader = (
@@ -89,7 +89,7 @@ class _Rows:
             length = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
             raw = self._store.read(
                 [
-                    Place(self.path, self.offset + i * length, length, self.size)
+                    ByteRange(self.path, self.offset + i * length, length, self.size)
                     for i in ids.tolist()
                 ]
             )
@@ -273,7 +273,7 @@ class ArraySource(BaseSource):
     def fingerprint(self) -> str:
         """Of the files' names and sizes, the arrays' shapes and types."""
         names = list(self._columns) if isinstance(self._columns, dict) else None
-        return digest("arrays", names, [c.describe() for c in self._parts()])
+        return digest_values("arrays", names, [c.describe() for c in self._parts()])
 
     def origins(self) -> list[Any]:
         """The files, or the arrays themselves where they are held in memory."""
@@ -337,7 +337,7 @@ def _from_npz(path: str, store: Store) -> dict[str, Any]:
 
 def _one(given: Any, name: str, store: Store) -> Any:
     if isinstance(given, str | os.PathLike):
-        path = os.fspath(given) if is_remote(os.fspath(given)) else local(given)
+        path = os.fspath(given) if is_remote(os.fspath(given)) else local_path(given)
         if not path.endswith(".npy"):
             raise ArgumentError(f"feed.arrays: {name}: {path} is no .npy file.")
         size = store.size(path)
@@ -414,7 +414,7 @@ def arrays(
     """
     store = Store(options)
     if isinstance(given, str | os.PathLike):
-        path = os.fspath(given) if is_remote(os.fspath(given)) else local(given)
+        path = os.fspath(given) if is_remote(os.fspath(given)) else local_path(given)
         if path.endswith(".npy"):
             return ArraySource((_one(path, path, store),), True)
         if is_remote(path):

@@ -30,7 +30,7 @@ __all__ = [
     "Tuple",
     "check_ids",
     "classes_of",
-    "digest",
+    "digest_values",
     "encode_labels",
     "reset_after_fork",
     "unknown_class",
@@ -285,11 +285,11 @@ def check_ids(ids: Sequence[int], n: int) -> Ints:
     return found
 
 
-def digest(*parts: Any) -> str:
+def digest_values(*parts: Any) -> str:
     """16 letters that stand for some values; equal values give equal letters on every machine.
 
     Example:
-        >>> digest("a", 1) == digest("a", 1), digest("a", 1) == digest("a1")
+        >>> digest("a", 1) == digest("a", 1), digest("a", 1) == digest_values("a1")
         (True, False)
     """
     found = hashlib.sha256()

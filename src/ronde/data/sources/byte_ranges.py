@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ronde.data.sources.base import need, reset_after_fork
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["BytesCache", "Place", "Store", "expand", "is_remote"]
+__all__ = ["BytesCache", "ByteRange", "Store", "expand", "is_remote"]
 
 _OPEN_FILES = 128  # of one process; far below the usual limit of 1024
 _IN_FLIGHT = 32
@@ -52,13 +52,13 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
-def local(path: str | os.PathLike[str]) -> str:
+def local_path(path: str | os.PathLike[str]) -> str:
     """A local path as text."""
     text = os.fspath(path)
     return text.removeprefix("file://")
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Some bytes of a file.
 
     Attributes:
@@ -161,7 +161,7 @@ def _pread(descriptor: int, offset: int, length: int, path: str) -> bytes:
     return b"".join(parts)
 
 
-def _read_local(place: Place) -> bytes:
+def _read_local(place: ByteRange) -> bytes:
     path = place.path
     try:
         if place.length is not None:
@@ -242,7 +242,7 @@ class Store:
         """fsspec's file system for a URL."""
         return _file_systems.of(url, self.options)
 
-    def read(self, places: Sequence[Place]) -> list[bytes]:
+    def read(self, places: Sequence[ByteRange]) -> list[bytes]:
         """The bytes of each place.
 
         Raises:
@@ -254,7 +254,7 @@ class Store:
             return [_read_local(place) for place in places]
         return self._read_remote(places)
 
-    def _read_remote(self, places: Sequence[Place]) -> list[bytes]:
+    def _read_remote(self, places: Sequence[ByteRange]) -> list[bytes]:
         found: list[bytes | None] = [b"" if place.length == 0 else None for place in places]
         merged = _merge([(i, place) for i, place in enumerate(places) if place.length != 0])
         fetched = self._fetch([place for place, _ in merged])
@@ -269,7 +269,7 @@ class Store:
                 )
         return [data if data is not None else b"" for data in found]
 
-    def _fetch(self, places: list[Place]) -> list[bytes]:
+    def _fetch(self, places: list[ByteRange]) -> list[bytes]:
         found: list[Any] = [None] * len(places)
         left = list(range(len(places)))
         for attempt in range(_TRIES):
@@ -349,7 +349,7 @@ class Store:
         try:
             if not is_remote(path):
                 return Path(path).read_bytes() if Path(path).is_file() else None
-            return self.read([Place(path)])[0]
+            return self.read([ByteRange(path)])[0]
         except SampleError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -368,10 +368,10 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _merge(asked: list[tuple[int, Place]]) -> list[tuple[Place, list[int]]]:
+def _merge(asked: list[tuple[int, ByteRange]]) -> list[tuple[ByteRange, list[int]]]:
     """Neighbouring ranges of a file as one request."""
     whole = [(place, [i]) for i, place in asked if place.length is None]
-    merged: list[tuple[Place, list[int]]] = []
+    merged: list[tuple[ByteRange, list[int]]] = []
     for i, place in sorted(
         ((i, p) for i, p in asked if p.length is not None), key=lambda e: (e[1].path, e[1].offset)
     ):
@@ -404,7 +404,7 @@ def expand(
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[str] = []
     for path in given:
-        text = os.fspath(path) if is_remote(os.fspath(path)) else local(path)
+        text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
         # What exists is itself, whatever its name looks like.
         for one in [text] if not is_remote(text) and os.path.exists(text) else _braces(text):  # noqa: PTH110
             if not any(letter in one for letter in "*[") and not (

@@ -17,11 +17,11 @@ from ronde.data.sources.base import (
     Sample,
     check_ids,
     classes_of,
-    digest,
+    digest_values,
     encode_labels,
     numbers_of,
 )
-from ronde.data.sources.byte_ranges import Place, Store, is_remote, local
+from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
 from ronde.world import ArgumentError
 
 __all__ = ["FolderSource", "folder"]
@@ -88,7 +88,7 @@ class FolderSource(BaseSource):
             SampleError: a file cannot be read; it is named.
         """
         wanted = check_ids(ids, len(self)).tolist()
-        data = self._store.read([Place(self.file(i)) for i in wanted])
+        data = self._store.read([ByteRange(self.file(i)) for i in wanted])
         return [Sample(d, self.label(i), self.names[i]) for d, i in zip(data, wanted, strict=True)]
 
     @property
@@ -108,7 +108,7 @@ class FolderSource(BaseSource):
         of the folder has the same.
         """
         if self._fingerprint is None:
-            self._fingerprint = digest(
+            self._fingerprint = digest_values(
                 "files",
                 self.names.blob,
                 self.names.ends,
@@ -176,7 +176,7 @@ def folder(
         >>> files.classes, files[1]
         (['cat', 'dog'], Sample(data=b'dog/2.txt', label=1, name='dog/2.txt'))
     """
-    root = (os.fspath(path) if is_remote(os.fspath(path)) else local(path)).rstrip("/") or "/"
+    root = (os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)).rstrip("/") or "/"
     store = Store(options)
     if isinstance(suffixes, str):  # it would be one ending for each of its letters
         suffixes = (suffixes,)
@@ -321,7 +321,7 @@ def _class_of(name: str, root: str) -> str:
 def _from_csv(
     table: str, file_column: str | int, label_column: str | int, found: list[str], store: Store
 ) -> dict[str, str]:
-    raw = store.whole(table) if is_remote(table) else Store().whole(local(table))
+    raw = store.whole(table) if is_remote(table) else Store().whole(local_path(table))
     if raw is None:
         raise ArgumentError(
             f'labels={table!r}: there is no such file. Give "folder", "none", a CSV file or a function.'

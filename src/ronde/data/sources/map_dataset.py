@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ronde.data.sources.base import BaseSource, check_ids, digest
+from ronde.data.sources.base import BaseSource, check_ids, digest_values
 from ronde.world import ArgumentError
 
 __all__ = ["DatasetSource", "dataset"]
@@ -45,7 +45,7 @@ class DatasetSource(BaseSource):
         if isinstance(own, str):
             return own
         kind = type(self.data)
-        return digest(
+        return digest_values(
             "dataset",
             kind.__module__ if kind.__module__ != "__main__" else "",
             kind.__qualname__,

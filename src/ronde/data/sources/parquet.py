@@ -21,18 +21,18 @@ from ronde.data.sources.base import (
     Sample,
     check_ids,
     classes_of,
-    digest,
+    digest_values,
     need,
     unknown_class,
 )
 from ronde.data.sources.byte_ranges import (
+    ByteRange,
     BytesCache,
-    Place,
     Store,
     expand,
     inside,
     is_remote,
-    local,
+    local_path,
 )
 from ronde.data.sources.tar import damaged, manifest_of
 from ronde.world import ArgumentError, SampleError
@@ -77,7 +77,7 @@ class _Ranges(io.RawIOBase):
         for at, data in self._held:
             if at <= start and start + length <= at + len(data):
                 return data[start - at : start - at + length]
-        return self._store.read([Place(self._path, start, length)])[0]
+        return self._store.read([ByteRange(self._path, start, length)])[0]
 
 
 def plain_type(kind: Any) -> Any:
@@ -408,7 +408,7 @@ class ParquetSource(BaseSource):
         self._fingerprint = (
             str(manifest["fingerprint"])
             if manifest is not None
-            else digest(
+            else digest_values(
                 "parquet",
                 [p.rpartition("/")[2] for p in paths],
                 self._sizes,
@@ -448,7 +448,9 @@ class ParquetSource(BaseSource):
                 if is_remote(path):
                     size = self._sizes[f]
                     tail = min(size, 64 << 10)
-                    held = [(size - tail, self._store.read([Place(path, size - tail, tail)])[0])]
+                    held = [
+                        (size - tail, self._store.read([ByteRange(path, size - tail, tail)])[0])
+                    ]
                     self._metadata[f] = pq.read_metadata(
                         pa.PythonFile(_Ranges(self._store, path, size, held), mode="r")
                     )
@@ -503,7 +505,7 @@ class ParquetSource(BaseSource):
         """
         if not is_remote(self.paths[0]):
             return {}
-        places: list[tuple[int, Place]] = []
+        places: list[tuple[int, ByteRange]] = []
         for number in wanted:
             f, g = self._group_file[number]
             group = self._of_file(f).row_group(g)
@@ -514,7 +516,7 @@ class ParquetSource(BaseSource):
                     if chunk.dictionary_page_offset is not None:
                         start = min(start, chunk.dictionary_page_offset)
                     places.append(
-                        (number, Place(self.paths[f], start, chunk.total_compressed_size))
+                        (number, ByteRange(self.paths[f], start, chunk.total_compressed_size))
                     )
         data = self._store.read([place for _, place in places])
         held: dict[int, list[tuple[int, bytes]]] = {number: [] for number in wanted}
@@ -555,7 +557,7 @@ class ParquetSource(BaseSource):
                     )
                 self._number = {i: known.index(name) for i, name in enumerate(self.classes)}
                 self.classes = known
-                self._fingerprint = digest(self._fingerprint, known)
+                self._fingerprint = digest_values(self._fingerprint, known)
             return self
         found: set[str] = set()
         only = copy.copy(self)
@@ -573,7 +575,7 @@ class ParquetSource(BaseSource):
             )
         self.classes = sorted(found) if known is None else known
         self._number = {name: i for i, name in enumerate(self.classes)}
-        self._fingerprint = digest(self._fingerprint, self.classes)
+        self._fingerprint = digest_values(self._fingerprint, self.classes)
         return self
 
     def take(self, ids: Sequence[int]) -> Columns:
@@ -732,7 +734,7 @@ def parquet(
     manifest = None
     files: list[str] = []
     if isinstance(paths, str | os.PathLike):
-        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
+        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local_path(paths)).rstrip("/")
         here = not is_remote(text) and os.path.isdir(text)  # noqa: PTH112
         # A folder that exists is itself, whatever its name looks like.
         plain = here or (

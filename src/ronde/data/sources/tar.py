@@ -19,17 +19,17 @@ from ronde.data.sources.base import (
     Sample,
     check_ids,
     classes_of,
-    digest,
+    digest_values,
     unknown_class,
 )
 from ronde.data.sources.byte_ranges import (
+    ByteRange,
     BytesCache,
-    Place,
     Store,
     expand,
     inside,
     is_remote,
-    local,
+    local_path,
 )
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
@@ -137,7 +137,7 @@ def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = No
     Raises:
         ArgumentError: it is a pack that cannot be opened, as one that is unfinished.
     """
-    text = os.fspath(path) if is_remote(os.fspath(path)) else local(path)
+    text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
     found = manifest_of(text, Store(options))
     return str(found["kind"]) if found is not None else None
 
@@ -222,7 +222,7 @@ class TarSource(BaseSource):
         self._fingerprint = (
             str(manifest["fingerprint"])
             if manifest is not None
-            else digest(
+            else digest_values(
                 "tar",
                 [p.rpartition("/")[2] for p in paths],
                 self._sizes,
@@ -251,7 +251,7 @@ class TarSource(BaseSource):
                 self.labels
             ]
         if self._manifest is None or known != self.classes:
-            self._fingerprint = digest(self._fingerprint, known)
+            self._fingerprint = digest_values(self._fingerprint, known)
         self.classes = known
         return self
 
@@ -326,11 +326,11 @@ class TarSource(BaseSource):
         if self._by_blocks():
             raw = self._from_blocks(wanted, plans)
         else:
-            places: list[Place] = []
+            places: list[ByteRange] = []
             for i, members in zip(wanted, plans, strict=True):
                 shard = self._shard(i)
                 places += [
-                    Place(
+                    ByteRange(
                         self.paths[shard],
                         int(self._offset[m]),
                         int(self._size[m]),
@@ -377,7 +377,7 @@ class TarSource(BaseSource):
         def fetch(missing: list[int]) -> list[bytes]:
             return self._store.read(
                 [
-                    Place(self.paths[s], start, length, self._sizes[s])
+                    ByteRange(self.paths[s], start, length, self._sizes[s])
                     for s, start, length in (spans[b] for b in missing)
                 ]
             )
@@ -583,7 +583,7 @@ def tar(
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)
     files: list[str] = []
     if isinstance(paths, str | os.PathLike):
-        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local(paths)).rstrip("/")
+        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local_path(paths)).rstrip("/")
         here = not is_remote(text) and Path(text).is_dir()
         # A folder that exists is itself, whatever its name looks like.
         plain = here or (

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from ronde.data.sources.base import Ints, Names, digest
-from ronde.data.sources.byte_ranges import Place, Store, is_remote
+from ronde.data.sources.base import Ints, Names, digest_values
+from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["TarIndex", "header_of", "index_of", "key_and_suffix", "members_of"]
@@ -378,15 +378,15 @@ def _windowed(store: Store, path: str, size: int) -> Callable[[int, int], bytes]
         nonlocal held, start
         if not (start <= offset and offset + length <= start + len(held)):
             start = offset
-            held = store.read([Place(path, offset, min(max(window, length), size - offset), size)])[
-                0
-            ]
+            held = store.read(
+                [ByteRange(path, offset, min(max(window, length), size - offset), size)]
+            )[0]
         return held[offset - start : offset - start + length]
 
     return read
 
 
-def build(store: Store, path: str) -> TarIndex:
+def build_index(store: Store, path: str) -> TarIndex:
     """Walk a tar's headers.
 
     Raises:
@@ -437,7 +437,7 @@ def build(store: Store, path: str) -> TarIndex:
         tar_tag=tag,
     )
     if not mtime and not tag:
-        found.tar_tag = digest(_ends(store, path, found))
+        found.tar_tag = digest_values(_ends(store, path, found))
     return found
 
 
@@ -447,7 +447,7 @@ def _ends(store: Store, path: str, index: TarIndex) -> bytes:
     """
     places = [index.offset.min(), index.offset.max()] if len(index.offset) else []
     return b"".join(
-        store.read([Place(path, int(at) - _BLOCK, _BLOCK, index.tar_size) for at in places])
+        store.read([ByteRange(path, int(at) - _BLOCK, _BLOCK, index.tar_size) for at in places])
     )
 
 
@@ -466,10 +466,10 @@ def _fits(store: Store, path: str, index: TarIndex) -> bool:
         return _ends(store, path, index) == b"".join(written)
     if mtime or tag:
         return (index.tar_mtime_ns, index.tar_tag) == (mtime, tag)
-    return len(index.offset) > 0 and index.tar_tag == digest(_ends(store, path, index))
+    return len(index.offset) > 0 and index.tar_tag == digest_values(_ends(store, path, index))
 
 
-def write_whole(path: Path, raw: bytes) -> None:
+def write_bytes_whole(path: Path, raw: bytes) -> None:
     """Write a file under another name first: nobody ever sees half of it."""
     descriptor, temporary = tempfile.mkstemp(
         prefix=path.name + ".", suffix=".writing", dir=path.parent
@@ -512,12 +512,12 @@ def index_of(store: Store, path: str) -> TarIndex:
             found = TarIndex.from_bytes(raw)
             if _fits(store, path, found):
                 return found
-    found = build(store, path)
+    found = build_index(store, path)
     for place in places:
         if is_remote(place):
             continue
         with contextlib.suppress(OSError):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(place), found.to_bytes())
+            write_bytes_whole(Path(place), found.to_bytes())
             break
     return found

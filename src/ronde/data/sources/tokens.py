@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ronde.data.sources.arrays import npy_header
-from ronde.data.sources.base import BaseSource, Batch, check_ids, digest
-from ronde.data.sources.byte_ranges import Place, Store, expand, is_remote
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
+from ronde.data.sources.byte_ranges import ByteRange, Store, expand, is_remote
 from ronde.world import ArgumentError, SampleError
 
 __all__ = ["TokenSource", "tokens"]
@@ -63,7 +63,7 @@ class TokenSource(BaseSource):
     @property
     def fingerprint(self) -> str:
         """Of the files' names and sizes, and the windows."""
-        return digest(
+        return digest_values(
             "tokens",
             [(f.path.rpartition("/")[2], f.size, f.dtype.str) for f in self._files],
             self.length,
@@ -107,7 +107,7 @@ class TokenSource(BaseSource):
                 file = self._files[f]
                 item = file.dtype.itemsize
                 asked.append(
-                    Place(
+                    ByteRange(
                         file.path, file.offset + place * item, (self.length + 1) * item, file.size
                     )
                 )
