@@ -1490,7 +1490,7 @@ def test_the_users_own_line_is_shown_whoever_loads(executor, case):
     with pytest.raises(SampleError if case == "a step" else RuntimeError) as error:
         read(with_executor(take_over_(data, shuffle=False), executor))
     shown = "".join(traceback.format_exception(error.value))
-    assert place in shown and names in shown and "test_feed_executor.py" in shown, shown
+    assert place in shown and names in shown and "test_executors.py" in shown, shown
     if case == "a step":
         assert str(error.value).startswith(names) and "\n" not in str(error.value)
     else:  # the error itself names it, whatever it came of
