@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).parent
+PATHS = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+"""``PYTHONPATH`` of a process that uses these helpers, and this checkout's Ronde."""
 
 _MARK = "RONDE_TEST_MARK"
 

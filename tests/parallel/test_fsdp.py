@@ -40,7 +40,7 @@ from equality_cases import (
     mean_loss,
     plain_loop,
 )
-from processes import TESTS, forked
+from processes import PATHS, TESTS, forked
 from ronde.parallel import recompute, shard
 from sampling import ALL
 
@@ -517,7 +517,7 @@ def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300
     listing.write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
     done = subprocess.run(
         forked(
-            HERE / "test_shard.py",
+            TESTS / "parallel" / "test_fsdp.py",
             workers,
             listing,
             out,
@@ -525,7 +525,7 @@ def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300
         ),
         env={
             **os.environ,
-            "PYTHONPATH": str(HERE),
+            "PYTHONPATH": PATHS,
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
         },

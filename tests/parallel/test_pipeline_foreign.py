@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from processes import TESTS
+from processes import PATHS, TESTS
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -67,7 +67,7 @@ def test_models_nobody_here_wrote(stages, tmp_path):
             out,
             imports=["torch.distributed.pipelining", *LOADED],
         ),
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
         capture_output=True,
         text=True,

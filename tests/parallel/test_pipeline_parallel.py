@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pipeline_cases import MODELS, largest_difference, plain
-from processes import TESTS, forked
+from processes import PATHS, TESTS, forked
 from sampling import ALL
 
 HERE = TESTS
@@ -97,7 +97,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
             out,
             imports=["torch.distributed.pipelining"],
         ),
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -155,7 +155,7 @@ def test_where_it_is_cut(tmp_path):
         forked(
             HERE / "pipeline_worker.py", 2, listing, out, imports=["torch.distributed.pipelining"]
         ),
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from processes import TESTS
+from processes import PATHS, TESTS
 from sampling import ALL
 
 HERE = TESTS
@@ -675,7 +675,7 @@ def _train(cases: list[Case], workers: int, folder: Path) -> tuple[Path, dict[st
         forked(Path(__file__), workers, listing, out, imports=_imports(cases))[1:],
         folder,
         timeout=170,
-        env={"PYTHONPATH": str(HERE), "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
+        env={"PYTHONPATH": PATHS, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return out, json.loads((out / "facts.json").read_text())

@@ -27,7 +27,7 @@ from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
 from ronde.prove.diagnose import disagreement  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
-from ronde.prove.prove import Study, chosen_plans, prove  # noqa: E402
+from ronde.prove.proof import Study, chosen_plans, prove  # noqa: E402
 from ronde.prove.recorder import _last_batch  # noqa: E402
 from ronde.prove.values import probe  # noqa: E402
 from ronde.world import ArgumentError  # noqa: E402

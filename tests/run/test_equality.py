@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from equality_cases import Case, largest_difference, plain_loop
-from processes import TESTS, forked
+from processes import PATHS, TESTS, forked
 from ronde.feed import key_of, permute
 from sampling import ALL
 
@@ -58,7 +58,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[dict]:
     listing.write_text(json.dumps(cases))
     done = subprocess.run(
         forked(HERE / "equality_worker.py", workers, listing, out),
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATHS},
         cwd=folder,
         capture_output=True,
         text=True,

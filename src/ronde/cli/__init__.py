@@ -1,4 +1,7 @@
-"""The command line: one file a verb. Errors of the user's are one line, without a traceback."""
+"""The command line: one file a verb. A user's error is one line, without a traceback.
+
+Offers :func:`main`, the ``ronde`` command, and :data:`app`, its Typer application.
+"""
 
 from ronde.cli.app import app, main
 

@@ -22,7 +22,7 @@ from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
     from ronde.prove.compare import Difference
-    from ronde.prove.prove import PlanVerdict, Verdict
+    from ronde.prove.proof import PlanVerdict, Verdict
 
 __all__ = ["register"]
 
@@ -83,7 +83,7 @@ def register(app: typer.Typer) -> None:
         ] = 600.0,
         file: JsonOption = None,
     ) -> None:
-        from ronde.prove.prove import prove as ask
+        from ronde.prove.proof import prove as ask
 
         command = command_of(module, arguments or [])
         if timeout <= 0:

@@ -1,5 +1,7 @@
-"""What a script holds: :func:`distribute` makes a :class:`Run`, and the Run trains, evaluates,
-saves and records.
+"""What a script holds: a Run, which trains, evaluates, saves and records.
+
+Offers :func:`distribute`, which makes a :class:`Run`, its :class:`State`, and
+:class:`MicroBatches`. Rooms that measure a run use :class:`~ronde.run.step_port.StepPort`.
 """
 
 from ronde.run.distribute import distribute
