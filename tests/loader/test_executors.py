@@ -50,6 +50,8 @@ from ronde.feed import (
     Pipeline,
     apply_settings,
     asked_settings,
+    cached,
+    cached_dataset,
     key_of,
     read_settings,
     rng,
@@ -57,7 +59,7 @@ from ronde.feed import (
     take_over,
 )
 from ronde.introspect.open_handles import held_open
-from ronde.loader.ownership import ours
+from ronde.loader.loader import is_own
 from ronde.loader.receiver import Receiver
 from ronde.loader.thread_workers import Threads, parts_of
 from ronde.plan import shares
@@ -1317,18 +1319,45 @@ def test_processes_that_ctrl_c_has_ended_between_two_epochs_are_started_anew():
 def test_what_is_rondes_own(tmp_path):
     images = write_images(tmp_path)
     np.save(tmp_path / "y.npy", np.zeros(9))
-    assert ours(images) and ours(torch.utils.data.Subset(images, [0])) and ours(images.source)
+    for own in (
+        images,
+        images.source,
+        ronde.feed.arrays(tmp_path / "y.npy"),
+        cached(images, "decode", where=tmp_path / "cache", limit="1MiB"),
+        cached_dataset(
+            ronde.feed.arrays(tmp_path / "y.npy"), where=tmp_path / "cache", limit="1MiB"
+        ),
+    ):
+        assert is_own(own), own
     for mine in (
         images.map(Inner(0)),
+        images.on_device(Inner(0)),
+        images.map(Inner(0)).cache("read", where=tmp_path / "cache", limit="1MiB"),
         ronde.feed.dataset(Works(int)),
         Works(int),
+        torch.utils.data.Subset(images, [0]),
+        Transformed(images, [0]),
+        ronde.feed.arrays({"y": np.zeros(9)}),
         ronde.feed.images(tmp_path, size=8, labels="none", augment=Inner(0)),
     ):
-        assert not ours(mine), mine
-    assert not ours(images, lambda samples: samples) and not ours(Transformed(images, [0]))
-    assert ours(ronde.feed.arrays(tmp_path / "y.npy")) and not ours(
-        ronde.feed.arrays({"y": np.zeros(9)})
-    )
+        assert not is_own(mine), mine
+    assert not is_own(images, lambda samples: samples)
+
+
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_a_subset_whose_indices_change_between_epochs(tmp_path, executor):
+    np.save(tmp_path / "y.npy", np.arange(32.0))
+
+    def run(executor):
+        data = torch.utils.data.Subset(ronde.feed.arrays(tmp_path / "y.npy"), list(range(16)))
+
+        def between(epoch):
+            data.indices = list(range(epoch + 1, epoch + 17))
+
+        taken = with_executor(take_over_(data, shuffle=False), executor)
+        return torch.cat(over_epochs(taken, 4, 3, between))
+
+    assert torch.equal(run(executor), run("none"))
 
 
 def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):

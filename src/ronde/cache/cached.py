@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -33,7 +32,9 @@ from ronde.data.named_stages import current_keys, sample_keys, stage
 from ronde.data.pipeline import Pipeline
 from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
 from ronde.data.sources.map_dataset import DatasetSource
+from ronde.introspect.code_owner import is_ronde
 from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
+from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import Marks, restore_states, seed_all, states
 from ronde.world import ArgumentError, RondeError, SampleError
 
@@ -243,9 +244,7 @@ def _tells(source: Any) -> bool:
     """Whether a source of Ronde's own reads nothing but what it tells of (see ``describe``): its
     files need not be noted as well.
     """
-    return type(source).__module__.partition(".")[0] == "ronde" and not isinstance(
-        source, CachedSource | DatasetSource
-    )
+    return is_ronde(type(source)) and not isinstance(source, CachedSource | DatasetSource)
 
 
 class _Cache:
@@ -1009,17 +1008,10 @@ def cached_dataset(
 
 def report_cache(data: Any) -> list[CacheReport]:
     """The reports of all caches in a pipeline, a source or a data set, the outermost first."""
-    found = []
-    seen: set[int] = set()
-    while data is not None and id(data) not in seen:
-        seen.add(id(data))
-        if isinstance(data, _Cache):
-            found.append(data.report())
-        inner: Callable[[str], Any] = partial(
-            vars(data).get if hasattr(data, "__dict__") else (lambda _: None)
-        )
-        data = inner("source") or inner("dataset") or inner("data")
-    return found
+    # Only through what reads for another: an object of the user's may hold a cache of other data.
+    inner = ("source", "dataset", "data")
+    chain = walk(data, lambda one: [attributes(one).get(name) for name in inner])
+    return [one.report() for one in chain if isinstance(one, _Cache)]
 
 
 pipeline.make_cached = cached

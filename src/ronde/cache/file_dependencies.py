@@ -14,10 +14,10 @@ import hashlib
 import os
 import stat
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterable
-from pathlib import Path
+
+from ronde.introspect.code_owner import LIBRARY_FOLDERS
 
 __all__ = ["MOST_LISTED", "Files", "Noting", "listing", "note", "state"]
 
@@ -27,16 +27,8 @@ MOST_LISTED = 100_000
 _local = threading.local()
 _hooked = threading.Lock()
 _CODE = (".py", ".pyc", ".so")  # what is imported counts by itself
-_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
-_SYSTEM = (
-    "/proc/",
-    "/sys/",
-    *{
-        f"{Path(path).resolve()}/"
-        for name, path in sysconfig.get_paths().items()
-        if name in _LIBRARIES
-    },
-)
+# By folder, not by is_library_file: data that lies in another site-packages must count.
+_SYSTEM = ("/proc/", "/sys/", *LIBRARY_FOLDERS)
 
 
 def state(path: str) -> list[int]:

@@ -2,6 +2,6 @@
 open.
 
 Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.describe` (cache keys),
-:mod:`~ronde.introspect.object_graph`, :mod:`~ronde.introspect.open_handles` and
-:mod:`~ronde.introspect.random_state`.
+:mod:`~ronde.introspect.object_graph` (one walker), :mod:`~ronde.introspect.code_owner`,
+:mod:`~ronde.introspect.open_handles` and :mod:`~ronde.introspect.random_state`.
 """

@@ -26,7 +26,6 @@ import os
 import random
 import re
 import sys
-import sysconfig
 import threading
 import types
 import weakref
@@ -37,15 +36,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ronde.introspect.code_owner import is_installed, is_ronde
+
 __all__ = ["BASES", "CannotDescribe", "Digest", "digest", "installed_version"]
 
-_INSTALLED = tuple(
-    {
-        str(Path(p).resolve())
-        for name, p in sysconfig.get_paths().items()
-        if name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
-)
 _MOST_ARRAY_BYTES = 8 << 30
 """A larger array in memory is refused: to read all of it takes each process more than ten seconds,
 and to read some of it is to guess.
@@ -109,55 +103,6 @@ def installed_version(package: str) -> str:
         return str(getattr(sys.modules.get(package), "__version__", ""))
 
 
-def _installed(module: str | None) -> bool:
-    """Whether a module comes with Python or an installed package: then its version stands for its
-    code.
-    """
-    if module in (None, "__main__", "__mp_main__"):
-        return False
-    top = str(module).partition(".")[0]
-    if top == "ronde":
-        return True
-    found = sys.modules.get(str(module)) or sys.modules.get(top)
-    if found is None:
-        return _to_be_installed(top)
-    file = getattr(found, "__file__", None)
-    if file is not None and not Path(file).is_absolute():  # torch.ops says _ops.py
-        file = getattr(sys.modules.get(top), "__file__", None)
-    if file is not None:
-        return _of_package(file)
-    folders = list(getattr(found, "__path__", ()))  # without an __init__.py
-    return (
-        all(map(_of_package, folders))
-        if folders
-        else getattr(found, "__spec__", None) is not None or top in sys.builtin_module_names
-    )
-
-
-def _of_package(file: str) -> bool:
-    path = Path(file).resolve()
-    # A user's own site-packages, and those below a venv's, are in no path of sysconfig.
-    return str(path).startswith(_INSTALLED) or bool(
-        {"site-packages", "dist-packages"} & set(path.parts)
-    )
-
-
-def _to_be_installed(top: str) -> bool:
-    """Of a package that was not imported yet: it is not, either."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return False
-    if spec is None:
-        return False
-    places = (
-        [spec.origin]
-        if spec.has_location and spec.origin
-        else list(spec.submodule_search_locations or ())
-    )
-    return all(map(_of_package, places))  # none at all: built in
-
-
 def _origins(source: Any) -> Iterable[Any]:
     """Where a source's samples come from, as far as it tells: paths and URLs, as strings, and
     anything else that makes them what they are.
@@ -172,7 +117,7 @@ def _origins(source: Any) -> Iterable[Any]:
     )
     if told is not None:
         return told
-    ours = kind.__module__.partition(".")[0] == "ronde"
+    ours = is_ronde(kind)
     if ours and (parts := [own[name] for name in _PARTS if name in own]):
         return parts
     if callable(getattr(kind, "file", None)):
@@ -216,7 +161,11 @@ def _is_there(path: Any) -> bool:
 
 
 class Digest:
-    """One reading of a value, part by part, into a SHA-256."""
+    """One reading of a value, part by part, into a SHA-256.
+
+    It does not use ``object_graph.walk``: a walk skips what it does not know and stops at a limit;
+    a fingerprint takes up everything in order, or refuses.
+    """
 
     def __init__(self, files: bool, folders: set[str] | None = None) -> None:
         self.sum = hashlib.sha256()
@@ -311,7 +260,7 @@ class Digest:
 
     def _function(self, value: types.FunctionType, where: str) -> None:
         self.put("function", value.__module__, value.__qualname__)
-        if _installed(value.__module__):
+        if is_installed(value.__module__):
             self.put(installed_version((value.__module__ or "").partition(".")[0]))
         else:
             self._code(value.__code__, value.__globals__, where)
@@ -393,7 +342,7 @@ class Digest:
             if not modules:
                 raise CannotDescribe(refused % "a module")
             for text in modules:
-                if _installed(text):
+                if is_installed(text):
                     self.put("module", text, installed_version(text.partition(".")[0]))
                 else:
                     try:
@@ -417,7 +366,7 @@ class Digest:
                     names.get("__spec__") and names["__spec__"].parent
                 )
                 full = importlib.util.resolve_name("." * level.argval + step.argval, package)
-                if _installed(full):
+                if is_installed(full):
                     self.put("module", full, installed_version(full.partition(".")[0]))
                     continue
                 module = importlib.import_module(full)
@@ -443,7 +392,7 @@ class Digest:
         settings.SIZE, package.sub.helper
         """
         self.put("module", module.__name__)
-        if _installed(module.__name__):
+        if is_installed(module.__name__):
             self.put(installed_version(module.__name__.partition(".")[0]))
         elif words is None:
             try:
@@ -465,7 +414,7 @@ class Digest:
     def _class(self, value: type, where: str) -> None:
         self.put("class", value.__module__, value.__qualname__)
         for base in value.__mro__:
-            if _installed(base.__module__):
+            if is_installed(base.__module__):
                 self.put(
                     base.__module__,
                     base.__qualname__,

@@ -1,13 +1,10 @@
-"""Walk over what an object is made of, and tell whose code it runs."""
+"""Walk over the objects that an object holds: one walker for everyone who asks."""
 
 from __future__ import annotations
 
-import functools
-import sys
-import sysconfig
 from collections import deque
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -15,7 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["object_parts", "user_modules", "nested", "held"]
+from ronde.introspect.code_owner import is_user_module
+
+__all__ = ["attributes", "children", "held", "nested", "walk"]
 
 _INNER = (
     "dataset",
@@ -30,72 +29,13 @@ _INNER = (
     "parent",
 )
 
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-def _users(module: str) -> bool:
-    """Whether a module is the script's, or of those who wrote it: neither Python's own nor an
-    installed one.
-    """
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" or (
-        file is not None
-        and not file.startswith(_installed())
-        and module.partition(".")[0] != "ronde"
-    )
-
-
-def user_modules() -> list[ModuleType]:
-    """Modules of the script and of those who wrote it."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and _users(name)
-    ]
-
-
-def nested(dataset: Any) -> list[Any]:
-    """A data set and those that it is made of: ``Subset``, ``ConcatDataset`` and any wrapper that
-    keeps what it wraps.
-    """
-    found: list[Any] = []
-
-    def visit(one: Any, depth: int) -> None:
-        ours = depth == 0 or isinstance(one, Dataset) or _users(type(one).__module__)
-        if (
-            depth > 8
-            or not ours
-            or any(one is f for f in found)
-            or not hasattr(one, "__dict__")
-            or isinstance(one, type)
-        ):
-            return
-        found.append(one)
-        for name in _INNER:
-            inner = vars(one).get(name)
-            for item in inner if isinstance(inner, list | tuple) else [inner]:
-                if hasattr(item, "__getitem__"):
-                    visit(item, depth + 1)
-
-    visit(dataset, 0)
-    return found
-
-
-_PARTS = 2000
-
-
-_ITEMS = 64  # of a list or dictionary: beyond that it holds samples
-
-
-_ENDS = (
+_MOST_OBJECTS = 2000
+_MOST_ITEMS = 64  # of a list or dictionary: beyond that it holds samples
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
+_LEAVES = (
+    type(None),
     type,
     ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
     torch.Tensor,
     np.ndarray,
     np.generic,
@@ -107,31 +47,75 @@ _ENDS = (
 )
 
 
-def _vars(one: Any) -> dict[str, Any]:
+def attributes(one: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object, itself; an empty dictionary where it has none."""
     try:
         found: dict[str, Any] = vars(one)
-    except Exception:  # it has none; or it stands in for something else, and may raise anything
+    except Exception:  # it has none; or it is a proxy, which may raise anything
         return {}
     return found
 
 
-def object_parts(dataset: Any) -> list[Any]:
-    """What a data set is made of, as far as attributes, lists and dictionaries lead: its
-    transforms, what they hold, and so on.
+def children(one: Any) -> Iterable[Any]:
+    """The values of an object's attributes, and the first items of a list, tuple or dictionary."""
+    items: Iterable[Any] = ()
+    # By type(), never isinstance(): a proxy's __class__ answers for the object behind it.
+    if issubclass(type(one), dict):
+        items = islice(dict.values(one), _MOST_ITEMS)
+    elif type(one) in (list, tuple):
+        items = one[:_MOST_ITEMS]
+    return chain(items, list(attributes(one).values()))
+
+
+def walk(
+    root: Any,
+    inside: Callable[[Any], Iterable[Any]] = children,
+    *,
+    functions: bool = False,
+    most: int = _MOST_OBJECTS,
+) -> list[Any]:
+    """An object and the objects that it holds, directly or through others; each once, the nearest first.
+
+    Numbers, strings, tensors, arrays, classes and modules are left out.
+
+    Args:
+        inside: the objects to visit after this one.
+        functions: plain functions count as objects too.
+        most: objects to stop at.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> inner = SimpleNamespace(size=3)
+        >>> walk(SimpleNamespace(transforms=[inner, "resize"]))[-1] is inner
+        True
     """
+    leaves = _LEAVES if functions else (*_LEAVES, *_FUNCTIONS)
     found: dict[int, Any] = {}
-    queue = deque([dataset])
-    while queue and len(found) < _PARTS:
+    queue = deque([root])
+    while queue and len(found) < most:
         one = queue.popleft()
-        if one is None or issubclass(type(one), _ENDS) or id(one) in found:
+        if issubclass(type(one), leaves) or id(one) in found:
             continue
         found[id(one)] = one
-        if issubclass(type(one), dict):
-            queue.extend(islice(dict.values(one), _ITEMS))
-        elif type(one) in (list, tuple):
-            queue.extend(one[:_ITEMS])
-        queue.extend(_vars(one).values())
+        queue.extend(inside(one))
     return list(found.values())
+
+
+def _wrapped(one: Any) -> Iterator[Any]:
+    for name in _INNER:
+        inner = attributes(one).get(name)
+        for item in inner if isinstance(inner, list | tuple) else [inner]:
+            if hasattr(item, "__getitem__") and (
+                isinstance(item, Dataset) or is_user_module(type(item).__module__)
+            ):
+                yield item
+
+
+def nested(dataset: Any) -> list[Any]:
+    """A data set and those that it is made of: ``Subset``, ``ConcatDataset`` and any wrapper that
+    keeps what it wraps.
+    """
+    return [one for one in walk(dataset, _wrapped) if hasattr(one, "__dict__")]
 
 
 def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -139,8 +123,8 @@ def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     (``loader=PIL.Image.open``): owner, name, value.
     """
     datasets = nested(dataset)
-    for one in object_parts(dataset):
-        if any(one is d for d in datasets) or _users(type(one).__module__):
-            for name, value in list(_vars(one).items()):
+    for one in walk(dataset):
+        if any(one is d for d in datasets) or is_user_module(type(one).__module__):
+            for name, value in list(attributes(one).items()):
                 if type(value) in (FunctionType, BuiltinFunctionType):
                     yield one, name, value

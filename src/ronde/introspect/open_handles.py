@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from ronde.introspect.object_graph import _vars, object_parts, user_modules
+from ronde.introspect.code_owner import is_ronde, user_modules
+from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 
 __all__ = ["apart", "held_open", "reopened", "unchanged"]
@@ -35,7 +36,7 @@ _CLOSED = (
 
 def _space(one: Any) -> dict[Any, Any]:
     """Where it keeps things: the attributes of an object, the entries of a dictionary."""
-    return one if type(one) is dict else _vars(one)
+    return one if type(one) is dict else attributes(one)
 
 
 def _is_open(value: Any) -> bool:
@@ -55,8 +56,8 @@ def held_open(dataset: Any) -> str | None:
 
     Ronde's own sources do not count: they read at a place, or open a file for each process.
     """
-    for one in object_parts(dataset):
-        if type(one).__module__.partition(".")[0] == "ronde" or _is_open(one):
+    for one in walk(dataset):
+        if is_ronde(type(one)) or _is_open(one):
             continue
         inside = (
             list(_space(one).items()) if type(one) not in (list, tuple) else list(enumerate(one))
@@ -83,7 +84,7 @@ def apart(dataset: Any) -> Any:
         return dataset
     shared = {
         id(v): v
-        for one in object_parts(dataset)
+        for one in walk(dataset)
         for v in _values(one)
         if isinstance(v, torch.Tensor) or _is_large(v)
     }
@@ -113,15 +114,13 @@ def reopened(dataset: Any) -> Iterator[None]:
     """What a data set opens inside (a file, when the first sample is read) it will open again: each
     process has its own then.
     """
-    before = [(space, dict(space)) for one in object_parts(dataset) if (space := _space(one))]
+    before = [(space, dict(space)) for one in walk(dataset) if (space := _space(one))]
     try:
         yield
     finally:
         for space, old in before:
             for name, value in list(space.items()):
-                if old.get(name) is not value and any(
-                    _is_open(part) for part in object_parts(value)
-                ):
+                if old.get(name) is not value and any(_is_open(part) for part in walk(value)):
                     if name in old:
                         space[name] = old[name]
                     else:
@@ -150,14 +149,10 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 def unchanged(dataset: Any) -> Iterator[None]:
     """What is drawn inside was never drawn (the process's generators, those that the data set
     holds, and those of the user's modules), and what the data set opens inside was never opened."""
-    from ronde.introspect.open_handles import reopened  # which looks for parts, as is done here
-
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
     undo = [
-        found
-        for one in (*object_parts(dataset), *of_modules)
-        if (found := _undo_draws(one)) is not None
+        found for one in (*walk(dataset), *of_modules) if (found := _undo_draws(one)) is not None
     ]
     try:
         with reopened(dataset):

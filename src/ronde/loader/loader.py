@@ -14,22 +14,30 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    default_collate,
     get_worker_info,
 )
 
+from ronde.cache.cached import CachedDataset, CachedSource
 from ronde.data import named_stages
 from ronde.data.echo import Echoed
 from ronde.data.order import Order, key_of
+from ronde.data.pipeline import Pipeline
+from ronde.data.sources.arrays import ArraySource
+from ronde.data.sources.base import BaseSource
+from ronde.data.sources.map_dataset import DatasetSource
+from ronde.introspect.code_owner import is_ronde
+from ronde.introspect.object_graph import walk
 from ronde.introspect.open_handles import held_open, unchanged
 from ronde.introspect.random_state import Marks
 from ronde.loader.autotune import choose_executor, try_out
-from ronde.loader.ownership import ours
 from ronde.loader.process_workers import batches as from_processes
 from ronde.loader.process_workers import end as end_processes
 from ronde.loader.reader import Ask, Reader, StreamReader
@@ -41,7 +49,7 @@ from ronde.plan.batch import Share
 from ronde.profile.replay import copied
 from ronde.world import FeedError, RondeError
 
-__all__ = ["Feed", "die_with_parent"]
+__all__ = ["Feed", "is_own", "die_with_parent"]
 
 _PREFETCH = 2
 _TRIED = 64  # samples
@@ -84,6 +92,35 @@ def _pinned(batch: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
+def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
+    """Whether samples come from Ronde's own sources through Ronde's own steps alone.
+
+    Then the script cannot change them between epochs, and loading processes may keep their copy. A
+    ``Subset`` does not count: scripts replace its indices.
+
+    Example:
+        >>> is_own(torch.utils.data.TensorDataset(torch.zeros(3)))
+        False
+    """
+    source: Any = dataset
+    calls = [collate]
+    while isinstance(source, Pipeline | CachedSource | CachedDataset) and is_ronde(type(source)):
+        if isinstance(source, Pipeline):
+            calls += [source.collate, source.finish]
+        if not isinstance(source, CachedDataset):
+            calls += [step.call for step in source.steps]
+        source = source.dataset if isinstance(source, CachedDataset) else source.source
+    if not isinstance(source, BaseSource) or isinstance(source, DatasetSource):
+        return False
+    # The script may write to an array that it gave.
+    if isinstance(source, ArraySource) and any(
+        isinstance(origin, np.ndarray) for origin in source.origins()
+    ):
+        return False
+    inside = walk([call for call in calls if call is not default_collate], functions=True)
+    return is_ronde(type(source)) and all(is_ronde(one) for one in inside if callable(one))
 
 
 class _Asks(Sampler[Ask]):
@@ -157,7 +194,9 @@ class Feed:
         else:
             self._reader = Reader(dataset, settings, order, seed, evaluate)
         # Nothing that the script does between two epochs can show in such data.
-        self._is_own = self._reader is not None and ours(self._reader.dataset, self._reader.collate)
+        self._is_own = self._reader is not None and is_own(
+            self._reader.dataset, self._reader.collate
+        )
         self._tolerant = self._reader is not None and self._reader.skip
         self._tried = False
         self._warned = False

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ronde.introspect.object_graph import _PARTS, _users, _vars, object_parts
+from ronde.introspect.code_owner import is_user_module
+from ronde.introspect.object_graph import attributes, walk
 
 __all__ = ["FUNCTIONS", "places", "transforms"]
 
@@ -150,6 +151,7 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
 _TRANSFORMS = re.compile(
     r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz"
 )  # of a name in small letters
+_MOST_FUNCTIONS = 2000
 _READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 
 
@@ -203,7 +205,7 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     kind = type(dataset)
     waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
     seen: set[int] = set()
-    while waiting and len(seen) < _PARTS:
+    while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.pop()
         function = (
             function.__func__ if isinstance(function, staticmethod | classmethod) else function
@@ -212,7 +214,7 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
         if (
             not isinstance(function, FunctionType)
             or id(function) in seen
-            or not _users(str(function.__globals__.get("__name__")))
+            or not is_user_module(str(function.__globals__.get("__name__")))
         ):
             continue
         seen.add(id(function))
@@ -226,7 +228,7 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
             modules = [
                 vars(m)
                 for n in code.co_names
-                if isinstance(m := names.get(n), ModuleType) and _users(m.__name__)
+                if isinstance(m := names.get(n), ModuleType) and is_user_module(m.__name__)
             ]
             for name in code.co_names:
                 for place in (names, *modules):
@@ -249,12 +251,14 @@ def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
             yield dataset, name, "augment"
     inner = [
         one
-        for one in object_parts(dataset)
-        if one is not dataset and not isinstance(one, Dataset) and _users(type(one).__module__)
+        for one in walk(dataset)
+        if one is not dataset
+        and not isinstance(one, Dataset)
+        and is_user_module(type(one).__module__)
     ]
     for owner in (dataset, *inner):
         for kind in type(owner).__mro__:
-            if not _users(kind.__module__):
+            if not is_user_module(kind.__module__):
                 continue
             for name, value in list(vars(kind).items()):
                 stage = _stage_named(name)
@@ -262,7 +266,7 @@ def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
                 if (
                     stage is None
                     or (owner is not dataset and stage == "augment")
-                    or name in _vars(owner)
+                    or name in attributes(owner)
                 ):
                     continue
                 if isinstance(value, FunctionType | staticmethod):
@@ -274,6 +278,7 @@ def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
             continue
         met.add((id(names), name))
         if stage == "augment" or (
-            isinstance(value, FunctionType) and _users(str(value.__globals__.get("__name__")))
+            isinstance(value, FunctionType)
+            and is_user_module(str(value.__globals__.get("__name__")))
         ):
             yield names, name, stage

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import random
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ronde.introspect.code_owner import is_user_file
 from ronde.plan import Plan
 from ronde.prove.recorder import Settings, Watch
 from ronde.prove.values import HALVES
@@ -28,14 +28,6 @@ from ronde.run.run import Run
 
 __all__ = ["install_recorder"]
 
-_HERE = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = (
-    _HERE,
-    sysconfig.get_paths()["stdlib"],
-    sysconfig.get_paths()["purelib"],
-    str(Path(torch.__file__).parent),
-    "<frozen",
-)
 _RANDOM = frozenset(
     [
         "rand",
@@ -85,10 +77,6 @@ _RANKS = frozenset(
 )
 
 
-def _is_users(file: str) -> bool:
-    return not file.startswith(_LIBRARIES)
-
-
 def _place(direct: bool) -> str | None:
     """File and line of the user's code that is being executed; with ``direct``, only if it made
     this very call.
@@ -96,12 +84,12 @@ def _place(direct: bool) -> str | None:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_user_file(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         if (
             direct
             and not file.startswith("<frozen")
-            and Path(file).name not in ("os.py", "_collections_abc.py", "prove_patches.py")
+            and Path(file).name not in ("os.py", "_collections_abc.py", Path(__file__).name)
         ):
             return None
         frame = frame.f_back  # type: ignore[assignment]
@@ -124,7 +112,7 @@ def _from_module() -> bool:
     function.
     """
     frame = sys._getframe(2)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.endswith("/nn/modules/batchnorm.py"):
             return True
         frame = frame.f_back  # type: ignore[assignment]

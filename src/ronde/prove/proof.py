@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ronde.introspect.code_owner import is_user_file
 from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
 from ronde.prove.catalogue import Cause, cause
@@ -802,12 +803,12 @@ def _in_layout(failure: Failure, many: RunTrace) -> bool:
         (
             i
             for i, file in reversed(list(enumerate(files)))
-            if file.startswith(ours) and file.endswith("entry.py")
+            if file.startswith(ours) and file.endswith("run/distribute.py")
         ),
         None,
     )
     return inside is not None and any(
-        not file.startswith((ours, "<")) and "site-packages" not in file for file in files[inside:]
+        not file.startswith("<") and is_user_file(file) for file in files[inside:]
     )
 
 

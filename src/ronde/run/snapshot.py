@@ -10,13 +10,13 @@ import random
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 from ronde.parallel import Replicate, Strategy
 from ronde.run.losses import LossCall
@@ -219,23 +219,11 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     return False
 
 
-def _within(dataset: Any) -> list[Any]:
-    """A data set, and those and the transforms that it is made of."""
-    found: list[Any] = []
-    ahead = [dataset]
-    while ahead and len(found) < _MOST_PARTS:
-        one = ahead.pop()
-        if (
-            not hasattr(one, "__dict__")
-            or isinstance(one, type | FunctionType | ModuleType)
-            or any(one is f for f in found)
-        ):
-            continue
-        found.append(one)
-        for name, value in vars(one).items():
-            if isinstance(value, Dataset) or name in _PARTS:
-                ahead += value if isinstance(value, list | tuple) else [value]
-    return found
+def _inner(one: Any) -> Iterator[Any]:
+    """The data sets and transforms that a data set is made of."""
+    for name, value in attributes(one).items():
+        if isinstance(value, Dataset) or name in _PARTS:
+            yield from value if isinstance(value, list | tuple) else [value]
 
 
 class _Weights:
@@ -275,8 +263,8 @@ class _Weights:
                 p.grad = grad
                 if p.requires_grad != requires:
                     p.requires_grad_(requires)
-        for attributes in self._attributes:
-            attributes.put_back()
+        for kept in self._attributes:
+            kept.put_back()
         for module, training in self._modules:
             module.training = training
 
@@ -369,7 +357,7 @@ class Snapshot:
         weights = {id(p) for p in run.model.parameters()}
         self._attributes = [
             _Attributes(strategy, elsewhere=weights),
-            *(_Attributes(part, _MOST_BYTES) for part in _within(dataset)),
+            *(_Attributes(part, _MOST_BYTES) for part in walk(dataset, _inner, most=_MOST_PARTS)),
         ]
         self._losses = [
             _Weights(f) for f in (loss.loss, loss.forward) if isinstance(f, torch.nn.Module)
@@ -406,9 +394,9 @@ class Snapshot:
         for each in self._attributes:
             each.put_back()
         if self._scheduler is not None:
-            scheduler, state, attributes = self._scheduler
+            scheduler, state, kept = self._scheduler
             scheduler.load_state_dict(state)
-            attributes.put_back()
+            kept.put_back()
         if self._scaler is not None and self._scale is not None:
             self._scaler.load_state_dict(self._scale)
         vars(self._run.state).update(vars(self._state))
