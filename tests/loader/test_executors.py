@@ -952,7 +952,7 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
     with pytest.raises(RuntimeError) as error:
         read(with_executor(take_over_(data, shuffle=False), "processes"))
     assert re.search(
-        r"RuntimeError: test_feed_executor\.Local\.__getitem__\.<locals>\.Odd: bad thing\nwhile sample 7 of the data",
+        r"RuntimeError: test_executors\.Local\.__getitem__\.<locals>\.Odd: bad thing\nwhile sample 7 of the data",
         str(error.value),
     )
     shown = "".join(traceback.format_exception(error.value))
