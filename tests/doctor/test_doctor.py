@@ -1189,7 +1189,7 @@ def test_weights_and_moments_are_copied_once(monkeypatch):
     monkeypatch.setattr(
         snapshot, "_aside", lambda tensor: copied.append(id(tensor)) or plain(tensor)
     )
-    with snapshot.as_found(run):
+    with run.port.as_found():
         pass
     moments = [id(v) for held in run.optimizer.state.values() for v in held.values()]
     assert len(moments) == 12 and {*moments, *(id(p) for p in model.parameters())} <= set(copied)

@@ -41,7 +41,7 @@ from equality_cases import (
     plain_loop,
 )
 from processes import PATHS, TESTS, forked
-from ronde.parallel import recompute, shard
+from ronde.parallel import fsdp, recompute
 from sampling import ALL
 
 HERE = TESTS
@@ -470,9 +470,9 @@ def refusals() -> dict[str, str]:
             return self.last(x)
 
     attempt("early", Shuffling(), "shard", data=Samples("mlp", 16, torch.float32))
-    first, shard._LOOKED_AT_FIRST = shard._LOOKED_AT_FIRST, 0
+    first, fsdp._LOOKED_AT_FIRST = fsdp._LOOKED_AT_FIRST, 0
     attempt("mixed", Shuffling(), "shard", data=Samples("mlp", 16, torch.float32))
-    shard._LOOKED_AT_FIRST = first
+    fsdp._LOOKED_AT_FIRST = first
     attempt("ways", Dropping(), "shard")
     return told
 

@@ -17,7 +17,7 @@ from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
 from ronde.world import ArgumentError
 
-PAGE = (TESTS.parent / "docs" / "plan.md").read_text()
+PAGE = (TESTS.parent / "docs" / "cluster.md").read_text()
 EXAMPLE = re.search(r'```yaml title="cluster.yaml"\n(.*?)```', PAGE, re.S)[1]
 
 
