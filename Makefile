@@ -11,7 +11,7 @@ BENCH_STAMP := .venv/.installed-bench
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench docs clean
+.PHONY: help venv demo test quick durations lint bench docs clean
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -25,6 +25,12 @@ demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 
 test: $(STAMP)  ## run the tests; ARGS="-k order" chooses some, RONDE_TEST_ALL=1 runs whole grids
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+quick: $(STAMP)  ## run the tests of the pure parts, in less than a minute
+	@$(BIN)/python -m pytest --quick -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+durations: $(STAMP)  ## run the tests and keep what each takes in tests/durations.json
+	@$(BIN)/python -m pytest --record-durations -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## look at format, style, types and who imports whom
 	@$(BIN)/ruff format --check .

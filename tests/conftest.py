@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -28,37 +29,80 @@ _PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "RO
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# They begin first, longest first, so that at the end no process is left alone with a long file.
-_LONGEST = [
-    "docs",
-    "doctor",
-    "cli",
-    "resume",
-    "shard",
-    "pipeline",
-    "plan_costs",
-    "cut",
-    "launchers_real",
-    "tensor",
-    "examples",
-    "feed_executor",
-    "pipeline_foreign",
-    "reshard",
-    "run",
-    "prove",
-    "equality",
-    "feed_resume",
-    "plan_memory",
-    "plan_search",
-    "scale",
-    "errors",
-]
+DURATIONS = Path(__file__).with_name("durations.json")
+"""File -> test function -> seconds of all its cases, and of its longest: ``make durations``."""
+
+_QUICK_SECONDS = 0.25
+_measured: dict[str, dict[str, list[float]]] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole files change places; a file's tests stay in their order."""
-    place = {f"test_{name}": i for i, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+def _durations() -> dict[str, dict[str, list[float]]]:
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def _is_quick(found: list[float] | None) -> bool:
+    return found is None or found[1] <= _QUICK_SECONDS  # a test that was never measured is new
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the fast lane."""
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"run only tests measured at {_QUICK_SECONDS} s or less, and new ones",
+    )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help=f"write what each test took to tests/{DURATIONS.name}",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast lane does not import a file that has no quick test."""
+    if config.getoption("--quick") and collection_path.suffix == ".py":
+        tests = _durations().get(collection_path.relative_to(config.rootpath).as_posix())
+        if tests and not any(map(_is_quick, tests.values())):
+            return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Whole files change places, the longest first, so that at the end no process is left alone
+    with a long one; a file's tests stay in their order.
+    """
+    known = _durations()
+
+    def of(item: pytest.Item) -> dict[str, list[float]]:
+        return known.get(item.path.relative_to(config.rootpath).as_posix(), {})
+
+    if config.getoption("--quick"):
+        slow = [i for i in items if not _is_quick(of(i).get(i.name.partition("[")[0]))]
+        items[:] = [i for i in items if i not in set(slow)]
+        config.hook.pytest_deselected(items=slow)
+    seconds = {item.path: sum(all_cases for all_cases, _ in of(item).values()) for item in items}
+    items.sort(key=lambda item: -seconds[item.path])
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what a test took, fixtures included."""
+    file, _, name = report.nodeid.partition("::")
+    cases = _measured.setdefault(file, {}).setdefault(name.partition("[")[0], [0.0, 0.0])
+    cases[0] += report.duration
+    cases[1] = max(cases[1], report.duration)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the measured durations, in the process that hears of all tests."""
+    if session.config.getoption("--record-durations") and not hasattr(
+        session.config, "workerinput"
+    ):
+        found = _durations() | _measured
+        rows = []
+        for file, tests in sorted(found.items()):
+            row = {name: [round(x, 2) for x in cases] for name, cases in sorted(tests.items())}
+            rows.append(f"{json.dumps(file)}: {json.dumps(row)}".replace("], ", "],\n  "))
+        DURATIONS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,7 +38,7 @@ def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
         ArgumentError: neither, or less than ``least`` bytes.
 
     Example:
-        >>> size_of("1.5 GiB", "limit"), read_size(4096, "limit")
+        >>> read_size("1.5 GiB", "limit"), read_size(4096, "limit")
         (1610612736, 4096)
     """
     amount = math.nan

@@ -334,7 +334,7 @@ class Order:
             ArgumentError: a batch that is larger than an epoch.
 
         Example:
-            >>> print(Order(1000, blocks=(10,) * 100, window=10).quality(50))
+            >>> print(Order(1000, blocks=(10,) * 100, window=10).quality(50))  # doctest: +NORMALIZE_WHITESPACE
             a global batch of 50 holds samples of 10.0 blocks of 100; a permutation of all samples
             would give 40.3 (25 %)
         """

@@ -45,7 +45,7 @@ def parse_bytes(written: str) -> float | None:
     """Bytes of a size with a unit; None where it is none.
 
     Example:
-        >>> size_of("1.5 GiB"), size_of("80G"), parse_bytes("fast")
+        >>> parse_bytes("1.5 GiB"), parse_bytes("80G"), parse_bytes("fast")
         (1610612736.0, 80000000000.0, None)
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", written.lower())

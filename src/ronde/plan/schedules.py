@@ -113,7 +113,7 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
     written here does not).
 
     Example:
-        >>> allowed("interleaved", 4, 2, 10), allowed("interleaved", 4, 2, 9)
+        >>> allowed("interleaved", 4, 2, 10), allowed("interleaved", 4, 2, 9)  # doctest: +NORMALIZE_WHITESPACE
         (None, 'interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found
         9: take 8 or 10')
     """

@@ -415,7 +415,8 @@ def walls(capacities: Capacities, upto: int = 64, nodes: int | None = None) -> l
         nodes: always so many (the same node); None adds nodes as they fill.
 
     Example:
-        >>> walls(Capacities(250.0, (StageCapacity("decode", 0.001),), 4.0, 8, 3000.0), upto=64, nodes=1)
+        >>> capacities = Capacities(250.0, (StageCapacity("decode", 0.001),), 4.0, 8, 3000.0)
+        >>> walls(capacities, upto=64, nodes=1)  # doctest: +NORMALIZE_WHITESPACE
         [Wall(stage='read', devices=13, limit='storage'), Wall(stage='decode', devices=17,
         limit='cores')]
     """

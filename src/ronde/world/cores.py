@@ -107,9 +107,10 @@ def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[s
     what it costs.
 
     Example:
-        >>> openmp_waits(1, 2, cores=2), openmp_waits(2, 1, cores=2), openmp_waits(2, 2, cores=2), openmp_waits(1, 1, cores=2)
-        ({'GOMP_SPINCOUNT': '10000'}, {'OMP_WAIT_POLICY': 'PASSIVE'}, {'OMP_WAIT_POLICY':
-        'PASSIVE'}, {})
+        >>> openmp_waits(1, 2, cores=2), openmp_waits(2, 1, cores=2)
+        ({'GOMP_SPINCOUNT': '10000'}, {'OMP_WAIT_POLICY': 'PASSIVE'})
+        >>> openmp_waits(2, 2, cores=2), openmp_waits(1, 1, cores=2)
+        ({'OMP_WAIT_POLICY': 'PASSIVE'}, {})
     """
     if os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"):
         return {}

@@ -289,7 +289,7 @@ def digest_values(*parts: Any) -> str:
     """16 letters that stand for some values; equal values give equal letters on every machine.
 
     Example:
-        >>> digest("a", 1) == digest("a", 1), digest("a", 1) == digest_values("a1")
+        >>> digest_values("a", 1) == digest_values("a", 1), digest_values("a", 1) == digest_values("a1")
         (True, False)
     """
     found = hashlib.sha256()
