@@ -54,7 +54,7 @@ def _shown(error: BaseException) -> str:
     """The traceback from the script's first frame on."""
     frames = traceback.TracebackException.from_exception(error)
     frames.stack = traceback.StackSummary.from_list(
-        [f for f in frames.stack if f.filename != __file__ and "/ronde/prove/" not in f.filename]
+        [f for f in frames.stack if Path(f.filename).parent != Path(__file__).parent]
     )
     return "".join(frames.format())
 
