@@ -119,6 +119,7 @@ def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _look(value: Any, depth: int = 3) -> Any:
     """What can be compared with a later look, to tell whether an object was changed."""
+    # No object_graph.walk: two looks are equal only if order and nesting are, too.
     if isinstance(value, (torch.Tensor, nn.Module, *_IMMUTABLE)) or depth == 0:
         return id(value)
     if isinstance(value, list | tuple | set):
