@@ -9,7 +9,9 @@ A name is imported from its room when it is first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.adapt.apply_settings import apply_settings, asked_settings, read_settings
@@ -52,33 +54,6 @@ if TYPE_CHECKING:
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
     from ronde.loader.synthetic import Synthetic, synthetic
-
-_HOMES = {
-    "ronde.adapt.apply_settings": "apply_settings asked_settings read_settings",
-    "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
-    "ronde.data.contract": "Source Step",
-    "ronde.data.images": "images",
-    "ronde.data.named_stages": "rng rngs stage",
-    "ronde.data.order": "Order Quality key_of permute",
-    "ronde.data.pack": "Packed pack verify_pack",
-    "ronde.data.pipeline": "Pipeline",
-    "ronde.data.sources.arrays": "arrays",
-    "ronde.data.sources.base": "Sample",
-    "ronde.data.sources.folder": "folder",
-    "ronde.data.sources.map_dataset": "dataset",
-    "ronde.data.sources.parquet": "parquet",
-    "ronde.data.sources.tar": "tar",
-    "ronde.data.sources.tokens": "tokens",
-    "ronde.data.tabular": "table",
-    "ronde.data.text": "text",
-    "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
-    "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
-    "ronde.loader.loader": "Feed die_with_parent",
-    "ronde.loader.reader": "other_classes pipeline_in",
-    "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
-    "ronde.loader.synthetic": "Synthetic synthetic",
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "CacheReport",
@@ -137,17 +112,32 @@ __all__ = [
     "verify_pack",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ronde.feed' has no attribute {name!r}")
-    import importlib
-
-    importlib.import_module("ronde.cache.cached")  # carries Pipeline.cache out
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.adapt.apply_settings": "apply_settings asked_settings read_settings",
+        "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
+        "ronde.data.contract": "Source Step",
+        "ronde.data.images": "images",
+        "ronde.data.named_stages": "rng rngs stage",
+        "ronde.data.order": "Order Quality key_of permute",
+        "ronde.data.pack": "Packed pack verify_pack",
+        "ronde.data.pipeline": "Pipeline",
+        "ronde.data.sources.arrays": "arrays",
+        "ronde.data.sources.base": "Sample",
+        "ronde.data.sources.folder": "folder",
+        "ronde.data.sources.map_dataset": "dataset",
+        "ronde.data.sources.parquet": "parquet",
+        "ronde.data.sources.tar": "tar",
+        "ronde.data.sources.tokens": "tokens",
+        "ronde.data.tabular": "table",
+        "ronde.data.text": "text",
+        "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
+        "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
+        "ronde.loader.loader": "Feed die_with_parent",
+        "ronde.loader.reader": "other_classes pipeline_in",
+        "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
+        "ronde.loader.synthetic": "Synthetic synthetic",
+    },
+    also="ronde.cache.cached",  # carries Pipeline.cache out
+)

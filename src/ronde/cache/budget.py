@@ -9,8 +9,6 @@ import os
 import re
 from pathlib import Path
 
-import psutil
-
 from ronde.world import ArgumentError
 from ronde.world.cores import _ancestors, _own_groups
 
@@ -106,6 +104,8 @@ def free_memory() -> int:
     """Bytes that can still be taken without swapping or being killed: the machine's, cut by the
     container's limit.
     """
+    import psutil
+
     return int(min(float(psutil.virtual_memory().available), _cgroup_room()))
 
 

@@ -7,44 +7,51 @@ name, and the same where every worker holds pieces only: :func:`write_pieces`, :
 :func:`export_pieces`.
 """
 
-from ronde.checkpoint.encode import decode, encode
-from ronde.checkpoint.files import (
-    Checkpoint,
-    export,
-    find_valid,
-    list_checkpoints,
-    trust,
-    verify,
-    write,
-)
-from ronde.checkpoint.pieces import (
-    Box,
-    Piece,
-    PieceSource,
-    Want,
-    box_of,
-    is_sharded,
-    like,
-    local_part,
-    piece_of,
-    pull,
-)
-from ronde.checkpoint.sharded import export_pieces, write_pieces
-from ronde.checkpoint.state import (
-    group_names,
-    join_optimizer,
-    load_model,
-    load_optimizer,
-    model_pieces,
-    model_state,
-    model_wants,
-    optimizer_pieces,
-    optimizer_state,
-    optimizer_wants,
-    random_state,
-    restore_random,
-    tied_names,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.checkpoint.files import (
+        Checkpoint,
+        export,
+        find_valid,
+        list_checkpoints,
+        trust,
+        verify,
+        write,
+    )
+    from ronde.checkpoint.pieces import (
+        Box,
+        Piece,
+        PieceSource,
+        Want,
+        box_of,
+        is_sharded,
+        like,
+        local_part,
+        piece_of,
+        pull,
+    )
+    from ronde.checkpoint.plain_values import decode, encode
+    from ronde.checkpoint.sharded import export_pieces, write_pieces
+    from ronde.checkpoint.state import (
+        group_names,
+        join_optimizer,
+        load_model,
+        load_optimizer,
+        model_pieces,
+        model_state,
+        model_wants,
+        optimizer_pieces,
+        optimizer_state,
+        optimizer_wants,
+        random_state,
+        restore_random,
+        tied_names,
+    )
 
 __all__ = [
     "Box",
@@ -82,3 +89,14 @@ __all__ = [
     "write",
     "write_pieces",
 ]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.checkpoint.plain_values": "decode encode",
+        "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify write",
+        "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded like local_part piece_of pull",
+        "ronde.checkpoint.sharded": "export_pieces write_pieces",
+        "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer model_pieces model_state model_wants optimizer_pieces optimizer_state optimizer_wants random_state restore_random tied_names",
+    },
+)

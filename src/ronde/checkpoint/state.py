@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.checkpoint.encode import decode, encode
 from ronde.checkpoint.pieces import Box, Piece, Want, like, local_part, piece_of, replicated
+from ronde.checkpoint.plain_values import decode, encode
 from ronde.world import CheckpointError
 
 __all__ = [

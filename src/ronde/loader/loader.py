@@ -25,14 +25,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ronde.cache.cached import CachedDataset, CachedSource
 from ronde.data import named_stages
 from ronde.data.echo import Echoed
 from ronde.data.order import Order, key_of
 from ronde.data.pipeline import Pipeline
-from ronde.data.sources.arrays import ArraySource
-from ronde.data.sources.base import BaseSource
-from ronde.data.sources.map_dataset import DatasetSource
 from ronde.introspect.code_owner import is_ronde
 from ronde.introspect.object_graph import walk
 from ronde.introspect.open_handles import held_open, unchanged
@@ -104,6 +100,14 @@ def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
         >>> is_own(torch.utils.data.TensorDataset(torch.zeros(3)))
         False
     """
+    if not is_ronde(type(dataset)):
+        return False
+    # Imported here: most trainings read a Dataset of their own.
+    from ronde.cache.cached import CachedDataset, CachedSource
+    from ronde.data.sources.arrays import ArraySource
+    from ronde.data.sources.base import BaseSource
+    from ronde.data.sources.map_dataset import DatasetSource
+
     source: Any = dataset
     calls = [collate]
     while isinstance(source, Pipeline | CachedSource | CachedDataset) and is_ronde(type(source)):

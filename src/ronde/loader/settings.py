@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from torch.utils.data import (
     default_collate,
 )
@@ -123,6 +122,8 @@ class FeedSettings:
         """Write them as YAML, whole or not at all."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
+        import yaml
+
         temporary.write_text(lines + yaml.safe_dump(self.to_dict(), sort_keys=False))
         temporary.rename(path)
 
@@ -133,6 +134,8 @@ class FeedSettings:
         Raises:
             ArgumentError: no such file, or not a settings file.
         """
+        import yaml
+
         try:
             values = yaml.safe_load(path.read_text())
         except OSError as error:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from ronde.world import ArgumentError
 
 __all__ = ["SPLIT_FIELDS", "Layout", "Place", "Plan", "Schedule", "ShardLevel"]
@@ -318,6 +316,8 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write YAML."""
+        import yaml
+
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
     @staticmethod
@@ -348,6 +348,8 @@ class Plan:
         Raises:
             ArgumentError: it cannot be read, or holds no plan.
         """
+        import yaml
+
         try:
             text = Path(path).read_text()
             try:

@@ -4,37 +4,44 @@ Offers :class:`Record` and the event types, :class:`Watcher`, :class:`RunDir`, :
 :func:`curve`. Whatever watches can never break the training.
 """
 
-from ronde.watch.curve import curve, thin
-from ronde.watch.progress import (
-    MARK,
-    Bar,
-    Display,
-    Lines,
-    Rate,
-    Silent,
-    Stream,
-    choose_display,
-    clock,
-)
-from ronde.watch.record import (
-    EVENTS,
-    SCHEMA_VERSION,
-    Checkpointed,
-    Ended,
-    Epoch,
-    Evaluated,
-    Event,
-    Logged,
-    Record,
-    Resumed,
-    Started,
-    StepRecorded,
-    Warned,
-    read,
-)
-from ronde.watch.run_dir import RunDir, check_name, claim, latest, script_stem
-from ronde.watch.summary import Summary, summarise
-from ronde.watch.watcher import Watcher, recorded
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.watch.loss_curve import curve, thin
+    from ronde.watch.progress import (
+        MARK,
+        Bar,
+        Display,
+        Lines,
+        Rate,
+        Silent,
+        Stream,
+        choose_display,
+        clock,
+    )
+    from ronde.watch.record import (
+        EVENTS,
+        SCHEMA_VERSION,
+        Checkpointed,
+        Ended,
+        Epoch,
+        Evaluated,
+        Event,
+        Logged,
+        Record,
+        Resumed,
+        Started,
+        StepRecorded,
+        Warned,
+        read,
+    )
+    from ronde.watch.run_dir import RunDir, check_name, claim, latest, script_stem
+    from ronde.watch.summary import Summary, summarise
+    from ronde.watch.watcher import Watcher, recorded
 
 __all__ = [
     "EVENTS",
@@ -72,3 +79,15 @@ __all__ = [
     "summarise",
     "thin",
 ]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.watch.loss_curve": "curve thin",
+        "ronde.watch.progress": "Bar Display Lines MARK Rate Silent Stream choose_display clock",
+        "ronde.watch.record": "Checkpointed EVENTS Ended Epoch Evaluated Event Logged Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
+        "ronde.watch.run_dir": "RunDir check_name claim latest script_stem",
+        "ronde.watch.summary": "Summary summarise",
+        "ronde.watch.watcher": "Watcher recorded",
+    },
+)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -30,6 +30,8 @@ def _local_store(size: int) -> Store:
     All ranks of one machine have the same parent (mpirun, or its proxy): its pid and start time
     name the file.
     """
+    import psutil
+
     parent = psutil.Process(os.getppid())
     folder = Path(tempfile.gettempdir()) / f"ronde-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -112,7 +114,9 @@ def connect(timeout_seconds: float = 1800.0) -> World:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    elif _identity().address in ("127.0.0.1", "localhost") and "lo" in dict(psutil.net_if_addrs()):
+    elif _identity().address in ("127.0.0.1", "localhost") and any(
+        name == "lo" for _, name in socket.if_nameindex()
+    ):
         # Without it gloo binds what the host name resolves to, which need not be reachable, and is
         # not loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

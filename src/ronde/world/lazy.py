@@ -1,0 +1,43 @@
+"""Names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["lazily"]
+
+
+def lazily(
+    package: str, homes: Mapping[str, str], also: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package whose names live in other modules.
+
+    A room's ``__init__`` names what the room offers; importing all of that would cost every
+    ``import ronde`` what only some scripts use (PEP 562).
+
+    Args:
+        package: ``__name__`` of the package.
+        homes: module -> the names that come from it, with spaces between them.
+        also: a module that is imported before the first name is.
+
+    Example:
+        >>> get, _ = lazily("ronde.example", {"ronde.world.errors": "ArgumentError RondeError"})
+        >>> get("ArgumentError").__name__
+        'ArgumentError'
+    """
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if also is not None:
+            importlib.import_module(also)
+        value = getattr(importlib.import_module(home[name]), name)
+        if package in sys.modules:
+            setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *home})
