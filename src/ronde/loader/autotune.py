@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -107,7 +106,7 @@ def try_out(reader: Reader, ask: Ask) -> Trial:
                     break
         except Exception:
             collates.append(0.0)
-        return Trial(not marks.unmoved(), statistics.median(times), min(collates) / len(samples))
+        return Trial(not marks.unmoved(), float(np.median(times)), min(collates) / len(samples))
 
 
 def _queued_seconds() -> float:
@@ -316,7 +315,7 @@ def _by_threads(
     """``(executor, why, samples)`` after ``n`` threads have read; the samples where threads found
     others than one thread alone.
     """
-    undisturbed = statistics.median(_tick() for _ in range(15))
+    undisturbed = float(np.median([_tick() for _ in range(15)]))
     ticks: list[float] = []
     alone: list[float] = []
     beside: list[float] = []
@@ -335,7 +334,7 @@ def _by_threads(
                 one.values,
             )
         alone.append(one.seconds)
-        beside.append(statistics.mean(t.seconds for t in many))
+        beside.append(float(np.mean([t.seconds for t in many])))
         if time.perf_counter() - start > _BUDGET_SECONDS:
             break
     held_share = (

@@ -4,7 +4,6 @@ next one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,6 +90,8 @@ class PredictionCheck:
 
     def sentence(self) -> tuple[str, float]:
         """The comparison in a line, and the measured seconds of a step."""
+        import statistics  # and with it decimal and fractions, for a sentence that few runs print
+
         f = self.forecast
         whole, passes, optimizer = (
             statistics.median(v[self._first :]) for v in (self.whole, self.passes, self.optimizer)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,10 +36,12 @@ from ronde.run.evaluation import Evaluation, gather_skipped, on_device
 from ronde.run.losses import LossCall
 from ronde.run.per_pass_buffers import Passes
 from ronde.run.run_state import DTYPES, MicroBatches, State
-from ronde.run.step_port import StepPort
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, LossError, PlanError, RondeError, World
 from ronde.world.consensus import gather_json
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import StepPort
 
 __all__ = ["Run"]
 
@@ -175,6 +177,8 @@ class Run:
         """For tools that measure this run: steps on given batches, its parts, a snapshot."""
         # Made anew: a port that the run held would hold the run, and loading processes end in
         # order only where there is no such cycle.
+        from ronde.run.step_port import StepPort
+
         return StepPort(self)
 
     # -- the loop ----------------------------------------------------------------------
