@@ -54,7 +54,8 @@ def main() -> None:
         plain = images(Path(place) / "data")
         epoch(plain)
         print(
-            f"{'':28}{'first epoch':>12}{'others':>10}   ms of CPU a sample, best of {options.rounds}"
+            f"{'':28}{'first epoch':>12}{'others':>10}   ms of CPU a sample, best of "
+            f"{options.rounds}"
         )
         print(f"{'no cache':28}{'':12}{min(epoch(plain) for _ in range(options.rounds)):10.3f}")
         for after in ("read", "decode"):
@@ -68,7 +69,8 @@ def main() -> None:
                     kept.source.close()
                 name = f"after {after}, {'memory' if where == 'memory' else 'disk'}"
                 print(
-                    f"{name:28}{min(cold):12.3f}{warm:10.3f}   {report.bytes / report.held / 1e3:.0f} kB a sample"
+                    f"{name:28}{min(cold):12.3f}{warm:10.3f}   "
+                    f"{report.bytes / report.held / 1e3:.0f} kB a sample"
                 )
 
 

@@ -250,7 +250,8 @@ def run(context, case: Case, devices: int, mode: str, seconds: float) -> tuple[f
             break
     else:
         print(
-            f"   {case.name}: {devices} devices were woken {100 * lag:.0f} % of a step late in {TRIES} tries: this host is too busy",
+            f"   {case.name}: {devices} devices were woken {100 * lag:.0f} % of a step "
+            f"late in {TRIES} tries: this host is too busy",
             flush=True,
         )
     return found[0], found[1], found[2]
@@ -437,7 +438,9 @@ def main() -> None:
             sign = "ok " if r["right"] else "OFF"
             knee = " knee" if r["knee"] else ""
             print(
-                f"   {sign} {r['devices']:>2} devices: predicted {100 * r['predicted']:5.1f} % ({100 * r['low']:.0f} to {100 * r['high']:.0f}), "
+                f"   {sign} {r['devices']:>2} devices: predicted "
+                f"{100 * r['predicted']:5.1f} % ({100 * r['low']:.0f} to "
+                f"{100 * r['high']:.0f}), "
                 f"measured {100 * r['measured']:5.1f} %, error {r['error_points']:+5.1f}{knee}",
                 flush=True,
             )
@@ -446,7 +449,8 @@ def main() -> None:
     away = [abs(r["error_points"]) for r in all_rows if not r["knee"]]
     at = [abs(r["error_points"]) for r in all_rows if r["knee"]]
     print(
-        f"\n{len(all_rows) - len(off)} of {len(all_rows)} within the bar; away from the knee mean {statistics.mean(away):.1f}, worst {max(away):.1f} "
+        f"\n{len(all_rows) - len(off)} of {len(all_rows)} within the bar; away from the "
+        f"knee mean {statistics.mean(away):.1f}, worst {max(away):.1f} "
         f"points (n = {len(away)}, bar 5)"
         + (
             f"; on it mean {statistics.mean(at):.1f}, worst {max(at):.1f} (n = {len(at)}, bar 10)"

@@ -372,8 +372,11 @@ def main() -> None:
                     else "WRONG"
                 )
                 print(
-                    f"{mark:<6}{name:<26}{stage or 'healthy':<18}said {row['said'] or 'healthy':<18}points {row['points']:5.1f}  truth "
-                    f"{found['points']:5.1f}  ({found['with']:.0f} of {found['without']:.0f}, ceiling {found['ceiling']:.0f})  {row['seconds']:.0f} s",
+                    f"{mark:<6}{name:<26}{stage or 'healthy':<18}said "
+                    f"{row['said'] or 'healthy':<18}points {row['points']:5.1f}  truth "
+                    f"{found['points']:5.1f}  ({found['with']:.0f} of "
+                    f"{found['without']:.0f}, ceiling {found['ceiling']:.0f})  "
+                    f"{row['seconds']:.0f} s",
                     flush=True,
                 )
     print(json.dumps(write(rows, options)["summary"]))

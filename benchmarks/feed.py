@@ -552,7 +552,8 @@ def show(which: str, result: dict[str, Any]) -> None:
     for name, rate in sorted(rates.items(), key=lambda item: -item[1]["per_cpu_second"]):
         times = "" if name.startswith("ronde") else f"{mine / rate['per_cpu_second']:.2f} x as fast"
         print(
-            f"  {name:42} {rate['per_cpu_second']:15,.0f} {rate['per_wall_second']:18,.0f}     {times}"
+            f"  {name:42} {rate['per_cpu_second']:15,.0f} {rate['per_wall_second']:18,.0f} "
+            f"    {times}"
         )
 
 
@@ -617,7 +618,8 @@ def cure(data: Path, rounds: int, rate: float, seconds: float) -> dict[str, Any]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet"}
     doctor = prescription(data, data.parent, rate, env)
     print(
-        f"  ronde doctor: {doctor['gap']:.0%} lost, prescribes {', '.join(doctor['applied']['prescriptions'])}: {doctor['applied']['settings']}"
+        f"  ronde doctor: {doctor['gap']:.0%} lost, prescribes "
+        f"{', '.join(doctor['applied']['prescriptions'])}: {doctor['applied']['settings']}"
     )
     for i in range(rounds):
         names = list(ARMS)
@@ -713,7 +715,8 @@ def main() -> None:
         make_photographs(data / "photos", args.images)
         sizes = [f.stat().st_size for f in (data / "photos").glob("*/*.jpg")]
         print(
-            f"{len(sizes)} JPEG files, {statistics.mean(sizes) / 1000:.0f} kB on average; core {core} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}"
+            f"{len(sizes)} JPEG files, {statistics.mean(sizes) / 1000:.0f} kB on average; "
+            f"core {core} of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}"
         )
         for which in args.only or [*CONTESTS, "cure"]:
             if which == "cure":
@@ -722,7 +725,8 @@ def main() -> None:
                 results["cure"] = {"machine": machine}
                 for rate in args.rate or [300.0, 400.0]:
                     print(
-                        f"\nA training on JPEG files, its device simulated at {rate:.0f} images a second; all cores"
+                        f"\nA training on JPEG files, its device simulated at {rate:.0f} "
+                        "images a second; all cores"
                     )
                     found = results["cure"][f"{rate:.0f}"] = cure(
                         data / "many", max(3, args.rounds // 2), rate, args.seconds

@@ -351,7 +351,8 @@ def main() -> None:
         print("\norder: first batch after a resume at two thirds of the epoch")
         for n, values in report["order"].items():
             print(
-                f"{n:>8} samples{values['first_batch_ms']:10.1f} ms{values['grown_megabytes']:8.1f} MB"
+                f"{n:>8} samples{values['first_batch_ms']:10.1f} "
+                f"ms{values['grown_megabytes']:8.1f} MB"
             )
     _write(path, report)
 

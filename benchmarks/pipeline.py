@@ -345,11 +345,13 @@ def main() -> None:
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else "–"
         shares = [f"{100 * r[k]:.1f} %" if r[k] is not None else "–" for k in ("bubble", "theory")]
         print(
-            f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} {shares[1]:>7}"
+            f"{r['case']:40} {seconds[0]:>9} {seconds[1]:>9} {ratio:>6} {shares[0]:>7} "
+            f"{shares[1]:>7}"
         )
     for c in cuts:
         print(
-            f"uneven layers, {c['stages']} stages: slowest stage {c['slowest_stage_over_optimum']:.2f} × the best of all cuts, "
+            f"uneven layers, {c['stages']} stages: slowest stage "
+            f"{c['slowest_stage_over_optimum']:.2f} × the best of all cuts, "
             f"{c['speed_up']:.2f} × the speed of a cut by count"
         )
     if given.json:

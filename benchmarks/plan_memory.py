@@ -449,7 +449,8 @@ def child(target: str, arguments: str) -> None:
 def one_device_rows(names: list[str], output: Path) -> None:
     rows: list[dict[str, Any]] = []
     print(
-        f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} {'error':>7} {'tracker':>10} {'error':>7}   (MiB)"
+        f"{'family':<12} {'model':<11} {'batch':>5} {'measured':>10} {'chain':>10} "
+        f"{'error':>7} {'tracker':>10} {'error':>7}   (MiB)"
     )
     for name in names:
         for samples in MODELS[name][4]:
@@ -466,7 +467,8 @@ def one_device_rows(names: list[str], output: Path) -> None:
             row["tracker_error"] = predicted["tracker"] / measured - 1
             rows.append(row)
             print(
-                f"{'one device':<12} {name:<11} {samples:>5} {measured / 2**20:>10.1f} {predicted['chain'] / 2**20:>10.1f} {row['chain_error']:>+7.1%}"
+                f"{'one device':<12} {name:<11} {samples:>5} {measured / 2**20:>10.1f} "
+                f"{predicted['chain'] / 2**20:>10.1f} {row['chain_error']:>+7.1%}"
                 f" {predicted['tracker'] / 2**20:>10.1f} {row['tracker_error']:>+7.1%}",
                 flush=True,
             )
@@ -474,7 +476,8 @@ def one_device_rows(names: list[str], output: Path) -> None:
     for kind in ("chain", "tracker"):
         errors = [abs(r[f"{kind}_error"]) for r in rows]
         print(
-            f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} runs"
+            f"{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, "
+            f"{len(errors)} runs"
         )
 
 
@@ -796,7 +799,8 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
 
     rows: list[dict[str, Any]] = []
     print(
-        f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} {'error':>7}   (MiB)   too small / a third larger"
+        f"{'family':<17} {'model':<5} {'workers':>7} {'measured':>9} {'predicted':>9} "
+        f"{'error':>7}   (MiB)   too small / a third larger"
     )
     for name in names:
         costs = weighed(name)
@@ -818,8 +822,11 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
                 for p in row["by_worker"]
             )
             print(
-                f"{family:<17} {name:<5} {row['workers']:>7} {row['measured_bytes'] / 2**20:>9.1f} {row['predicted_bytes'] / 2**20:>9.1f}"
-                f" {row['error']:>+7.1%}   {row['verdict_just_too_small']} / {row['verdict_a_third_larger']}   [{each}] {kinds}",
+                f"{family:<17} {name:<5} {row['workers']:>7} "
+                f"{row['measured_bytes'] / 2**20:>9.1f} "
+                f"{row['predicted_bytes'] / 2**20:>9.1f}"
+                f" {row['error']:>+7.1%}   {row['verdict_just_too_small']} / "
+                f"{row['verdict_a_third_larger']}   [{each}] {kinds}",
                 flush=True,
             )
             write(rows, output, ("family", "model"), ("",))
@@ -828,7 +835,8 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
     errors = [abs(r["error"]) for r in rows]
     wrong = [r for r in rows if r["verdict_just_too_small"] == "fits"]
     print(
-        f"mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, {len(errors)} plans; called 'fits' and would fail: {len(wrong)}"
+        f"mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}, "
+        f"{len(errors)} plans; called 'fits' and would fail: {len(wrong)}"
     )
 
 

@@ -264,16 +264,19 @@ def main() -> None:
                     else ""
                 )
                 step = (
-                    f"{made.raw_step_seconds:.3f} s against {seconds:.3f} ({100 * times[source][-1]:+.0f} %)"
+                    f"{made.raw_step_seconds:.3f} s against {seconds:.3f} "
+                    f"({100 * times[source][-1]:+.0f} %)"
                     if seconds
                     else ""
                 )
                 print(
-                    f"{row['id']:>4} {row['gpu']:5} × {row['gpu_count']:>4} {row['model'][:16]:16} {made.plan.spec[:60]:60} {step}{peak}"
+                    f"{row['id']:>4} {row['gpu']:5} × {row['gpu_count']:>4} "
+                    f"{row['model'][:16]:16} {made.plan.spec[:60]:60} {step}{peak}"
                 )
     for title, table in (("step time", times), ("peak memory", peaks)):
         print(
-            f"\n{title}: error of the prediction\n{'source':60}   n  mean |e|  median |e|   mean e   p90 |e|"
+            f"\n{title}: error of the prediction\n{'source':60}   n  mean |e|  median |e|  "
+            " mean e   p90 |e|"
         )
         for source, errors in [
             *sorted(table.items()),
@@ -284,7 +287,8 @@ def main() -> None:
                 p90 = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
                 mean, median = statistics.mean(sizes), statistics.median(sizes)
                 print(
-                    f"{source[:60]:60} {len(sizes):3}  {mean:7.1%}  {median:9.1%}  {statistics.mean(errors):+7.1%}  {p90:8.1%}"
+                    f"{source[:60]:60} {len(sizes):3}  {mean:7.1%}  {median:9.1%}  "
+                    f"{statistics.mean(errors):+7.1%}  {p90:8.1%}"
                 )
     print(
         "\nleft out: "

@@ -414,8 +414,10 @@ def main() -> None:
                 rows.append({**row, "network": network or "loopback", "noise": found["noise"]})
                 r = rows[-1]
                 print(
-                    f"{r['network']:9} {kind:12} {r['plan']:56} predicted {r['predicted'] * 1e3:8.1f} ms   "
-                    f"measured {r['measured'] * 1e3:8.1f} ms   {r['predicted'] / r['measured'] - 1:+6.1%}",
+                    f"{r['network']:9} {kind:12} {r['plan']:56} predicted "
+                    f"{r['predicted'] * 1e3:8.1f} ms   "
+                    f"measured {r['measured'] * 1e3:8.1f} ms   "
+                    f"{r['predicted'] / r['measured'] - 1:+6.1%}",
                     flush=True,
                 )
             if given.json:  # what is there stays, whatever becomes of the rest

@@ -72,12 +72,14 @@ def main() -> None:
                 {"healthy": name, "blamed": blamed, "status": verdict.status, "plans": told}
             )
             print(
-                f"{'BLAMED' if blamed else verdict.status:6} {name:22} {verdict.seconds:5.1f} s  {told}{why}",
+                f"{'BLAMED' if blamed else verdict.status:6} {name:22} "
+                f"{verdict.seconds:5.1f} s  {told}{why}",
                 flush=True,
             )
     n = len(faults)
     print(
-        f"faults: {sum(bool(r.get('found')) for r in rows)} of {n} found, {sum(bool(r.get('named')) for r in rows)} of {n} named; "
+        f"faults: {sum(bool(r.get('found')) for r in rows)} of {n} found, "
+        f"{sum(bool(r.get('named')) for r in rows)} of {n} named; "
         f"sound models: {sum(bool(r.get('blamed')) for r in rows)} of {len(healthy)} blamed, "
         f"{sum(r.get('status') == 'equal' for r in rows)} equal; {time.monotonic() - began:.0f} s"
     )

@@ -181,7 +181,8 @@ def main() -> None:
     for row in rows:
         torch = f"× {row['torch']:.2f}" if "torch" in row else ""
         print(
-            f"{row['plan']:28} {1e3 * row['ronde_seconds']:6.1f} ms {'× ' + format(row['other'], '.2f'):>9} {torch:>14}"
+            f"{row['plan']:28} {1e3 * row['ronde_seconds']:6.1f} ms "
+            f"{'× ' + format(row['other'], '.2f'):>9} {torch:>14}"
         )
     import torch as installed
 

@@ -1,6 +1,4 @@
-"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes
-with.
-"""
+"""Train a small convolutional network on scikit-learn's 1,797 handwritten digits."""
 
 import argparse
 
@@ -41,6 +39,5 @@ for epoch in range(args.epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(
-        f"epoch {epoch + 1}  evaluate  accuracy {accuracy(model(images[test_set.indices]), labels[test_set.indices]):.4f}"
-    )
+    score = accuracy(model(images[test_set.indices]), labels[test_set.indices])
+    print(f"epoch {epoch + 1}  evaluate  accuracy {score:.4f}")

@@ -576,7 +576,8 @@ def test_files_that_opencv_reads_are_seen_and_not_cached(pictures, monkeypatch):
     assert library.imread is imread
     with pytest.raises(
         ArgumentError,
-        match=r"OpenCV reads the files by itself.*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead",
+        match=r"OpenCV reads the files by itself.*feed\.images\(FOLDER\)\.cache\(\"read\"\) "
+        r"instead",
     ):
         apply_remedies(dataset, FeedSettings(cache="read"))
 

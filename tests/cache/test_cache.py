@@ -89,16 +89,41 @@ def alike(a, b) -> bool:
 @pytest.mark.parametrize(
     "value",
     [
-        b"", b"jpeg", "naïve \ud800", 3, -(10**30), True, None, 2.5, float("nan"), float("-inf"), -0.0,
-        (1, (b"x", [])), {"a": 1, 2: {"b": None}, None: (), 1.5: 0},
-        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1), np.zeros((0, 3), np.float32), np.array(7, np.int8), np.array(["ab", ""]),
-        np.array(["2020-01-01"], dtype="M8[D]"), np.arange(4, dtype=">u2"), np.float32(1.1), np.bool_(True), np.array([1 + 2j]),
-        torch.arange(6).reshape(2, 3).t(), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 4), torch.tensor([True, False]),
-        torch.tensor([1 + 2j]).conj(), torch.zeros(3, dtype=torch.float8_e5m2),
-        Sample(b"data", 3, "cat/1.jpg"), Row(age=3, name="x"), Point(1, np.ones(2)), [np.ones(3, np.uint8), torch.ones(1)],
+        b"",
+        b"jpeg",
+        "naïve \ud800",
+        3,
+        -(10**30),
+        True,
+        None,
+        2.5,
+        float("nan"),
+        float("-inf"),
+        -0.0,
+        (1, (b"x", [])),
+        {"a": 1, 2: {"b": None}, None: (), 1.5: 0},
+        np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1),
+        np.zeros((0, 3), np.float32),
+        np.array(7, np.int8),
+        np.array(["ab", ""]),
+        np.array(["2020-01-01"], dtype="M8[D]"),
+        np.arange(4, dtype=">u2"),
+        np.float32(1.1),
+        np.bool_(True),
+        np.array([1 + 2j]),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.zeros(0, 4),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.zeros(3, dtype=torch.float8_e5m2),
+        Sample(b"data", 3, "cat/1.jpg"),
+        Row(age=3, name="x"),
+        Point(1, np.ones(2)),
+        [np.ones(3, np.uint8), torch.ones(1)],
     ],
     ids=lambda v: f"{type(v).__name__}-{str(v)[:20]!r}",
-)  # fmt: skip
+)
 def test_values_come_back_bit_for_bit(value):
     found = back(value)
     assert alike(value if not isinstance(value, torch.Tensor) else value.resolve_conj(), found)
@@ -137,10 +162,21 @@ class Odd(dict):
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1, 2}, np.array([None]), np.zeros(2, dtype=[("a", "i4")]), torch.ones(2, requires_grad=True), torch.ones(2).to_sparse(), Odd(a=1),
-     torch.empty(2, device="meta"), {(1, 2): 3}, torch.nn.Parameter(torch.ones(2)), bytearray(b"x")],
+    [
+        object(),
+        {1, 2},
+        np.array([None]),
+        np.zeros(2, dtype=[("a", "i4")]),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2).to_sparse(),
+        Odd(a=1),
+        torch.empty(2, device="meta"),
+        {(1, 2): 3},
+        torch.nn.Parameter(torch.ones(2)),
+        bytearray(b"x"),
+    ],
     ids=lambda v: type(v).__name__,
-)  # fmt: skip
+)
 def test_what_would_not_come_back_is_refused(value):
     with pytest.raises(CannotEncode):
         encode_sample((1, value))

@@ -393,15 +393,21 @@ def test_another_attribute_of_a_class_is_another_step(tmp_path, kind):
 
 HELPER = "SIZE = 4\ndef helper(x):\n    return x + SIZE\n"
 USES = {
-    "from, in the body": "def step(x):\n    from mended_pkg.sub import helper\n    return helper(x)\n",
-    "dotted, in the body": "def step(x):\n    import mended_pkg.sub\n    return mended_pkg.sub.helper(x)\n",
+    "from, in the body": "def step(x):\n    from mended_pkg.sub import helper\n    return "
+    "helper(x)\n",
+    "dotted, in the body": "def step(x):\n    import mended_pkg.sub\n    return "
+    "mended_pkg.sub.helper(x)\n",
     "renamed, in the body": "def step(x):\n    import mended_pkg.sub as m\n    return m.helper(x)\n",
-    "module, in the body": "def step(x):\n    from mended_pkg import sub\n    return sub.helper(x)\n",
+    "module, in the body": "def step(x):\n    from mended_pkg import sub\n    return "
+    "sub.helper(x)\n",
     "a constant of it": "import mended_pkg.sub\ndef step(x):\n    return x + mended_pkg.sub.SIZE\n",
     "dotted": "import mended_pkg.sub\ndef step(x):\n    return mended_pkg.sub.helper(x)\n",
-    "by another name": "import mended_pkg.sub\ndef step(x):\n    s = mended_pkg.sub\n    return s.helper(x)\n",
-    "used inside": "def make():\n    import mended_pkg.sub as m\n    return lambda x: m.helper(x)\ndef step(x):\n    return make()(x)\n",
-    "held by an object": "import mended_pkg.sub\nclass T:\n    def __init__(self):\n        self.m = mended_pkg.sub\nstep = T()\n",
+    "by another name": "import mended_pkg.sub\ndef step(x):\n    s = mended_pkg.sub\n    return "
+    "s.helper(x)\n",
+    "used inside": "def make():\n    import mended_pkg.sub as m\n    return lambda x: "
+    "m.helper(x)\ndef step(x):\n    return make()(x)\n",
+    "held by an object": "import mended_pkg.sub\nclass T:\n    def __init__(self):\n        self.m "
+    "= mended_pkg.sub\nstep = T()\n",
 }
 
 
@@ -427,7 +433,8 @@ def test_a_relative_import_and_the_members_of_an_enum_count(tmp_path):
     def files(value):
         return {
             "mended/__init__.py": "",
-            "mended/steps.py": "def step(x):\n    from .modes import Mode\n    return x + Mode.A.value\n",
+            "mended/steps.py": "def step(x):\n    from .modes import Mode\n    return x + "
+            "Mode.A.value\n",
             "mended/modes.py": f"import enum\nclass Mode(enum.Enum):\n    A = {value}\n    B = 1\n",
         }
 
@@ -455,10 +462,13 @@ def test_an_import_that_cannot_be_looked_into_is_refused(tmp_path):
 LOOKED_UP = {
     "environment": "def step(x):\n    return x * float(os.environ['RONDE_TEST_SCALE'])\n",
     "getenv": "def step(x):\n    return x * float(os.getenv('RONDE_TEST_SCALE', '1'))\n",
-    "a name that is a constant": "NAME = 'RONDE_TEST_SCALE'\ndef step(x):\n    return x * float(os.environ[NAME])\n",
+    "a name that is a constant": "NAME = 'RONDE_TEST_SCALE'\ndef step(x):\n    return x * "
+    "float(os.environ[NAME])\n",
     "globals()": "SCALE = VALUE\ndef step(x):\n    return x * globals()['SCALE']\n",
-    "getattr": "import mended_values\ndef step(x):\n    return x * getattr(mended_values, 'SCALE')\n",
-    "import_module": "import importlib\ndef step(x):\n    return x * importlib.import_module('mended_values').SCALE\n",
+    "getattr": "import mended_values\ndef step(x):\n    return x * getattr(mended_values, "
+    "'SCALE')\n",
+    "import_module": "import importlib\ndef step(x):\n    return x * "
+    "importlib.import_module('mended_values').SCALE\n",
 }
 
 

@@ -356,7 +356,10 @@ def test_a_full_disk(tmp_path, how):
         command = [sys.executable, "full.py", str(target), how]
     else:
         # A disk of 1 MB in a mount namespace of its own: it is gone with the process.
-        inner = f'mount -t tmpfs -o size=1m none "{target.parent}" && exec "{sys.executable}" full.py "{target}" disk'
+        inner = (
+            f'mount -t tmpfs -o size=1m none "{target.parent}" && exec "{sys.executable}" '
+            f'full.py "{target}" disk'
+        )
         command = ["unshare", "-m", "sh", "-c", inner]
         probe = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=1m none "{target.parent}"']
         if (
@@ -414,14 +417,44 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -1, 2**70, 0.1, -0.0, 5e-324, math.nan, math.inf, -math.inf, "", "ä\u2028\x00", [], {}, (), [1, (2, [3])],
-        (0.9, 0.999), {"a": {"b": (1,)}}, {1: "x", -2: "y"}, {(1, 2): 3, None: 4, 1.5: 5}, {"__ronde__": "tuple", "items": []},
-        Counter([3, 3, 7]), Counter(), OrderedDict([("b", 1), ("a", 2)]), deque([1, 2], maxlen=3), deque(),
-        torch.tensor(1.5), torch.tensor([math.nan, math.inf, -0.0]), torch.arange(6).reshape(2, 3), torch.tensor([True, False]),
-        torch.tensor([0.1, -1 / 3, 1e-300], dtype=torch.float64), torch.tensor([0.1, -2.5, 1e30, 3]).to(torch.bfloat16), torch.tensor([], dtype=torch.int8), torch.zeros(0, 3),
+        None,
+        True,
+        0,
+        -1,
+        2**70,
+        0.1,
+        -0.0,
+        5e-324,
+        math.nan,
+        math.inf,
+        -math.inf,
+        "",
+        "ä\u2028\x00",
+        [],
+        {},
+        (),
+        [1, (2, [3])],
+        (0.9, 0.999),
+        {"a": {"b": (1,)}},
+        {1: "x", -2: "y"},
+        {(1, 2): 3, None: 4, 1.5: 5},
+        {"__ronde__": "tuple", "items": []},
+        Counter([3, 3, 7]),
+        Counter(),
+        OrderedDict([("b", 1), ("a", 2)]),
+        deque([1, 2], maxlen=3),
+        deque(),
+        torch.tensor(1.5),
+        torch.tensor([math.nan, math.inf, -0.0]),
+        torch.arange(6).reshape(2, 3),
+        torch.tensor([True, False]),
+        torch.tensor([0.1, -1 / 3, 1e-300], dtype=torch.float64),
+        torch.tensor([0.1, -2.5, 1e30, 3]).to(torch.bfloat16),
+        torch.tensor([], dtype=torch.int8),
+        torch.zeros(0, 3),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_is_encoded_comes_back(value):
     through = decode(json.loads(json.dumps(encode(value))))
     assert same(value, through), (value, through)
@@ -640,11 +673,31 @@ def test_generators_go_on_where_they_were(tmp_path):
 # -- nothing is unpickled --------------------------------------------------------------
 
 FORBIDDEN = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "_pickle.loads", "cloudpickle.load", "cloudpickle.loads", "dill.loads", "joblib.load",
-    "marshal.loads", "shelve.open", "torch.load", "os.system", "os.popen", "eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-    "torch.distributed.broadcast_object_list", "torch.distributed.all_gather_object", "torch.distributed.gather_object",
-    "torch.distributed.scatter_object_list", "torch.distributed.recv_object_list", "torch.distributed.checkpoint.load",
-}  # fmt: skip
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "_pickle.loads",
+    "cloudpickle.load",
+    "cloudpickle.loads",
+    "dill.loads",
+    "joblib.load",
+    "marshal.loads",
+    "shelve.open",
+    "torch.load",
+    "os.system",
+    "os.popen",
+    "eval",
+    "exec",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "torch.distributed.broadcast_object_list",
+    "torch.distributed.all_gather_object",
+    "torch.distributed.gather_object",
+    "torch.distributed.scatter_object_list",
+    "torch.distributed.recv_object_list",
+    "torch.distributed.checkpoint.load",
+}
 
 
 def dangers(source: str) -> list[str]:
@@ -713,7 +766,8 @@ def test_a_parameter_that_the_model_has_no_more_is_named_by_its_shape():
     model[1] = torch.nn.Linear(4, 2)
     with pytest.raises(
         CheckpointError,
-        match=r"group 0 holds a parameter of shape \(2, 4\) that the model does not have.*take its old parameters out",
+        match=r"group 0 holds a parameter of shape \(2, 4\) that the model does not have.*take "
+        r"its old parameters out",
     ):
         group_names(model, optimizer)
     optimizer.param_groups[0]["params"][2:] = model[1].parameters()

@@ -402,7 +402,8 @@ def test_one_rank_raises(place):
 
 def test_no_file_is_named_that_is_not_kept(tmp_path):
     (tmp_path / "fails.py").write_text(
-        "import os, signal\nprint('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal\nprint('the last words', flush=True)\nos.kill(os.getpid(), "
+        "signal.SIGKILL)\n"
     )
     done = ronde_run(["run", "-n", "1", "--runs", "none", "fails.py"], tmp_path)
     assert done.returncode != 0 and "failed first: killed by signal 9" in done.stderr
@@ -651,7 +652,10 @@ def test_what_is_left_behind_would_be_seen(tmp_path):
     """The measure of all of the above: a process that slips away from its parent and session is
     found by its mark, and ended.
     """
-    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)\n    os._exit(0)\nos.wait()"
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        "
+        "time.sleep(60)\n    os._exit(0)\nos.wait()"
+    )
     with pytest.raises(AssertionError, match=r"left behind:\n\d+ "):
         with child([sys.executable, "-c", code], tmp_path) as started:
             assert started.done(30).returncode == 0

@@ -662,7 +662,8 @@ def test_lists_of_constant_length_with_nulls_are_lists_whatever_is_read_together
         pq.write_table(table, tmp_path / "bare.parquet", row_group_size=2, write_statistics=False)
         with pytest.raises(
             SampleError,
-            match=r"bare.parquet, row group 1: the column 'e' holds nulls, which its file does not say",
+            match=r"bare.parquet, row group 1: the column 'e' holds nulls, which its file does "
+            r"not say",
         ):
             feed.parquet(tmp_path / "bare.parquet").read([0, 2])
 
@@ -869,7 +870,8 @@ def test_columns_of_one_name_are_refused(tmp_path):
     (tmp_path / "t.csv").write_text("a;b\n1;2\n")
     with pytest.raises(
         ArgumentError,
-        match=r"has no column 'a': choose among a;b. Its columns seem to be divided by ';', not by commas",
+        match=r"has no column 'a': choose among a;b. Its columns seem to be divided by ';', not "
+        r"by commas",
     ):
         feed.table(tmp_path / "t.csv", numeric=["a"], cache=tmp_path / "cache")
 

@@ -402,7 +402,8 @@ def test_links_in_a_tar_are_the_files_they_lead_to(tmp_path, form):
         }
     with pytest.warns(
         RuntimeWarning,
-        match=r"links that lead to no file in the tar are left out \(3\), such as 'z/folder' to '../deep'",
+        match=r"links that lead to no file in the tar are left out \(3\), such as 'z/folder' to "
+        r"'../deep'",
     ):
         source = feed.tar(tmp_path / "a.tar")
     expected = [

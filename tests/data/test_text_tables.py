@@ -573,7 +573,8 @@ def test_a_test_table_speaks_the_training_tables_language(tmp_path):
     }
     with pytest.raises(
         ArgumentError,
-        match=r"b\.parquet: the target 'label' is a class that is not known \('never'\); the first such row of the table is 0",
+        match=r"b\.parquet: the target 'label' is a class that is not known \('never'\); the "
+        r"first such row of the table is 0",
     ):
         feed.table(
             write(test.set_column(9, "label", pa.array(["never"] * N)), tmp_path / "b.parquet"),

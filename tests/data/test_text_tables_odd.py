@@ -370,7 +370,10 @@ def written(path, **columns):
     return path
 
 
-SORTED = "from ronde.data.tabular import _sorted; print(_sorted({'nan', '10', '9', 'inf', '-inf', 'NaN', '-1.5', 'b', 'a', '1e999'}))"
+SORTED = (
+    "from ronde.data.tabular import _sorted; print(_sorted({'nan', '10', '9', 'inf', '-inf', "
+    "'NaN', '-1.5', 'b', 'a', '1e999'}))"
+)
 
 
 def test_categories_that_are_no_numbers_have_one_order():
@@ -666,7 +669,8 @@ def test_a_column_that_only_folders_name_is_said(tmp_path):
     written(tmp_path / "year=1" / "a.parquet", x=[1.0])
     with pytest.raises(
         ArgumentError,
-        match=r"no column 'year': choose among x\. What the names of folders say \(year=…\) is not read",
+        match=r"no column 'year': choose among x\. What the names of folders say \(year=…\) is "
+        r"not read",
     ):
         feed.table(tmp_path, numeric=["x", "year"], cache=tmp_path / "cache")
     with pytest.raises(

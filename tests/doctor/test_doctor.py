@@ -446,8 +446,15 @@ def outlook_of(
     sweep=(),
     **stages,
 ):
-    values = judge(seen(rounds(synthetic=1000, real=real), (StageSeen("python", wall_seconds=5e-5, cpu_seconds=5e-5),
-        StageSeen(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3)))).values  # fmt: skip
+    values = judge(
+        seen(
+            rounds(synthetic=1000, real=real),
+            (
+                StageSeen("python", wall_seconds=5e-5, cpu_seconds=5e-5),
+                StageSeen(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3),
+            ),
+        )
+    ).values
     values["loading_samples_per_second"] = loading
     facts = Facts(
         1, 0 if executor == "none" else 2, executor, 8, devices_per_node=8, loading_sweep=sweep
@@ -537,9 +544,23 @@ def test_what_only_feed_images_can_do_is_prescribed_in_words():
         )
     ).values
     given = Facts(
-        1, 2, "processes", 8, jpeg=True, images=True, draws=True, decoders={"pillow": 2.0}, array_milliseconds=1.5, shrink=4,
-        folder="photos", files=2000, sample_bytes=1e4, decoded_bytes=1e5, samples=2000, memory_bytes=1e9,
-    )  # fmt: skip
+        1,
+        2,
+        "processes",
+        8,
+        jpeg=True,
+        images=True,
+        draws=True,
+        decoders={"pillow": 2.0},
+        array_milliseconds=1.5,
+        shrink=4,
+        folder="photos",
+        files=2000,
+        sample_bytes=1e4,
+        decoded_bytes=1e5,
+        samples=2000,
+        memory_bytes=1e9,
+    )
     found = {r.id: r for r in remedies(values, given)}
     assert (
         found["feed-images"].text
@@ -620,18 +641,47 @@ def test_nothing_is_cut_where_the_terminal_is_narrow():
         "cpu_ms_per_sample": 0.07,
     }
     values = {
-        "script": "train.py", "model": "Net", "workers": 2, "device": "cpu", "executor": "processes", "loaders": 2, "measured_seconds": 22.0,
-        "rounds": 3, "samples_per_second": {"synthetic": 509.0, "real": 308.0, "alone": 600.0}, "gap": 0.4, "gap_low": 0.38, "gap_high": 0.42,
-        "healthy": False, "refused": None, "cause": {"stage": "read", "points": 37.0}, "order": {"seconds": 12.3, "share": 0.45},
-        "stages": [{**stage, "lost_points": 37.0, "note": "alone it would bring back 39 of 40 points, and a little of what others take"}],
-        "neighbour": {"points": 3.0, "slowdown": 1.07, "cause": "they share cores with the training process and its compute threads"},
-        "exchange_points": 2.0, "straggler": {"rank": 1, "slower": 177.964, "stage": "read", "points": 9.0}, "cold": None,
-        "scale": [], "walls": [], "prescriptions": [], "notes": [],
-    }  # fmt: skip
+        "script": "train.py",
+        "model": "Net",
+        "workers": 2,
+        "device": "cpu",
+        "executor": "processes",
+        "loaders": 2,
+        "measured_seconds": 22.0,
+        "rounds": 3,
+        "samples_per_second": {"synthetic": 509.0, "real": 308.0, "alone": 600.0},
+        "gap": 0.4,
+        "gap_low": 0.38,
+        "gap_high": 0.42,
+        "healthy": False,
+        "refused": None,
+        "cause": {"stage": "read", "points": 37.0},
+        "order": {"seconds": 12.3, "share": 0.45},
+        "stages": [
+            {
+                **stage,
+                "lost_points": 37.0,
+                "note": "alone it would bring back 39 of 40 points, and a little of what others "
+                "take",
+            }
+        ],
+        "neighbour": {
+            "points": 3.0,
+            "slowdown": 1.07,
+            "cause": "they share cores with the training process and its compute threads",
+        },
+        "exchange_points": 2.0,
+        "straggler": {"rank": 1, "slower": 177.964, "stage": "read", "points": 9.0},
+        "cold": None,
+        "scale": [],
+        "walls": [],
+        "prescriptions": [],
+        "notes": [],
+    }
     wide = " ".join(text_of(screen(values, 118)).split())
     assert (
-        "step 7 % slower beside the loaders: they share cores with the training process and its compute threads"
-        in wide
+        "step 7 % slower beside the loaders: they share cores with the training process "
+        "and its compute threads" in wide
     )
     assert "rank 1, 178 x the others, read" in wide
     for width in (80, 60, 40):
@@ -748,9 +798,27 @@ def examine(job, *arguments, seconds="6", workers="1"):
 
 
 KEYS = {
-    "script", "workers", "device", "samples_per_second", "gap", "gap_low", "gap_high", "healthy", "refused", "stages", "exchange_points",
-    "straggler", "neighbour", "startup_seconds", "cold", "scale", "walls", "prescriptions", "notes", "cause",
-}  # fmt: skip
+    "script",
+    "workers",
+    "device",
+    "samples_per_second",
+    "gap",
+    "gap_low",
+    "gap_high",
+    "healthy",
+    "refused",
+    "stages",
+    "exchange_points",
+    "straggler",
+    "neighbour",
+    "startup_seconds",
+    "cold",
+    "scale",
+    "walls",
+    "prescriptions",
+    "notes",
+    "cause",
+}
 
 
 def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
@@ -868,7 +936,8 @@ def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_t
     """
     text = JOB.replace(
         "def change(self",
-        "def __getitem__(self, i):\n        return self.bound(i), torch.tensor([0.5])\n    def change(self",
+        "def __getitem__(self, i):\n        return self.bound(i), torch.tensor([0.5])\n    "
+        "def change(self",
     )
     text = text.replace(
         "    def __getitem__(self, i):\n        return self.transform(",
@@ -1020,7 +1089,8 @@ def test_what_cannot_be_applied_is_said_and_nothing_written(tmp_path):
     script = str(tmp_path / "train.py")
     with pytest.raises(
         ArgumentError,
-        match="no prescription 3; there are 2: this time the doctor prescribes 1 \\(loaders\\), 2 \\(pack\\)",
+        match="no prescription 3; there are 2: this time the doctor prescribes 1 \\(loaders\\), "
+        "2 \\(pack\\)",
     ):
         apply_prescriptions(VALUES, ["3"], script, "none", lambda _: {}, Console(quiet=True))
     with pytest.raises(ArgumentError, match="pack the files takes more than settings"):

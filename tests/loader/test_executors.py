@@ -716,7 +716,8 @@ def stop_all(rows):
         ({}, r"^sample 11( \(row-11\.bin\))?, stage decode: OSError: cannot identify image file$"),
         (
             {9: "shape"},
-            r"^sample 9 \(row-9\.bin\), stage collate: it is \[3\] float64, where the others are \[2\] float64",
+            r"^sample 9 \(row-9\.bin\), stage collate: it is \[3\] float64, where the "
+            r"others are \[2\] float64",
         ),
     ],
 )
@@ -952,7 +953,8 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
     with pytest.raises(RuntimeError) as error:
         read(with_executor(take_over_(data, shuffle=False), "processes"))
     assert re.search(
-        r"RuntimeError: test_executors\.Local\.__getitem__\.<locals>\.Odd: bad thing\nwhile sample 7 of the data",
+        r"RuntimeError: test_executors\.Local\.__getitem__\.<locals>\.Odd: bad "
+        r"thing\nwhile sample 7 of the data",
         str(error.value),
     )
     shown = "".join(traceback.format_exception(error.value))
@@ -1367,9 +1369,11 @@ def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
         "Path('images').mkdir(exist_ok=True)\n"
         "for i in range(32): Image.new('RGB', (9, 9), (i, i, i)).save(f'images/{i:02}.png')\n"
         "data = ronde.feed.images('images', size=2, labels=lambda path: 0.0)\n"
-        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 1), torch.nn.Flatten(0))\n"
+        "model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 1), "
+        "torch.nn.Flatten(0))\n"
         "loss = lambda out, y: (out - y.float()).square().mean()\n"
-        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=loss, batch_size=4,\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, "
+        "loss=loss, batch_size=4,\n"
         "    feed={'executor': sys.argv[1], 'workers': 2})\n"
         "epochs = run.epochs(9)  # whoever keeps it may go on\n"
         "for epoch in epochs:\n"
@@ -1880,7 +1884,8 @@ def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_
     assert start(rows("one"), 1).state.step == 2
     with pytest.raises(
         CheckpointError,
-        match=r"its fingerprint was one then and is two now.*Restore the data set, or start a new run",
+        match=r"its fingerprint was one then and is two now.*Restore the data set, or start a "
+        r"new run",
     ):
         start(rows("two"), 1)
     assert start(rows("one"), 1).state.step == 3

@@ -187,7 +187,7 @@ import ronde.run.distribute
 import ronde.run.losses
 from ronde.parallel import Work
 from ronde.plan import Plan
-from ronde.study import forecast
+from ronde.measure import planner
 
 me = ronde.run.distribute.connect()
 torch.manual_seed(0)
@@ -199,13 +199,13 @@ work = Work(
     lambda b: (nn.functional.mse_loss(model(b[0]), b[1]), None),
     lambda n: (x[:n], y[:n]),
 )
-plain = forecast.measure
-forecast.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_samples=(1, 4, 16) if me.is_main else (1, 2, 8))
+plain = planner.measure
+planner.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_samples=(1, 4, 16) if me.is_main else (1, 2, 8))
 before = {k: v.clone() for k, v in model.state_dict().items()}
 calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
-costs = forecast.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
+costs = planner.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
 assert costs.clip_seconds == costs.clip_fixed_seconds == 0
-clipped = forecast.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
+clipped = planner.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
 assert clipped.clip_seconds >= clipped.clip_fixed_seconds > 0
 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
 assert costs.contention >= 1 and costs.lockstep >= 1 and costs.accumulate_seconds >= 0
@@ -274,7 +274,8 @@ LOOPS = {
     "either": ("run.step(x) if fast else run.backward(x)\n    run.update()", False),
     "torch": ("loss.backward()\n    optimizer.step()\n    metrics.update()", False),
     "function": (
-        "class Twice(torch.autograd.Function):\n        def backward(ctx, g): return g\n    seen.update()",
+        "class Twice(torch.autograd.Function):\n        def backward(ctx, g): return g\n   "
+        " seen.update()",
         False,
     ),
     "trainer": ("self.backward(loss)\n    self.update()\n    self.run.step(x)", False),
@@ -363,7 +364,8 @@ def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
         "model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))\n"
         "data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))\n"
         "more = torch.ones(32 << 20)\n"
-        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.mse_loss, batch_size=8)\n"
+        "run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, "
+        "loss=nn.functional.mse_loss, batch_size=8)\n"
         "for epoch in run.epochs(1):\n"
         "    for x, y in run.batches():\n"
         "        run.backward(nn.functional.mse_loss(run.model(x), y))\n"

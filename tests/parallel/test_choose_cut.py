@@ -173,7 +173,8 @@ def check_everything(built: Built, seeds=(0, 1, 2), sizes=(2, 4), deep: bool = T
     trace = followed(built)
     points = usable(trace)
     done = [
-        f"{'fake' if trace.faked else 'REAL'} {len(trace.events)} events {len(points)}/{len(trace.points())} points"
+        f"{'fake' if trace.faked else 'REAL'} {len(trace.events)} events "
+        f"{len(points)}/{len(trace.points())} points"
     ]
     for stages in sizes:
         if len(points) < stages - 1:
@@ -208,7 +209,8 @@ def check_everything(built: Built, seeds=(0, 1, 2), sizes=(2, 4), deep: bool = T
                 near(found, built.call(built.model, copied(built.batch)), "evaluation")
         except BaseException as error:
             error.add_note(
-                f"cut at {[p.name for p in cut]}, {'training' if built.model.training else 'evaluation'}, another batch"
+                f"cut at {[p.name for p in cut]}, "
+                f"{'training' if built.model.training else 'evaluation'}, another batch"
             )
             raise
         finally:

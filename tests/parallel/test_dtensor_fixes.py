@@ -104,7 +104,8 @@ def test_a_parameter_that_is_replaced_later_is_an_error_that_says_so(plan, tmp_p
         "model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))\n"
         "data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 8))\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, batch_size=8)\n"
+        "run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, "
+        "batch_size=8)\n"
         "for epoch in range(2):\n"
         "    for batch in run.batches():\n"
         "        run.step(batch)\n"
@@ -137,7 +138,8 @@ def test_a_number_that_one_worker_alone_reads_is_an_error_that_says_so(plan, tmp
         "read = []", "ronde.parallel.dtensor_fixes._MEET_SECONDS = 2.0\nread = []"
     ).replace(
         "        read.append(int(",
-        "        if run.is_main:\n            print(model[0][0].weight.norm().item())\n        read.append(int(",
+        "        if run.is_main:\n            print(model[0][0].weight.norm().item())\n    "
+        "    read.append(int(",
     )
     assert "is_main" in alone
     (tmp_path / "train.py").write_text("import ronde.parallel.dtensor_fixes\n" + alone)

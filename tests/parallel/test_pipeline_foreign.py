@@ -91,7 +91,8 @@ def test_models_nobody_here_wrote(stages, tmp_path):
         with safe_open(out / f"{kind}-{name}-0.safetensors", "pt") as file:
             about = file.metadata()
         print(
-            f"{stages} stages {kind.lower()} {name}: {worst:.1e} {where}, micro-batches of {about['micro']}, {about['table']}; aside {sorted(aside)}"
+            f"{stages} stages {kind.lower()} {name}: {worst:.1e} {where}, micro-batches of "
+            f"{about['micro']}, {about['table']}; aside {sorted(aside)}"
         )
         if missing or not worst <= 1e-10:
             failures.append(

@@ -261,7 +261,8 @@ def test_what_does_not_fit_is_refused_by_name():
     assert [w.name for w in wants] == ["1.weight", "1.bias"]
     with pytest.raises(
         CheckpointError,
-        match=r"another model: '1\.weight' has shape \[9, 4\] there, \[4, 4\] here; it has no '1\.bias'",
+        match=r"another model: '1\.weight' has shape \[9, 4\] there, \[4, 4\] here; it has no "
+        r"'1\.bias'",
     ):
         model_wants(
             model,
@@ -379,7 +380,8 @@ def test_what_stays_without_values_is_named(tmp_path):
     model = on_meta(Table)
     with pytest.raises(
         ArgumentError,
-        match=r"the model \(Table\) owns 'gain', 'table', 'mask' on the meta device and has no reset_parameters",
+        match=r"the model \(Table\) owns 'gain', 'table', 'mask' on the meta device and has no "
+        r"reset_parameters",
     ):
         materialise(model, "reset", seed=0, device=CPU)
     materialise(on_meta(Table), fill, seed=0, device=CPU)

@@ -301,10 +301,17 @@ def _unet() -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
-        sample_size=4, in_channels=2, out_channels=2, layers_per_block=1, block_out_channels=(8, 16), cross_attention_dim=12,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4, norm_num_groups=4,
-    )  # fmt: skip
+        sample_size=4,
+        in_channels=2,
+        out_channels=2,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        cross_attention_dim=12,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
 
 
 def _dit() -> nn.Module:
@@ -330,9 +337,19 @@ def _vit() -> nn.Module:
     from monai.networks.nets import ViT
 
     return ViT(
-        in_channels=2, img_size=(4, 4), patch_size=(2, 2), hidden_size=16, mlp_dim=20, num_layers=2, num_heads=4, spatial_dims=2,
-        classification=True, num_classes=VOCABULARY, post_activation=None, qkv_bias=True,
-    )  # fmt: skip
+        in_channels=2,
+        img_size=(4, 4),
+        patch_size=(2, 2),
+        hidden_size=16,
+        mlp_dim=20,
+        num_layers=2,
+        num_heads=4,
+        spatial_dims=2,
+        classification=True,
+        num_classes=VOCABULARY,
+        post_activation=None,
+        qkv_bias=True,
+    )
 
 
 # -- cases -----------------------------------------------------------------------------
@@ -393,29 +410,79 @@ MODELS = {
     "reading": Model(Reading, _tokens, 1),
     "dropped": Model(Dropped, _tokens, 2),
     "gpt2": Model(
-        _language("GPT2/LMHeadModel", n_positions=12, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        _logits, 4, needs="transformers",
+        _language(
+            "GPT2/LMHeadModel",
+            n_positions=12,
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+        _logits,
+        4,
+        needs="transformers",
     ),
     "llama": Model(_language("Llama/ForCausalLM", **_LLAMA), _logits, 4, needs="transformers"),
-    "mistral": Model(_language("Mistral/ForCausalLM", **_LLAMA, sliding_window=4), _logits, 4, needs="transformers"),
-    "qwen3": Model(_language("Qwen3/ForCausalLM", **_LLAMA, head_dim=8), _logits, 4, needs="transformers"),
-    "bert": Model(_language("Bert/ForMaskedLM", **_BERT, **_QUIET), _logits, 4, r"key\.bias", needs="transformers"),
-    "roberta": Model(_language("Roberta/ForMaskedLM", **_BERT, **_QUIET), _logits, 4, r"key\.bias", needs="transformers"),
+    "mistral": Model(
+        _language("Mistral/ForCausalLM", **_LLAMA, sliding_window=4),
+        _logits,
+        4,
+        needs="transformers",
+    ),
+    "qwen3": Model(
+        _language("Qwen3/ForCausalLM", **_LLAMA, head_dim=8), _logits, 4, needs="transformers"
+    ),
+    "bert": Model(
+        _language("Bert/ForMaskedLM", **_BERT, **_QUIET),
+        _logits,
+        4,
+        r"key\.bias",
+        needs="transformers",
+    ),
+    "roberta": Model(
+        _language("Roberta/ForMaskedLM", **_BERT, **_QUIET),
+        _logits,
+        4,
+        r"key\.bias",
+        needs="transformers",
+    ),
     "t5": Model(
-        _language("T5/ForConditionalGeneration", d_model=16, d_kv=4, d_ff=20, num_layers=2, num_heads=4, decoder_start_token_id=0, dropout_rate=0.0),
-        _seq2seq, 10, needs="transformers",
+        _language(
+            "T5/ForConditionalGeneration",
+            d_model=16,
+            d_kv=4,
+            d_ff=20,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+        ),
+        _seq2seq,
+        10,
+        needs="transformers",
     ),
     "opt": Model(
         _language(
-            "OPT/ForCausalLM", hidden_size=16, ffn_dim=20, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16,
-            max_position_embeddings=12, dropout=0.0,
+            "OPT/ForCausalLM",
+            hidden_size=16,
+            ffn_dim=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=16,
+            max_position_embeddings=12,
+            dropout=0.0,
         ),
-        _logits, 4, r"k_proj\.bias", needs="transformers",
+        _logits,
+        4,
+        r"k_proj\.bias",
+        needs="transformers",
     ),
     "unet": Model(_unet, _noise, 13, needs="diffusers"),
     "dit": Model(_dit, _classes, 6, r"to_k\.bias", needs="diffusers"),
     "vit": Model(_vit, _image, 4, needs="monai"),
-}  # fmt: skip
+}
 
 
 def mean_loss(output, target):
@@ -710,13 +777,15 @@ def _compare(cases: list[Case], workers: int, folder: Path) -> dict[str, Any]:
                 case, load_file(out / f"{i}.safetensors"), load_file(out / f"{i}-plain.safetensors")
             )
         print(
-            f"{workers} workers {case.name}: {apart:.1e} ({where}), {fact['blocks']} blocks, {fact['here']:.2f} of the parameters here"
+            f"{workers} workers {case.name}: {apart:.1e} ({where}), {fact['blocks']} "
+            f"blocks, {fact['here']:.2f} of the parameters here"
         )
         if not apart <= 1e-10:
             wrong.append(f"{case.name}: {where} differs by {apart:.1e}")
         if fact["blocks"] != MODELS[case.model].blocks:
             wrong.append(
-                f"{case.name}: {fact['blocks']} blocks were split, {MODELS[case.model].blocks} expected"
+                f"{case.name}: {fact['blocks']} blocks were split, "
+                f"{MODELS[case.model].blocks} expected"
             )
         if not fact["here"] < 1 or not math.isfinite(fact["evaluated"]):
             wrong.append(f"{case.name}: {fact}")

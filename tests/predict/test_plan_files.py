@@ -130,7 +130,8 @@ def test_numbers_and_sizes_as_people_write_them(tmp_path):
     )  # YAML 1.1: without a point and a sign it is a text
     found = cluster(
         tmp_path,
-        "memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {all_reduce: {node: {alpha: 1e-4, beta: 1e9}}}\n",
+        "memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {all_reduce: {node: {alpha: 1e-4, "
+        "beta: 1e9}}}\n",
     )
     assert (found.memory_bytes, found.base_bytes) == (16 * 2**30, 200e6)
     assert found.links["all_reduce"]["node"] == LinkFit(1e-4, 1e9)

@@ -1519,6 +1519,8 @@ def test_the_state_goes_where_it_was_asked_to(monkeypatch, tmp_path):
 def test_predicting_does_not_import_torch():
     code = (
         "import sys, ronde.plan; assert not {'numpy', 'rich', 'torch'} & set(sys.modules);"
-        "import ronde.predict.search, ronde.predict.answer, ronde.predict.schedule_picture, ronde.predict.corrections; assert 'torch' not in sys.modules"
+        "import ronde.predict.search, ronde.predict.answer, "
+        "ronde.predict.schedule_picture, ronde.predict.corrections; assert 'torch' not in "
+        "sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -169,7 +169,8 @@ CARRIED = [
         "early",
         ["replicate", "pipeline=2"],
         {
-            "pipeline=2": "in the pass by which ronde.distribute lays this plan out, the script fails: NameError"
+            "pipeline=2": "in the pass by which ronde.distribute lays this plan out, the script "
+            "fails: NameError"
         },
     ),
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
@@ -580,7 +581,10 @@ def test_an_epoch_that_is_cut_keeps_its_last_batch_or_gets_an_uneven_one(workers
 
 
 def test_a_disagreement_of_ranks_is_read() -> None:
-    text = "The ranks disagree on seed in ronde.distribute: rank 0: 0; rank 1: 1. Every worker must run the same script."
+    text = (
+        "The ranks disagree on seed in ronde.distribute: rank 0: 0; rank 1: 1. Every worker "
+        "must run the same script."
+    )
     difference, cause = disagreement(text)
     assert (difference.name, difference.many, cause) == (
         "seed",

@@ -145,8 +145,8 @@ def test_the_grow_rule_is_printed(found):
     base, _ = found
     said = (base / "2" / "said.txt").read_text()
     assert (
-        "batch='grow': 2 workers × 3 = 6 samples per step; learning rate × 2 (linear scaling, Goyal et al. 2017), warmed up over 4 steps"
-        in said
+        "batch='grow': 2 workers × 3 = 6 samples per step; learning rate × 2 (linear "
+        "scaling, Goyal et al. 2017), warmed up over 4 steps" in said
     )
     assert "square root, for adaptive optimizers" in said
 

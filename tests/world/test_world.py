@@ -233,7 +233,8 @@ def test_sagemaker(tmp_path, monkeypatch):
     # A container without the toolkit has no SM_ variables: only the file.
     config = tmp_path / "resourceconfig.json"
     config.write_text(
-        '{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"], "network_interface_name": "eth1"}'
+        '{"current_host": "algo-2", "hosts": ["algo-2", "algo-1"], '
+        '"network_interface_name": "eth1"}'
     )
     monkeypatch.setattr(launchers, "_SAGEMAKER_CONFIG", config)
     found = identify({"TRAINING_JOB_NAME": "job-1"})
@@ -331,7 +332,10 @@ def test_a_rank_by_hand_that_agrees_is_fine():
 
 
 def test_world_of_plain_python(tmp_path):
-    script = "w = ronde.world(); print(w.rank, w.size, w.local_rank, w.local_size, w.node, w.device, w.launcher, w.is_main, bool(w.host), w == ronde.world())"
+    script = (
+        "w = ronde.world(); print(w.rank, w.size, w.local_rank, w.local_size, w.node, "
+        "w.device, w.launcher, w.is_main, bool(w.host), w == ronde.world())"
+    )
     lazy = "import sys, ronde; print('torch' in sys.modules)"
     done = python(["-c", f"{lazy}\n{script}"], tmp_path)
     assert done.stdout.splitlines() == ["False", "0 1 0 1 0 cpu python True True True"], done.stderr
