@@ -270,7 +270,8 @@ batches = feed.read(rest)
 next(batches)
 first = time.perf_counter() - start
 for _ in range(200): next(batches)
-print(json.dumps({"first_batch_ms": first * 1e3, "grown_megabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}))
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+print(json.dumps({"first_batch_ms": first * 1e3, "grown_megabytes": grown}))
 """
     found = {}
     for n in (10**5, 10**7, 10**9):

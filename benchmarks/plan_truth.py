@@ -155,7 +155,9 @@ def worker(kind: str, out: Path) -> None:
         return seconds[WARM:]
 
     train("replicate", STEPS)  # warms kernels, allocator and connections
-    me = ronde.run.distribute.connect()
+    from ronde.world.connect import connect
+
+    me = connect()
     model, data, batch = build(kind)
     work = ronde.parallel.Work(
         model,

@@ -183,13 +183,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import ronde.run.distribute
+from ronde.world.connect import connect
 import ronde.run.losses
 from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.measure import planner
 
-me = ronde.run.distribute.connect()
+me = connect()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 x, y = torch.randn(16, 32), torch.randn(16, 8)
