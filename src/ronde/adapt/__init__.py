@@ -4,3 +4,23 @@ Offers :func:`~ronde.adapt.apply_settings.apply_settings`, which reads what ``ro
 wrote, and the cures themselves in :mod:`~ronde.adapt.remedies`. They change how samples are
 fetched, never which.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.adapt.apply_settings import asked_settings, sentence
+    from ronde.adapt.remedies import dataset_facts
+
+__all__ = ["asked_settings", "dataset_facts", "sentence"]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.adapt.apply_settings": "asked_settings sentence",
+        "ronde.adapt.remedies": "dataset_facts",
+    },
+)

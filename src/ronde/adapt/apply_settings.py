@@ -10,10 +10,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ronde.data.echo import echoed
-from ronde.data.pipeline import Pipeline
-from ronde.loader.from_dataloader import Taken, default_workers
-from ronde.loader.settings import FeedSettings
+from ronde.data import Pipeline, echoed
+from ronde.loader import FeedSettings, Taken, default_workers
 from ronde.world import ArgumentError
 
 __all__ = ["apply_settings", "asked_settings", "read_settings", "sentence"]

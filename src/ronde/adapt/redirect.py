@@ -23,15 +23,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ronde.cache.cached import CacheReport, _Cache
-from ronde.data import named_stages
-from ronde.data.image_decoders import DECODERS
-from ronde.data.named_stages import stage
-from ronde.data.serialize import decode_sample as decoded
-from ronde.data.serialize import encode_sample
-from ronde.introspect.object_graph import held
-from ronde.profile import monkeypatch
-from ronde.profile.function_hooks import ByName, HeldFile, beneath, dressed, exchange
+from ronde.cache import CacheReport
+from ronde.cache.cached import _Cache
+from ronde.data import DECODERS, encode_sample, named_stages, stage
+from ronde.data import decode_sample as decoded
+from ronde.introspect import held
+from ronde.profile import ByName, HeldFile, beneath, dressed, exchange, monkeypatch
 
 __all__ = ["FileCache", "RedirectPlan", "Remedied", "Seen", "traced"]
 

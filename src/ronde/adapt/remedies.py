@@ -19,12 +19,10 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.adapt.redirect import FileCache, RedirectPlan, Remedied, Seen, folder_of, traced
-from ronde.data.image_decoders import AUTO, DECODERS, available, check_decoder
-from ronde.data.pipeline import Pipeline
-from ronde.introspect.open_handles import unchanged
-from ronde.introspect.random_state import seed_all
-from ronde.loader.settings import FeedSettings
-from ronde.profile.replay import same, weight
+from ronde.data import AUTO, DECODERS, Pipeline, available, check_decoder
+from ronde.introspect import seed_all, unchanged
+from ronde.loader import FeedSettings
+from ronde.profile import same, weight
 from ronde.world import ArgumentError
 
 __all__ = ["DatasetFacts", "Judged", "apply_remedies", "dataset_facts", "judge_decoder"]
@@ -297,7 +295,7 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
 
 
 def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
-    from ronde.data.images import retuned
+    from ronde.data import retuned
 
     if settings.pack is not None:
         pipeline = dataclasses.replace(
@@ -341,7 +339,7 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
             plan.decoder = decoder
     where, limit = settings.cache_in or "memory", settings.cache_bytes
     if settings.cache == "decode":
-        from ronde.cache.cached import cached_dataset
+        from ronde.cache import cached_dataset
 
         try:
             with unchanged(dataset):
@@ -373,7 +371,7 @@ def _file_cache(dataset: Any, seen: Seen, where: str, limit: int | None, looked:
         raise ArgumentError(
             f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is not known which file belongs to which sample."
         )
-    from ronde.introspect.fingerprint import digest
+    from ronde.introspect import digest
 
     names = sorted(path for path, _ in seen.files)
     key = digest("files of a data set", 2, kind.__module__, kind.__qualname__, len(dataset), names)
@@ -387,7 +385,7 @@ def _file_cache(dataset: Any, seen: Seen, where: str, limit: int | None, looked:
 
 
 def _opened_pack(path: str) -> Any:
-    from ronde.data.sources.tar import is_pack, tar
+    from ronde.data import is_pack, tar
 
     kind = is_pack(path)
     if kind is None:

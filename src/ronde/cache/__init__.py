@@ -3,3 +3,27 @@
 Offers :func:`~ronde.cache.cached.cached` and :func:`~ronde.cache.cached.cached_dataset`, over a
 record store that many processes share, within a budget of memory or disk.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.cache.cached import (
+        CachedDataset,
+        CachedSource,
+        CacheReport,
+        cached_dataset,
+        clear_cache,
+    )
+
+__all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached_dataset", "clear_cache"]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached_dataset clear_cache",
+    },
+)

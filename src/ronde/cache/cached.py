@@ -26,16 +26,31 @@ from torch.utils.data import Dataset, IterableDataset
 from ronde.cache.budget import disk_reserve, free_disk, free_memory, read_size
 from ronde.cache.file_dependencies import MOST_LISTED, Files, Noting, listing, note, state
 from ronde.cache.record_store import Arena, open_arena, remove_unused
-from ronde.data import pipeline
-from ronde.data.contract import Source, Step
-from ronde.data.named_stages import current_keys, sample_keys, stage
-from ronde.data.pipeline import Pipeline
-from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
-from ronde.data.sources.map_dataset import DatasetSource
-from ronde.introspect.code_owner import is_ronde
-from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
-from ronde.introspect.object_graph import attributes, walk
-from ronde.introspect.random_state import Marks, restore_states, seed_all, states
+from ronde.data import (
+    CannotEncode,
+    DatasetSource,
+    Pipeline,
+    Source,
+    Step,
+    current_keys,
+    decode_sample,
+    encode_sample,
+    pipeline,
+    sample_keys,
+    stage,
+)
+from ronde.introspect import (
+    CannotDescribe,
+    Marks,
+    attributes,
+    digest,
+    installed_version,
+    is_ronde,
+    restore_states,
+    seed_all,
+    states,
+    walk,
+)
 from ronde.world import ArgumentError, RondeError, SampleError
 
 __all__ = [

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from ronde.introspect.code_owner import LIBRARY_FOLDERS
+from ronde.introspect import LIBRARY_FOLDERS
 
 __all__ = ["MOST_LISTED", "Files", "Noting", "listing", "note", "state"]
 

@@ -4,3 +4,51 @@ between them.
 Offers :func:`~ronde.capture.follow.follow` and :class:`~ronde.capture.trace.Trace`. Pipeline stages
 and the planner read the trace; nothing here knows about workers.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.capture.follow import as_tuple, aside, following, whole_size
+    from ronde.capture.intercept import (
+        NUMBERS,
+        Interceptor,
+        compiled,
+        data_shaped,
+        not_an_event,
+        stay,
+        watching,
+    )
+    from ronde.capture.trace import Given, Point, Trace, TraceEvent, Value, bounds_of
+
+__all__ = [
+    "Given",
+    "Interceptor",
+    "NUMBERS",
+    "Point",
+    "Trace",
+    "TraceEvent",
+    "Value",
+    "as_tuple",
+    "aside",
+    "bounds_of",
+    "compiled",
+    "data_shaped",
+    "following",
+    "not_an_event",
+    "stay",
+    "watching",
+    "whole_size",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.capture.follow": "as_tuple aside following whole_size",
+        "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay watching",
+        "ronde.capture.trace": "Given Point Trace TraceEvent Value bounds_of",
+    },
+)

@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
 
         from ronde.launch import Job, check_workers, launch, resolve_workers
-        from ronde.predict.cluster import Cluster
+        from ronde.predict import Cluster
 
         count = resolve_workers(workers)
         check_workers(count)

@@ -178,7 +178,7 @@ def _measured(
     command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any
 ) -> dict[str, Any]:
     """What the workers of the script found."""
-    from ronde.doctor.doctor import load_doctor
+    from ronde.doctor import load_doctor
 
     def failed(error: str) -> str:
         return f"the script failed before it was examined: {error}"

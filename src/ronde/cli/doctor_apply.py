@@ -38,7 +38,7 @@ def parse_apply(text: str | None) -> list[str]:
         )
     names = [w for w in words if not w.isdigit()]
     if names:
-        from ronde.doctor.prescribe import NAMES
+        from ronde.doctor import NAMES
 
         for word in names:
             if word not in NAMES:
@@ -56,7 +56,7 @@ def check_writable(script: str) -> None:
     Raises:
         ArgumentError: it cannot.
     """
-    from ronde.loader.settings import settings_file
+    from ronde.loader import settings_file
 
     file = settings_file(script)
     if not os.access(file.absolute().parent, os.W_OK) or file.is_dir():
@@ -91,7 +91,7 @@ def apply_prescriptions(
     """
     from rich.text import Text
 
-    from ronde.loader.settings import FeedSettings, settings_file
+    from ronde.loader import FeedSettings, settings_file
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)

@@ -110,8 +110,8 @@ def register(app: typer.Typer) -> None:
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     ) -> None:
+        from ronde.data import verify_pack
         from ronde.data.pack import pack as write
-        from ronde.data.pack import verify_pack
 
         began = time.monotonic()
         if verify:

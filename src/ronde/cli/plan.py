@@ -170,7 +170,7 @@ def register(app: typer.Typer) -> None:
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
-            from ronde.measure.planner import answer
+            from ronde.measure import answer
 
             explanation = answer(costs, target, target.devices, like, optimize)
         try:
@@ -197,8 +197,7 @@ def _elsewhere(
     command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any
 ) -> tuple[Any, Any, Any]:
     """Measured here, on all cores, and scaled to a device from its data sheet."""
-    from ronde.predict.cluster import Cluster
-    from ronde.predict.datasheets import cluster_of, device_named
+    from ronde.predict import Cluster, cluster_of, device_named
 
     kind = device_named(device)
     count = devices or kind.per_node
@@ -215,7 +214,7 @@ def _target(file: Path | None, devices: int | None) -> Any:
     """The cluster that is planned for; without a file it is this machine, whose links are not known
     yet.
     """
-    from ronde.predict.cluster import Cluster
+    from ronde.predict import Cluster
 
     if file is not None:
         found = Cluster.load(file)
@@ -230,7 +229,7 @@ def _target(file: Path | None, devices: int | None) -> Any:
     import socket
 
     from ronde.launch import resolve_workers
-    from ronde.measure.bench_links import has_cuda
+    from ronde.measure import has_cuda
 
     device = "cuda" if has_cuda() else "cpu"
     return Cluster(
@@ -241,7 +240,7 @@ def _target(file: Path | None, devices: int | None) -> Any:
 
 
 def _links_of(machine: Any, say: Any) -> Any:
-    from ronde.measure.bench_links import default_cluster
+    from ronde.measure import default_cluster
 
     return default_cluster(machine.devices, tell=say)
 
@@ -250,7 +249,7 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
     """The script's costs, measured in processes of its own, for the batch that ``devices`` would
     train.
     """
-    from ronde.measure.planner import load_costs, threads_on
+    from ronde.measure import load_costs, threads_on
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
@@ -285,12 +284,12 @@ def _at_once(target: Any) -> int:
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
-    from ronde.predict.answer import render_answer
+    from ronde.predict import render_answer
 
     console.print(render_answer(explanation))
     timeline = _timeline(explanation, costs, target)
     if timeline is not None:
-        from ronde.predict.schedule_picture import terminal
+        from ronde.predict import terminal
 
         best = _best_pipeline(explanation)
         console.print()
@@ -314,7 +313,7 @@ def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
     best = _best_pipeline(explanation)
     if best is None:
         return None
-    from ronde.predict.predict import Predictor
+    from ronde.predict import Predictor
 
     return Predictor(costs, target).timeline(best.plan)
 
@@ -332,7 +331,7 @@ def _write(
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
     if save is not None and explanation.found.best.verdict != "does not fit":
-        from ronde.measure.planner import carried_out
+        from ronde.measure import carried_out
 
         carried_out(explanation.found.best).save(save)
     if picture is None:
@@ -340,7 +339,7 @@ def _write(
     timeline = _timeline(explanation, costs, target)
     if timeline is None:
         return False
-    from ronde.predict.schedule_picture import svg
+    from ronde.predict import svg
 
     write_whole(picture, svg(timeline, _best_pipeline(explanation).plan.spec))
     return True

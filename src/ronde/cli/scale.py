@@ -27,7 +27,7 @@ from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
-    from ronde.scale.scale import Scaling, Start
+    from ronde.scale import Scaling, Start
 
 __all__ = ["register"]
 
@@ -176,7 +176,7 @@ def register(app: typer.Typer) -> None:
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
             starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
-        from ronde.scale.scale import summarise_scale
+        from ronde.scale import summarise_scale
 
         name = f"-m {command[1]}" if command[0] == "-m" else command[0]
         answer = summarise_scale(
@@ -215,7 +215,7 @@ def _measured(
     say: Any,
 ) -> dict[int, list[Start]]:
     """Every size, started in processes of its own."""
-    from ronde.scale.scale import load_scale, measure_sizes, start_options
+    from ronde.scale import load_scale, measure_sizes, start_options
 
     # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
     compute = (

@@ -130,8 +130,8 @@ def feed_of(asked: str | None, script: str) -> tuple[str, str]:
         asked = os.environ.get("RONDE_FEED") or None
     if asked == "none":
         return "none", ""
-    from ronde.adapt.apply_settings import sentence
-    from ronde.loader.settings import FeedSettings, settings_file
+    from ronde.adapt import sentence
+    from ronde.loader import FeedSettings, settings_file
 
     file = settings_file(script) if asked is None else Path(asked)
     if asked is None and not file.is_file():

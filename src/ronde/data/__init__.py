@@ -4,3 +4,75 @@ Offers the sources (:mod:`ronde.data.sources`), :class:`~ronde.data.pipeline.Pip
 :class:`~ronde.data.order.Order`, keyed randomness, transforms, images, text, tables and packing.
 Users reach all of it as ``ronde.feed``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.data.contract import Bad, Source, Step
+    from ronde.data.echo import Echoed, echoed
+    from ronde.data.image_decoders import AUTO, DECODERS, available, check_decoder
+    from ronde.data.images import retuned
+    from ronde.data.named_stages import current_keys, sample_key, sample_keys, stage
+    from ronde.data.order import Order, key_of
+    from ronde.data.pack import verify_pack
+    from ronde.data.pipeline import Pipeline
+    from ronde.data.randomness import KeyedRandomness
+    from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
+    from ronde.data.sources.arrays import ArraySource
+    from ronde.data.sources.base import BaseSource
+    from ronde.data.sources.map_dataset import DatasetSource
+    from ronde.data.sources.tar import is_pack, tar
+
+__all__ = [
+    "AUTO",
+    "ArraySource",
+    "Bad",
+    "BaseSource",
+    "CannotEncode",
+    "DECODERS",
+    "DatasetSource",
+    "Echoed",
+    "KeyedRandomness",
+    "Order",
+    "Pipeline",
+    "Source",
+    "Step",
+    "available",
+    "check_decoder",
+    "current_keys",
+    "decode_sample",
+    "echoed",
+    "encode_sample",
+    "is_pack",
+    "key_of",
+    "retuned",
+    "sample_key",
+    "sample_keys",
+    "stage",
+    "tar",
+    "verify_pack",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.data.contract": "Bad Source Step",
+        "ronde.data.echo": "Echoed echoed",
+        "ronde.data.image_decoders": "AUTO DECODERS available check_decoder",
+        "ronde.data.images": "retuned",
+        "ronde.data.named_stages": "current_keys sample_key sample_keys stage",
+        "ronde.data.order": "Order key_of",
+        "ronde.data.pack": "verify_pack",
+        "ronde.data.pipeline": "Pipeline",
+        "ronde.data.randomness": "KeyedRandomness",
+        "ronde.data.serialize": "CannotEncode decode_sample encode_sample",
+        "ronde.data.sources.arrays": "ArraySource",
+        "ronde.data.sources.base": "BaseSource",
+        "ronde.data.sources.map_dataset": "DatasetSource",
+        "ronde.data.sources.tar": "is_pack tar",
+    },
+)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ronde.data.order import key_of
-from ronde.introspect.random_state import Marks, restore_states, seed_all, states
+from ronde.introspect import Marks, restore_states, seed_all, states
 
 __all__ = ["KeyedRandomness"]
 

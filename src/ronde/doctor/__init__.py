@@ -4,3 +4,23 @@ prescription.
 Offers :func:`~ronde.doctor.doctor.doctor`; the verdict is arithmetic over measured rates, the
 prescriptions are settings that can be applied and verified.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.doctor.doctor import load_doctor
+    from ronde.doctor.prescribe import NAMES
+
+__all__ = ["NAMES", "load_doctor"]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.doctor.doctor": "load_doctor",
+        "ronde.doctor.prescribe": "NAMES",
+    },
+)

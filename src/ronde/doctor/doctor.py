@@ -23,12 +23,12 @@ import psutil
 import torch
 
 from ronde.adapt.apply_settings import apply_settings
-from ronde.data.pipeline import Pipeline
+from ronde.data import Pipeline
 from ronde.doctor.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Diagnosis, Measurements, StageSeen, ceiling_shares, judge
-from ronde.introspect.open_handles import held_open, unchanged
-from ronde.loader.settings import FeedSettings
-from ronde.measure.throughput import Arm, ArmResult, Bench, Timed
+from ronde.introspect import held_open, unchanged
+from ronde.loader import FeedSettings
+from ronde.measure import Arm, ArmResult, Bench, Timed
 from ronde.run import hooks
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
@@ -510,7 +510,7 @@ class _Study:
             held="" if self.bench.is_stream else held_open(taken.dataset) or "",
         )
         if sick and not self.bench.is_stream:
-            from ronde.adapt.remedies import dataset_facts
+            from ronde.adapt import dataset_facts
 
             self.tell("looking at what the data set does")
             each = sum(s.wall_seconds for s in timed.values() if s.where == "loading")
@@ -573,7 +573,7 @@ class _Study:
         """
         found: dict[str, Any] | None = None
         if self.run.is_main:
-            from ronde.profile.page_cache import cached_share, storage_sweep
+            from ronde.profile import cached_share, storage_sweep
 
             files = self.bench.files
             if not files:

@@ -14,19 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ronde.data.image_decoders import DECODERS
+from ronde.data import DECODERS
 from ronde.doctor.verdict import HEALTHY_POINTS
-from ronde.loader.settings import FeedSettings
-from ronde.predict.input_capacity import (
-    Capacities,
-    Measured,
-    StageCapacity,
-    from_runs,
-    nodes_of,
-    plateau,
-    predict,
-    walls,
-)
+from ronde.loader import FeedSettings
+from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
+from ronde.predict.input_capacity import predict
 
 __all__ = [
     "NAMES",

@@ -5,3 +5,56 @@ Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.descri
 :mod:`~ronde.introspect.object_graph` (one walker), :mod:`~ronde.introspect.code_owner`,
 :mod:`~ronde.introspect.open_handles` and :mod:`~ronde.introspect.random_state`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.introspect.code_owner import (
+        LIBRARY_FOLDERS,
+        is_ronde,
+        is_user_file,
+        is_user_module,
+        user_modules,
+    )
+    from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
+    from ronde.introspect.object_graph import attributes, held, nested, walk
+    from ronde.introspect.open_handles import apart, held_open, reopened, unchanged
+    from ronde.introspect.random_state import Marks, restore_states, seed_all, states
+
+__all__ = [
+    "CannotDescribe",
+    "LIBRARY_FOLDERS",
+    "Marks",
+    "apart",
+    "attributes",
+    "digest",
+    "held",
+    "held_open",
+    "installed_version",
+    "is_ronde",
+    "is_user_file",
+    "is_user_module",
+    "nested",
+    "reopened",
+    "restore_states",
+    "seed_all",
+    "states",
+    "unchanged",
+    "user_modules",
+    "walk",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module user_modules",
+        "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
+        "ronde.introspect.object_graph": "attributes held nested walk",
+        "ronde.introspect.open_handles": "apart held_open reopened unchanged",
+        "ronde.introspect.random_state": "Marks restore_states seed_all states",
+    },
+)

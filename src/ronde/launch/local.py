@@ -315,7 +315,7 @@ def _free_caches() -> None:
     limit = time.monotonic() + 2.0
     with contextlib.suppress(Exception):
         while any(memory.glob(name)):
-            from ronde.cache.cached import clear_cache
+            from ronde.cache import clear_cache
 
             clear_cache()
             # A killed process is a zombie while the last of its threads still holds its files, and

@@ -5,3 +5,40 @@ Offers :class:`~ronde.loader.loader.Feed` (runs the loading),
 :func:`~ronde.loader.from_dataloader.take_over` (reads a user's Dataset or DataLoader) and
 :class:`~ronde.loader.synthetic.Synthetic` (batches that cost nothing).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.loader.from_dataloader import Taken, default_workers, take_over
+    from ronde.loader.loader import Feed, first_few, too_many
+    from ronde.loader.reader import other_classes, pipeline_in
+    from ronde.loader.settings import Executor, FeedSettings, LoaderSettings, settings_file
+
+__all__ = [
+    "Executor",
+    "Feed",
+    "FeedSettings",
+    "LoaderSettings",
+    "Taken",
+    "default_workers",
+    "first_few",
+    "other_classes",
+    "pipeline_in",
+    "settings_file",
+    "take_over",
+    "too_many",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.loader.from_dataloader": "Taken default_workers take_over",
+        "ronde.loader.loader": "Feed first_few too_many",
+        "ronde.loader.reader": "other_classes pipeline_in",
+        "ronde.loader.settings": "Executor FeedSettings LoaderSettings settings_file",
+    },
+)

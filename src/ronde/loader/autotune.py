@@ -24,8 +24,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from ronde.introspect.open_handles import held_open, reopened, unchanged
-from ronde.introspect.random_state import Marks
+from ronde.introspect import Marks, held_open, reopened, unchanged
 from ronde.loader.reader import Ask, Reader
 from ronde.loader.thread_workers import limit_compute_threads, limit_process_threads
 from ronde.world.tensors import parts

@@ -23,9 +23,8 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ronde.data.contract import Source
-from ronde.data.order import Order, key_of
-from ronde.introspect.random_state import restore_states, seed_all, states
+from ronde.data import Order, Source, key_of
+from ronde.introspect import restore_states, seed_all, states
 from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world

@@ -25,14 +25,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ronde.data import named_stages
-from ronde.data.echo import Echoed
-from ronde.data.order import Order, key_of
-from ronde.data.pipeline import Pipeline
-from ronde.introspect.code_owner import is_ronde
-from ronde.introspect.object_graph import walk
-from ronde.introspect.open_handles import held_open, unchanged
-from ronde.introspect.random_state import Marks
+from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
+from ronde.introspect import Marks, held_open, is_ronde, unchanged, walk
 from ronde.loader.autotune import choose_executor, try_out
 from ronde.loader.process_workers import batches as from_processes
 from ronde.loader.process_workers import end as end_processes
@@ -42,7 +36,7 @@ from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.loader.thread_workers import Threads, limit_process_threads, parts_of
 from ronde.plan.batch import Share
-from ronde.profile.replay import copied
+from ronde.profile import copied
 from ronde.world import FeedError, RondeError
 
 __all__ = ["Feed", "is_own", "die_with_parent"]
@@ -103,10 +97,8 @@ def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
     if not is_ronde(type(dataset)):
         return False
     # Imported here: most trainings read a Dataset of their own.
-    from ronde.cache.cached import CachedDataset, CachedSource
-    from ronde.data.sources.arrays import ArraySource
-    from ronde.data.sources.base import BaseSource
-    from ronde.data.sources.map_dataset import DatasetSource
+    from ronde.cache import CachedDataset, CachedSource
+    from ronde.data import ArraySource, BaseSource, DatasetSource
 
     source: Any = dataset
     calls = [collate]

@@ -22,13 +22,18 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ronde.data import named_stages
-from ronde.data.contract import Bad
-from ronde.data.named_stages import sample_key, sample_keys, stage
-from ronde.data.order import Order, key_of
-from ronde.data.pipeline import Pipeline
-from ronde.data.randomness import KeyedRandomness
-from ronde.introspect.random_state import restore_states, states
+from ronde.data import (
+    Bad,
+    KeyedRandomness,
+    Order,
+    Pipeline,
+    key_of,
+    named_stages,
+    sample_key,
+    sample_keys,
+    stage,
+)
+from ronde.introspect import restore_states, states
 from ronde.world import ArgumentError, RondeError, SampleError
 
 if TYPE_CHECKING:

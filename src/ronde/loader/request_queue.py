@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ronde.data.order import Order
+from ronde.data import Order
 from ronde.loader.reader import Ask
 from ronde.plan.batch import Share
 from ronde.world import RondeError

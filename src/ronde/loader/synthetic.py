@@ -23,12 +23,9 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ronde.data.named_stages import sample_key
-from ronde.data.order import key_of
-from ronde.data.pipeline import Pipeline
-from ronde.introspect.open_handles import unchanged
-from ronde.introspect.random_state import seed_all
-from ronde.profile.replay import weight
+from ronde.data import Pipeline, key_of, sample_key
+from ronde.introspect import seed_all, unchanged
+from ronde.profile import weight
 from ronde.world import ArgumentError, SampleError
 from ronde.world.tensors import is_named_tuple, leaves, map_leaves, parts, rebuild
 

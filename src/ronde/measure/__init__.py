@@ -6,3 +6,36 @@ Offers :func:`~ronde.measure.planner.choose` (``plan="auto"``),
 :mod:`~ronde.measure.bench_links` (collectives) and :class:`~ronde.measure.throughput.Bench`
 (synthetic and real rates).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.measure.bench_links import default_cluster, has_cuda
+    from ronde.measure.planner import answer, carried_out, load_costs, threads_on
+    from ronde.measure.throughput import Arm, ArmResult, Bench, Timed
+
+__all__ = [
+    "Arm",
+    "ArmResult",
+    "Bench",
+    "Timed",
+    "answer",
+    "carried_out",
+    "default_cluster",
+    "has_cuda",
+    "load_costs",
+    "threads_on",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.measure.bench_links": "default_cluster has_cuda",
+        "ronde.measure.planner": "answer carried_out load_costs threads_on",
+        "ronde.measure.throughput": "Arm ArmResult Bench Timed",
+    },
+)

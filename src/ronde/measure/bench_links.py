@@ -34,7 +34,7 @@ import torch.distributed as dist
 from ronde.measure.quiet_gate import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
 from ronde.measure.runtime_overhead import added_by, warm
 from ronde.measure.unit_memory import line
-from ronde.predict.cluster import Added, Cluster, LinkFit
+from ronde.predict import Added, Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.consensus import gather_json

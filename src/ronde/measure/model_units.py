@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ronde.capture.intercept import compiled
-from ronde.introspect.random_state import restore_states, states
+from ronde.capture import compiled
+from ronde.introspect import restore_states, states
 from ronde.world import ArgumentError
 from ronde.world.tensors import is_named_tuple, map_leaves, tensors_in
 

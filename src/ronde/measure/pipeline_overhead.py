@@ -13,16 +13,15 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.optim import Optimizer
 
+from ronde.capture import bounds_of, watching
 from ronde.capture.follow import follow
-from ronde.capture.intercept import watching
-from ronde.capture.trace import bounds_of
 from ronde.measure.model_units import untouched
 from ronde.measure.time_units import clipped, least
 from ronde.measure.unit_memory import copied_optimizer, line
 from ronde.parallel import Work
 from ronde.parallel.pipeline_parallel import Once
 from ronde.parallel.stage_run import StageRun, program
-from ronde.predict.costs import LinearCost
+from ronde.predict import LinearCost
 
 __all__ = ["action_seconds", "clip_fixed_seconds", "optimizer_fixed_seconds", "split_seconds"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ronde.capture import watching
 from ronde.capture.follow import follow
-from ronde.capture.intercept import watching
 from ronde.measure.bench_links import calibrate, resident
 from ronde.measure.model_units import ModelUnit, untouched
 from ronde.measure.pipeline_overhead import (
@@ -38,11 +38,16 @@ from ronde.measure.unit_memory import line
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan
-from ronde.predict.answer import Explanation, explain
-from ronde.predict.cluster import Cluster
-from ronde.predict.corrections import corrected, record
-from ronde.predict.costs import Costs, LinearCost
-from ronde.predict.prediction import Prediction
+from ronde.predict import (
+    Cluster,
+    Costs,
+    Explanation,
+    LinearCost,
+    Prediction,
+    corrected,
+    explain,
+    record,
+)
 from ronde.predict.search import search
 from ronde.run import hooks
 from ronde.run.check_prediction import Forecast

@@ -26,8 +26,7 @@ from ronde.parallel import Part, Work
 from ronde.parallel.fsdp import fully_shard_model
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Plan
-from ronde.predict.cluster import Added, LinkFit
-from ronde.predict.simulate import Times, run_step
+from ronde.predict import Added, LinkFit, Times, run_step
 from ronde.world import World
 from ronde.world.meshes import mesh_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from ronde.introspect.code_owner import user_modules
+from ronde.introspect import user_modules
 
 __all__ = ["own_loop"]
 

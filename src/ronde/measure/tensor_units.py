@@ -20,7 +20,7 @@ from ronde.parallel import Work
 from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
-from ronde.predict.costs import Costs, LinearCost
+from ronde.predict import Costs, LinearCost
 
 __all__ = ["divisible"]
 

@@ -31,14 +31,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ronde.adapt.apply_settings import apply_settings
+from ronde.data import Order
 from ronde.data import named_stages as stages
-from ronde.data.order import Order
-from ronde.introspect.open_handles import reopened
-from ronde.loader.loader import Feed
-from ronde.loader.settings import Executor, FeedSettings, LoaderSettings
+from ronde.introspect import reopened
+from ronde.loader import Executor, Feed, FeedSettings, LoaderSettings
 from ronde.loader.thread_workers import _openmp_runtimes
 from ronde.plan import Share, shares
-from ronde.profile.shared_counters import StageTimes, read_board, read_notes
+from ronde.profile import StageTimes, read_board, read_notes
 from ronde.run.evaluation import on_device, to_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
@@ -446,7 +445,7 @@ class Bench:
             board: Path | None = None
             remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
             if remove or arm.timed or arm.threads is not None:
-                from ronde.profile.probe import Probe
+                from ronde.profile import Probe
 
                 self._windows += 1
                 board = self._folder / f"board-{self._windows}"
@@ -680,7 +679,7 @@ class Bench:
             timed = _timed(board_before, read_board(board)) if board is not None else {}
             notes = read_notes(board) if board is not None else []
             if board is not None and arm.timed:
-                from ronde.profile.probe import read_files
+                from ronde.profile import read_files
 
                 self.files = [file.path for file in read_files(board)]
             shares = threads.share() if threads is not None else (0.0, 0.0)

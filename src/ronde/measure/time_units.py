@@ -30,7 +30,7 @@ from ronde.measure.model_units import ModelUnit, UnitProbe, refers_to, standing_
 from ronde.measure.quiet_gate import Gate, NoisyMachine, Reference
 from ronde.measure.unit_memory import copied_optimizer, line, weigh
 from ronde.parallel.recompute import applied
-from ronde.predict.costs import Costs, LinearCost, Unit
+from ronde.predict import Costs, LinearCost, Unit
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.tensors import tensors_in
 

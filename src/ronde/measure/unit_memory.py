@@ -36,7 +36,7 @@ from ronde.measure.model_units import (
 from ronde.measure.storage_ledger import Ledger, LedgerEntry, bytes_of, storages
 from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
-from ronde.predict.costs import Costs, LinearCost, Unit
+from ronde.predict import Costs, LinearCost, Unit
 from ronde.world import RondeError
 from ronde.world.tensors import tensors_in
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.capture.trace import Point, Trace
+from ronde.capture import Point, Trace
 from ronde.plan import Plan
-from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.partition import Cut, cut, cut_at
+from ronde.predict import Costs, Cut, LinearCost, Unit, cut, cut_at
 from ronde.world import ArgumentError
 
 __all__ = ["choose_cut", "state_ratio", "usable"]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ronde import checkpoint
-from ronde.data.order import key_of
+from ronde.data import key_of
 from ronde.world import ArgumentError, CheckpointError
 
 __all__ = ["FILL_THEMSELVES", "Init", "materialise", "meta_names", "weights_in"]

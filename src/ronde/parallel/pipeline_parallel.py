@@ -30,9 +30,8 @@ from torch.distributed.pipelining._backward import (
 )
 from torch.distributed.tensor import DTensor
 
+from ronde.capture import Trace, TraceEvent, bounds_of, stay
 from ronde.capture.follow import follow
-from ronde.capture.intercept import stay
-from ronde.capture.trace import Trace, TraceEvent, bounds_of
 from ronde.parallel import choose_cut
 from ronde.parallel.dtensor_fixes import mend
 from ronde.parallel.fsdp import adopt, local_shard, refuse_hooks, replica_mesh

@@ -23,9 +23,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ronde.capture.follow import as_tuple, aside, whole_size
-from ronde.capture.intercept import NUMBERS, Interceptor, data_shaped
-from ronde.capture.trace import Given, Trace, TraceEvent, Value
+from ronde.capture import (
+    NUMBERS,
+    Given,
+    Interceptor,
+    Trace,
+    TraceEvent,
+    Value,
+    as_tuple,
+    aside,
+    data_shaped,
+    whole_size,
+)
 from ronde.world import PlanError
 from ronde.world.tensors import Opaque, build, flatten, tensors_in
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ronde.capture.intercept import not_an_event
+from ronde.capture import not_an_event
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.ddp import Replicate
 from ronde.parallel.dtensor_fixes import mend

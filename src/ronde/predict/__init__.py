@@ -4,3 +4,83 @@ Offers :class:`~ronde.predict.predict.Predictor`, :func:`~ronde.predict.search.s
 plans, and :func:`~ronde.predict.answer.explain`, which says why. Pure arithmetic: no torch, no
 processes.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.predict.answer import Explanation, explain, render_answer
+    from ronde.predict.cluster import Added, Cluster, LinkFit
+    from ronde.predict.corrections import corrected, record
+    from ronde.predict.costs import Costs, LinearCost, Unit
+    from ronde.predict.datasheets import cluster_of, device_named
+    from ronde.predict.input_capacity import (
+        Capacities,
+        Measured,
+        StageCapacity,
+        Wall,
+        from_runs,
+        gap,
+        nodes_of,
+        plateau,
+        walls,
+    )
+    from ronde.predict.partition import Cut, cut, cut_at
+    from ronde.predict.predict import Predictor
+    from ronde.predict.prediction import Prediction
+    from ronde.predict.schedule_picture import svg, terminal
+    from ronde.predict.simulate import Times, run_step
+
+__all__ = [
+    "Added",
+    "Capacities",
+    "Cluster",
+    "Costs",
+    "Cut",
+    "Explanation",
+    "LinearCost",
+    "LinkFit",
+    "Measured",
+    "Prediction",
+    "Predictor",
+    "StageCapacity",
+    "Times",
+    "Unit",
+    "Wall",
+    "cluster_of",
+    "corrected",
+    "cut",
+    "cut_at",
+    "device_named",
+    "explain",
+    "from_runs",
+    "gap",
+    "nodes_of",
+    "plateau",
+    "record",
+    "render_answer",
+    "run_step",
+    "svg",
+    "terminal",
+    "walls",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.predict.answer": "Explanation explain render_answer",
+        "ronde.predict.cluster": "Added Cluster LinkFit",
+        "ronde.predict.corrections": "corrected record",
+        "ronde.predict.costs": "Costs LinearCost Unit",
+        "ronde.predict.datasheets": "cluster_of device_named",
+        "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap nodes_of plateau walls",
+        "ronde.predict.partition": "Cut cut cut_at",
+        "ronde.predict.predict": "Predictor",
+        "ronde.predict.prediction": "Prediction",
+        "ronde.predict.schedule_picture": "svg terminal",
+        "ronde.predict.simulate": "Times run_step",
+    },
+)

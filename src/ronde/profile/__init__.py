@@ -4,3 +4,45 @@ results.
 Offers :class:`~ronde.profile.probe.Probe`. While it is installed, known functions of other
 libraries are timed; afterwards every function is the original again.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.profile.function_hooks import ByName, HeldFile, beneath, dressed, exchange
+    from ronde.profile.page_cache import cached_share, storage_sweep
+    from ronde.profile.probe import Probe, read_files
+    from ronde.profile.replay import copied, same, weight
+    from ronde.profile.shared_counters import StageTimes, read_board, read_notes
+
+__all__ = [
+    "ByName",
+    "HeldFile",
+    "Probe",
+    "StageTimes",
+    "beneath",
+    "cached_share",
+    "copied",
+    "dressed",
+    "exchange",
+    "read_board",
+    "read_files",
+    "read_notes",
+    "same",
+    "storage_sweep",
+    "weight",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "ronde.profile.function_hooks": "ByName HeldFile beneath dressed exchange",
+        "ronde.profile.page_cache": "cached_share storage_sweep",
+        "ronde.profile.probe": "Probe read_files",
+        "ronde.profile.replay": "copied same weight",
+        "ronde.profile.shared_counters": "StageTimes read_board read_notes",
+    },
+)

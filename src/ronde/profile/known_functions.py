@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from ronde.introspect.code_owner import is_user_module
-from ronde.introspect.object_graph import attributes, walk
+from ronde.introspect import attributes, is_user_module, walk
 
 __all__ = ["FUNCTIONS", "places", "transforms"]
 

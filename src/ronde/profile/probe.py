@@ -26,8 +26,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from ronde.data import named_stages
-from ronde.introspect.code_owner import user_modules
-from ronde.introspect.object_graph import held, nested
+from ronde.introspect import held, nested, user_modules
 from ronde.profile import known_functions as found
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import (

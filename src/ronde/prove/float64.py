@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ronde.introspect.code_owner import is_user_file
+from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.recorder import Settings, Watch
 from ronde.prove.values import HALVES

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ronde.introspect.code_owner import is_user_file
+from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
 from ronde.prove.catalogue import Cause, cause

@@ -22,12 +22,11 @@ from safetensors.numpy import save_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from ronde.capture.follow import following
-from ronde.loader.from_dataloader import Taken
-from ronde.loader.settings import LoaderSettings
+from ronde.capture import following
+from ronde.loader import LoaderSettings, Taken
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
-from ronde.profile.replay import copied
+from ronde.profile import copied
 from ronde.prove.values import (
     cast,
     digest_value,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ronde.loader.from_dataloader import Taken
+from ronde.loader import Taken
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 

@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.adapt.apply_settings import apply_settings, asked_settings
-from ronde.data.order import Order
-from ronde.introspect.open_handles import apart, reopened
-from ronde.loader.from_dataloader import Taken, take_over
-from ronde.loader.loader import Feed
-from ronde.loader.settings import FeedSettings
+from ronde.adapt import asked_settings
+from ronde.adapt.apply_settings import apply_settings
+from ronde.data import Order
+from ronde.introspect import apart, reopened
+from ronde.loader import Feed, FeedSettings, Taken, take_over
 from ronde.parallel import Work, batchnorms, carry_out, converted, spectral_norms
 from ronde.parallel.meta_init import FILL_THEMSELVES, Init, materialise, weights_in
 from ronde.plan import SPLIT_FIELDS, Plan, Share, split

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ronde.data.named_stages import stage
-from ronde.loader.from_dataloader import Taken
-from ronde.loader.loader import Feed, too_many
-from ronde.loader.settings import LoaderSettings
+from ronde.data import stage
+from ronde.loader import Feed, LoaderSettings, Taken, too_many
 from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run.losses import LossCall

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ronde.loader.from_dataloader import Taken
+    from ronde.loader import Taken
     from ronde.parallel import Work
     from ronde.plan import Plan, Share
     from ronde.run.check_prediction import Forecast

@@ -23,11 +23,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from ronde.data.order import key_of
-from ronde.loader.from_dataloader import Taken, take_over
-from ronde.loader.loader import Feed, first_few
-from ronde.loader.reader import other_classes, pipeline_in
-from ronde.loader.settings import LoaderSettings
+from ronde.data import key_of
+from ronde.loader import (
+    Feed,
+    LoaderSettings,
+    Taken,
+    first_few,
+    other_classes,
+    pipeline_in,
+    take_over,
+)
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import hooks, lr_rules, persist

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ronde.introspect.object_graph import attributes, walk
-from ronde.introspect.random_state import restore_states, states
+from ronde.introspect import attributes, restore_states, states, walk
 from ronde.parallel import Replicate, Strategy
 from ronde.run.losses import LossCall
 from ronde.run.run_state import State

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.data.order import key_of
-from ronde.loader.from_dataloader import Taken
+from ronde.data import key_of
+from ronde.loader import Taken
 from ronde.parallel import Replicate, Strategy, Work
 from ronde.plan import Plan, Share
 from ronde.run.losses import LossCall

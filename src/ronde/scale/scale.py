@@ -24,17 +24,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch.distributed as dist
 
-from ronde.predict.input_capacity import (
-    Capacities,
-    Measured,
-    StageCapacity,
-    Wall,
-    from_runs,
-    gap,
-    nodes_of,
-    predict,
-    walls,
-)
+from ronde.predict import Capacities, Measured, StageCapacity, Wall, from_runs, gap, nodes_of, walls
+from ronde.predict.input_capacity import predict
 from ronde.run import hooks
 from ronde.scale.laws import Band, LawFit, fits, stop_at
 from ronde.watch import MARK
@@ -152,7 +143,7 @@ class Meter(hooks.Observer):
 
     def ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
-        from ronde.measure.throughput import Arm, Bench
+        from ronde.measure import Arm, Bench
 
         rounds, seconds = int(self.options["rounds"]), float(self.options["seconds"])
         arms = {"synthetic": Arm("synthetic"), "real": Arm("real")}
