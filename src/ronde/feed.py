@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.adapt.apply_settings import apply_settings, asked_settings, read_settings
+    from ronde.adapt.feed_settings import apply_settings, asked_settings, read_settings
     from ronde.cache.cached import (
         CachedDataset,
         CachedSource,
@@ -112,32 +112,33 @@ __all__ = [
     "verify_pack",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.adapt.apply_settings": "apply_settings asked_settings read_settings",
-        "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
-        "ronde.data.contract": "Source Step",
-        "ronde.data.images": "images",
-        "ronde.data.named_stages": "rng rngs stage",
-        "ronde.data.order": "Order Quality key_of permute",
-        "ronde.data.pack": "Packed pack verify_pack",
-        "ronde.data.pipeline": "Pipeline",
-        "ronde.data.sources.arrays": "arrays",
-        "ronde.data.sources.base": "Sample",
-        "ronde.data.sources.folder": "folder",
-        "ronde.data.sources.map_dataset": "dataset",
-        "ronde.data.sources.parquet": "parquet",
-        "ronde.data.sources.tar": "tar",
-        "ronde.data.sources.tokens": "tokens",
-        "ronde.data.tabular": "table",
-        "ronde.data.text": "text",
-        "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
-        "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
-        "ronde.loader.loader": "Feed die_with_parent",
-        "ronde.loader.reader": "other_classes pipeline_in",
-        "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
-        "ronde.loader.synthetic": "Synthetic synthetic",
-    },
-    also="ronde.cache.cached",  # carries Pipeline.cache out
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.adapt.feed_settings": "apply_settings asked_settings read_settings",
+            "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
+            "ronde.data.contract": "Source Step",
+            "ronde.data.images": "images",
+            "ronde.data.named_stages": "rng rngs stage",
+            "ronde.data.order": "Order Quality key_of permute",
+            "ronde.data.pack": "Packed pack verify_pack",
+            "ronde.data.pipeline": "Pipeline",
+            "ronde.data.sources.arrays": "arrays",
+            "ronde.data.sources.base": "Sample",
+            "ronde.data.sources.folder": "folder",
+            "ronde.data.sources.map_dataset": "dataset",
+            "ronde.data.sources.parquet": "parquet",
+            "ronde.data.sources.tar": "tar",
+            "ronde.data.sources.tokens": "tokens",
+            "ronde.data.tabular": "table",
+            "ronde.data.text": "text",
+            "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
+            "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
+            "ronde.loader.loader": "Feed die_with_parent",
+            "ronde.loader.reader": "other_classes pipeline_in",
+            "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
+            "ronde.loader.synthetic": "Synthetic synthetic",
+        },
+        also="ronde.cache.cached",  # carries Pipeline.cache out
+    )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from processes import TESTS
 
 SOURCE = TESTS.parent / "src" / "ronde"
+ROOMS = sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
 
 # A verb's file in cli/ has the name of what it opens; `name` properties of a protocol are shared.
 _VERBS = {path.name for path in (SOURCE / "cli").glob("*.py")}
@@ -70,12 +73,19 @@ def test_no_room_is_larger_than_15_percent():
     assert {room: n for room, n in lines.items() if n > 0.15 * total} == {}
 
 
-@pytest.mark.parametrize(
-    "room", sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
-)
+@pytest.mark.parametrize("room", ROOMS)
 def test_each_room_says_what_it_is_for(room):
     """A sentence on the first line, and what the room offers."""
     text = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or ""
     first = text.splitlines()[0]
     assert first.endswith((".", "?")) or "." in text.split("\n\n")[0]
     assert "Offers" in text
+
+
+@pytest.mark.parametrize("face", ["ronde", "ronde.feed", *(f"ronde.{room}" for room in ROOMS)])
+def test_each_face_has_what_it_offers(face):
+    """Names are imported when first used: a wrong one would show in nobody's import."""
+    module = importlib.import_module(face)
+    for name in getattr(module, "__all__", ()):
+        assert getattr(module, name) is not None, name
+        assert not isinstance(getattr(module, name), ModuleType) or face == "ronde", name

@@ -1,6 +1,6 @@
 """Apply settings and cures to other people's data sets, without a change to their code.
 
-Offers :func:`~ronde.adapt.apply_settings.apply_settings`, which reads what ``ronde doctor --apply``
+Offers :func:`~ronde.adapt.feed_settings.apply_settings`, which reads what ``ronde doctor --apply``
 wrote, and the cures themselves in :mod:`~ronde.adapt.remedies`. They change how samples are
 fetched, never which.
 """
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.adapt.apply_settings import asked_settings, sentence
+    from ronde.adapt.feed_settings import apply_settings, asked_settings, sentence
     from ronde.adapt.remedies import dataset_facts
 
-__all__ = ["asked_settings", "dataset_facts", "sentence"]
+__all__ = ["apply_settings", "asked_settings", "dataset_facts", "sentence"]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.adapt.apply_settings": "asked_settings sentence",
-        "ronde.adapt.remedies": "dataset_facts",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.adapt.feed_settings": "apply_settings asked_settings sentence",
+            "ronde.adapt.remedies": "dataset_facts",
+        },
+    )

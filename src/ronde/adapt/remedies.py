@@ -252,7 +252,7 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     ``pack`` and ``device_augment``.
 
     The other settings (``executor``, ``workers``, ``prefetch``, ``threads``, ``pin_memory``,
-    ``echo``) are about loading, and are left to :func:`ronde.adapt.apply_settings.apply_settings`.
+    ``echo``) are about loading, and are left to :func:`ronde.adapt.feed_settings.apply_settings`.
     The order of samples stays. So do their bits, except with ``decode_to_size``,
     ``device_augment``, and a decoder that makes other pixels; see :func:`judge_decoder`.
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached_dataset", "clear_cache"]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached_dataset clear_cache",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached_dataset clear_cache",
+        },
+    )

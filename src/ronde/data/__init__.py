@@ -57,22 +57,23 @@ __all__ = [
     "verify_pack",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.data.contract": "Bad Source Step",
-        "ronde.data.echo": "Echoed echoed",
-        "ronde.data.image_decoders": "AUTO DECODERS available check_decoder",
-        "ronde.data.images": "retuned",
-        "ronde.data.named_stages": "current_keys sample_key sample_keys stage",
-        "ronde.data.order": "Order key_of",
-        "ronde.data.pack": "verify_pack",
-        "ronde.data.pipeline": "Pipeline",
-        "ronde.data.randomness": "KeyedRandomness",
-        "ronde.data.serialize": "CannotEncode decode_sample encode_sample",
-        "ronde.data.sources.arrays": "ArraySource",
-        "ronde.data.sources.base": "BaseSource",
-        "ronde.data.sources.map_dataset": "DatasetSource",
-        "ronde.data.sources.tar": "is_pack tar",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.data.contract": "Bad Source Step",
+            "ronde.data.echo": "Echoed echoed",
+            "ronde.data.image_decoders": "AUTO DECODERS available check_decoder",
+            "ronde.data.images": "retuned",
+            "ronde.data.named_stages": "current_keys sample_key sample_keys stage",
+            "ronde.data.order": "Order key_of",
+            "ronde.data.pack": "verify_pack",
+            "ronde.data.pipeline": "Pipeline",
+            "ronde.data.randomness": "KeyedRandomness",
+            "ronde.data.serialize": "CannotEncode decode_sample encode_sample",
+            "ronde.data.sources.arrays": "ArraySource",
+            "ronde.data.sources.base": "BaseSource",
+            "ronde.data.sources.map_dataset": "DatasetSource",
+            "ronde.data.sources.tar": "is_pack tar",
+        },
+    )

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "load_doctor"]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.doctor.doctor": "load_doctor",
-        "ronde.doctor.prescribe": "NAMES",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.doctor.doctor": "load_doctor",
+            "ronde.doctor.prescribe": "NAMES",
+        },
+    )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from ronde.adapt.apply_settings import apply_settings
+from ronde.adapt import apply_settings
 from ronde.data import Pipeline
 from ronde.doctor.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Diagnosis, Measurements, StageSeen, ceiling_shares, judge

@@ -48,13 +48,14 @@ __all__ = [
     "walk",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module user_modules",
-        "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
-        "ronde.introspect.object_graph": "attributes held nested walk",
-        "ronde.introspect.open_handles": "apart held_open reopened unchanged",
-        "ronde.introspect.random_state": "Marks restore_states seed_all states",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module user_modules",
+            "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
+            "ronde.introspect.object_graph": "attributes held nested walk",
+            "ronde.introspect.open_handles": "apart held_open reopened unchanged",
+            "ronde.introspect.random_state": "Marks restore_states seed_all states",
+        },
+    )

@@ -33,12 +33,13 @@ __all__ = [
     "too_many",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.loader.from_dataloader": "Taken default_workers take_over",
-        "ronde.loader.loader": "Feed first_few too_many",
-        "ronde.loader.reader": "other_classes pipeline_in",
-        "ronde.loader.settings": "Executor FeedSettings LoaderSettings settings_file",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.loader.from_dataloader": "Taken default_workers take_over",
+            "ronde.loader.loader": "Feed first_few too_many",
+            "ronde.loader.reader": "other_classes pipeline_in",
+            "ronde.loader.settings": "Executor FeedSettings LoaderSettings settings_file",
+        },
+    )

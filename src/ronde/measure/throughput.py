@@ -30,7 +30,7 @@ import psutil
 import torch
 from torch.utils.data import IterableDataset
 
-from ronde.adapt.apply_settings import apply_settings
+from ronde.adapt import apply_settings
 from ronde.data import Order
 from ronde.data import named_stages as stages
 from ronde.introspect import reopened

@@ -68,19 +68,20 @@ __all__ = [
     "walls",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.predict.answer": "Explanation explain render_answer",
-        "ronde.predict.cluster": "Added Cluster LinkFit",
-        "ronde.predict.corrections": "corrected record",
-        "ronde.predict.costs": "Costs LinearCost Unit",
-        "ronde.predict.datasheets": "cluster_of device_named",
-        "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap nodes_of plateau walls",
-        "ronde.predict.partition": "Cut cut cut_at",
-        "ronde.predict.predict": "Predictor",
-        "ronde.predict.prediction": "Prediction",
-        "ronde.predict.schedule_picture": "svg terminal",
-        "ronde.predict.simulate": "Times run_step",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.predict.answer": "Explanation explain render_answer",
+            "ronde.predict.cluster": "Added Cluster LinkFit",
+            "ronde.predict.corrections": "corrected record",
+            "ronde.predict.costs": "Costs LinearCost Unit",
+            "ronde.predict.datasheets": "cluster_of device_named",
+            "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap nodes_of plateau walls",
+            "ronde.predict.partition": "Cut cut cut_at",
+            "ronde.predict.predict": "Predictor",
+            "ronde.predict.prediction": "Prediction",
+            "ronde.predict.schedule_picture": "svg terminal",
+            "ronde.predict.simulate": "Times run_step",
+        },
+    )

@@ -36,13 +36,14 @@ __all__ = [
     "weight",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.profile.function_hooks": "ByName HeldFile beneath dressed exchange",
-        "ronde.profile.page_cache": "cached_share storage_sweep",
-        "ronde.profile.probe": "Probe read_files",
-        "ronde.profile.replay": "copied same weight",
-        "ronde.profile.shared_counters": "StageTimes read_board read_notes",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.profile.function_hooks": "ByName HeldFile beneath dressed exchange",
+            "ronde.profile.page_cache": "cached_share storage_sweep",
+            "ronde.profile.probe": "Probe read_files",
+            "ronde.profile.replay": "copied same weight",
+            "ronde.profile.shared_counters": "StageTimes read_board read_notes",
+        },
+    )

@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.adapt import asked_settings
-from ronde.adapt.apply_settings import apply_settings
+from ronde.adapt import apply_settings, asked_settings
 from ronde.data import Order
 from ronde.introspect import apart, reopened
 from ronde.loader import Feed, FeedSettings, Taken, take_over

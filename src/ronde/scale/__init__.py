@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Scaling", "Start", "load_scale", "measure_sizes", "start_options", "summarise_scale"]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options summarise_scale",
-    },
-)
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options summarise_scale",
+        },
+    )
