@@ -36,6 +36,7 @@ from range_server import serving
 from ronde import feed
 from ronde.data.sources import byte_ranges, tar_index
 from ronde.data.sources.base import Batch, Names, Sample
+from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
 
 
@@ -340,7 +341,9 @@ def test_tars_index_is_kept_checked_and_made_anew(tmp_path, monkeypatch):
     index = tmp_path / "a.tar.ronde-index"
     built: list[str] = []
     build = tar_index.build_index
-    monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
+    monkeypatch.setattr(
+        tar_index, "build_index", lambda store, at: built.append(at) or build(store, at)
+    )
     expected = samples_of([path])
     assert list(feed.tar(path).read(range(10))) == expected and index.exists() and len(built) == 1
     raw = index.read_bytes()
@@ -1204,14 +1207,14 @@ def test_web_server(tmp_path):
 def test_reads_of_a_batch_are_in_flight_together(tmp_path):
     write(tmp_path, {f"{i}.bin": bytes([i]) * 100 for i in range(16)})
     with serving(tmp_path) as server:
-        store = feed.sources.Store()
+        store = Store()
         server.gather = 8  # none is answered before eight have come
-        places = [feed.sources.Place(f"{server.url}/{i}.bin", 10, 50) for i in range(16)]
+        places = [ByteRange(f"{server.url}/{i}.bin", 10, 50) for i in range(16)]
         assert store.read(places) == [bytes([i]) * 50 for i in range(16)]
         assert server.most >= 8
         # Neighbours are asked for together, and each gets its own part.
         server.gather, server.asked[:] = 0, []
-        near = [feed.sources.Place(f"{server.url}/3.bin", at, 5) for at in (40, 0, 20, 0)]
+        near = [ByteRange(f"{server.url}/3.bin", at, 5) for at in (40, 0, 20, 0)]
         assert store.read(near) == [bytes([3]) * 5] * 4
         assert server.asked == [("3.bin", 0, 44)]
 

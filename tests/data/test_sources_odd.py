@@ -147,7 +147,9 @@ def memory():
 def test_a_replaced_remote_tar_of_the_same_size(memory, protocol, monkeypatch):
     built: list[str] = []
     build = tar_index.build_index
-    monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
+    monkeypatch.setattr(
+        tar_index, "build_index", lambda store, at: built.append(at) or build(store, at)
+    )
     old, new = tar_bytes(OLD), tar_bytes(NEW)
     assert len(old) == len(new)
     memory.pipe("/mends/a.tar", old)
@@ -171,7 +173,9 @@ def test_the_index_of_a_pack_whose_shard_was_replaced(tmp_path, memory, place, m
     """
     built: list[str] = []
     build = tar_index.build_index
-    monkeypatch.setattr(tar_index, "build", lambda store, at: built.append(at) or build(store, at))
+    monkeypatch.setattr(
+        tar_index, "build_index", lambda store, at: built.append(at) or build(store, at)
+    )
     pack(
         write(tmp_path / "files", {**OLD, f"{'ü' * 100}.bin": b"long"}),
         tmp_path / "out",

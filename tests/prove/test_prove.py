@@ -184,7 +184,11 @@ CARRIED = [
     ),
     ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
     ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),
-    ("clipped", ["replicate", SPLIT, "pipeline=2"], {}),
+    (
+        "clipped",
+        ["replicate", SPLIT, "pipeline=2"],
+        {"pipeline=2": "The script reads or writes"},
+    ),
     ("average", ["replicate", SPLIT], {SPLIT: "keep one of the values of model.state_dict()"}),
 ]
 

@@ -35,7 +35,7 @@ from ronde.capture.follow import follow
 from ronde.parallel import choose_cut
 from ronde.parallel.dtensor_fixes import mend
 from ronde.parallel.fsdp import adopt, local_shard, refuse_hooks, replica_mesh
-from ronde.parallel.remote_parameter import Keeper, element, make_remote
+from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.strategy import (
     Flags,
@@ -371,6 +371,8 @@ class PipelineParallel(Strategy):
                     path = names[id(p)]
                     if (owner, name) in self._stand_ins:
                         p = owner._parameters[name] = self._stand_ins.pop((owner, name))
+                    elif absent(p):  # tied: seen under another name already
+                        continue
                     else:
                         _hollow(p)
                     stage = self._stage_of.get(self._key(p))
