@@ -8,6 +8,7 @@ was never stopped, by (from, to).
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import shutil
@@ -25,10 +26,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-import ronde.run.distribute as entry
 from forked import fork
 from ronde.checkpoint import find_valid
 from sampling import ALL
+
+entry = importlib.import_module("ronde.run.distribute")  # the function has the module's name
 
 # plan -> (workers, what --plan says)
 PLANS = {

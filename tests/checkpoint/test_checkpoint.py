@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import ronde
+from damage import damage_manifest, flip
 from processes import python
 from ronde import CheckpointError
 from ronde.checkpoint import (
@@ -71,12 +72,6 @@ def contents(folder: Path) -> list[str]:
 # -- damage ----------------------------------------------------------------------------
 
 
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
 def test_every_flipped_bit_is_found(tmp_path):
     path = write(tmp_path, 7, files(), STATE)
     parts = sorted(path.iterdir())
@@ -118,16 +113,6 @@ def test_every_single_bit_of_the_manifest_counts(tmp_path):
         at = bit // 8
         missed.append(f"{whole[at - 12 : at + 8]!r} -> {bytes(damaged[at - 12 : at + 8])!r}")
     assert not missed, "\n".join(missed)
-
-
-def damage_manifest(path: Path, change) -> None:
-    """Change the manifest and make its own digest right again, as someone with intent would."""
-    from ronde.checkpoint.files import _manifest_digest
-
-    body = json.loads((path / "manifest.json").read_text())
-    change(body)
-    body["digest"] = _manifest_digest(body)
-    (path / "manifest.json").write_text(json.dumps(body, indent=1))
 
 
 def test_damage_is_named(tmp_path):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint import damage_manifest, flip
 from torch import nn
 
 import ronde
+from damage import damage_manifest, flip
 from processes import TESTS, python
 from ronde import ArgumentError, CheckpointError
 from ronde.checkpoint import (

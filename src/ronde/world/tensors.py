@@ -55,7 +55,9 @@ def parts(value: Any) -> Mapping[Any, Any] | None:
         ({0: 5, 1: 6}, {'a': 1}, None)
     """
     if isinstance(value, Mapping):
-        return value
+        # An open file that reads like a mapping (NumPy's NpzFile, an h5py group) is a leaf: to look
+        # inside would read all of it.
+        return None if hasattr(value, "close") or hasattr(value, "file") else value
     if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
     if isinstance(value, _PLAIN):
