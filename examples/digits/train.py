@@ -1,6 +1,4 @@
-"""Train a small convolutional network to read the 1,797 handwritten digits that scikit-learn comes
-with.
-"""
+"""Train a small convolutional network on scikit-learn's 1,797 handwritten digits."""
 
 import argparse
 
