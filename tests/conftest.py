@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 DURATIONS = Path(__file__).with_name("durations.json")
 """File -> test function -> seconds of all its cases, and of its longest: ``make durations``."""
 
-_QUICK_SECONDS = 0.25
+_QUICK_SECONDS = 0.2
 _measured: dict[str, dict[str, list[float]]] = {}
 
 
@@ -42,6 +42,16 @@ def _durations() -> dict[str, dict[str, list[float]]]:
 
 def _is_quick(found: list[float] | None) -> bool:
     return found is None or found[1] <= _QUICK_SECONDS  # a test that was never measured is new
+
+
+def _shares(item: pytest.Item) -> bool:
+    """Whether a test uses a fixture of its whole file: a warm world, a training. The first such
+    test pays for it, whichever that is.
+    """
+    known = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    return any(
+        fixture.scope == "module" for name in item.fixturenames for fixture in known.get(name, ())
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,9 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return known.get(item.path.relative_to(config.rootpath).as_posix(), {})
 
     if config.getoption("--quick"):
-        slow = [i for i in items if not _is_quick(of(i).get(i.name.partition("[")[0]))]
-        items[:] = [i for i in items if i not in set(slow)]
-        config.hook.pytest_deselected(items=slow)
+
+        def quick(item: pytest.Item) -> bool:
+            return _is_quick(of(item).get(item.name.partition("[")[0])) and not _shares(item)
+
+        config.hook.pytest_deselected(items=[i for i in items if not quick(i)])
+        items[:] = [i for i in items if quick(i)]
     seconds = {item.path: sum(all_cases for all_cases, _ in of(item).values()) for item in items}
     items.sort(key=lambda item: -seconds[item.path])
 

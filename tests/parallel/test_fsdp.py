@@ -26,7 +26,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy
 
 import ronde
 from equality_cases import (
@@ -347,6 +346,8 @@ def part(tensor):
 
 
 def sharded_loop(case: Sharded):
+    from torchmetrics.classification import MulticlassAccuracy  # takes seconds to import
+
     model, optimizer, scheduler = case.build()
     given = [len(g["params"]) for g in optimizer.param_groups]
     run = ronde.distribute(

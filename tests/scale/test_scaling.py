@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
 
 import ronde.scale.laws as module
 from ronde.scale.laws import fit, fits, marginal, stop_at
@@ -47,6 +46,8 @@ def test_exact_points_give_back_their_parameters(contention, coherency):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_fit_is_the_one_that_scipy_finds(seed):
+    from scipy import optimize  # takes seconds to import
+
     rng = np.random.default_rng(seed)
     sizes = np.array([1, 2, 3, 4, 6, 8, 12][: int(rng.integers(3, 8))], dtype=float)
     rates = usl(
@@ -72,6 +73,8 @@ def test_the_fit_is_the_one_that_scipy_finds(seed):
 
 
 def test_students_t_is_scipys():
+    from scipy import stats  # takes seconds to import
+
     for freedom in (1, 2, 3, 8, 15, 16, 30, 100):
         assert module._t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
 
