@@ -291,10 +291,11 @@ def plant_exchange(spec: Spec) -> None:
             .then(lambda f: f.value()[0])
         )
 
+    # DDP looks at them
     slow.__annotations__ = {
         "bucket": torch.distributed.GradBucket,
         "return": torch.futures.Future[torch.Tensor],
-    }  # DDP looks at them
+    }
 
     def init(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         before(self, *args, **kwargs)
@@ -429,9 +430,8 @@ def with_ronde(spec: Spec) -> None:
 
 if __name__ == "__main__":
     given = Spec(**json.loads(sys.argv[2]))
-    if os.environ.get(
-        "DOCTOR_FAVOURED"
-    ):  # on a machine that others use too: in a scheduling group of its own
+    # on a machine that others use too: in a scheduling group of its own
+    if os.environ.get("DOCTOR_FAVOURED"):
         with open("/proc/self/autogroup", "w") as group:
             group.write("-15")
         os.nice(-15)

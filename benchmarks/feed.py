@@ -72,9 +72,8 @@ def ronde_images(data: Path, **options: Any) -> Batches:
     n = len(pipeline) // BATCH * BATCH
     for epoch in itertools.count():
         for share, micros in loader.read(lambda epoch=epoch: shares(epoch, 0, n, BATCH, 0, 1)):
-            if not options.get(
-                "on_device"
-            ):  # what is left is done here only where there is no other device
+            # what is left is done here only where there is no other device
+            if not options.get("on_device"):
                 micros = loader.finish(share, micros)
             yield sized(micros[0])
 
@@ -236,9 +235,8 @@ def hf_text(data: Path, own_batches: bool = False) -> Batches:
     raw = np.fromfile(corpus(data), dtype=np.uint8).astype(np.int64)
     blocks = raw[: len(raw) // LENGTH * LENGTH].reshape(-1, LENGTH)
     folder = data / f"hf-tokens-{os.getpid()}"
-    datasets.Dataset.from_dict({"input_ids": blocks}).save_to_disk(
-        folder
-    )  # read from disk, as the others do
+    # read from disk, as the others do
+    datasets.Dataset.from_dict({"input_ids": blocks}).save_to_disk(folder)
     made = datasets.load_from_disk(folder).with_format("torch")
     for epoch in itertools.count():
         shuffled = (

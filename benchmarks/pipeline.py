@@ -156,6 +156,7 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
         out.write_text(json.dumps(found))
 
 
+# of SLEEP / 3, layer by layer: a pyramid, as of a CNN
 UNEVEN = (
     2.0,
     1.5,
@@ -169,7 +170,7 @@ UNEVEN = (
     0.3,
     0.3,
     0.2,
-)  # of SLEEP / 3, layer by layer: a pyramid, as of a CNN
+)
 
 
 slept = [0.0]

@@ -563,13 +563,14 @@ PLANS = {
     "tensor": (2, "tensor=2"),
     "pipeline shard": (4, "pipeline=2,shard=parameters,micro_batch=1/8"),
 }
+# they have no block that tensor parallelism divides
 NO_TENSOR = (
     "cnn",
     "unet",
     "checkpointed",
     "repeated",
     "in turns",
-)  # they have no block that tensor parallelism divides
+)
 STEPS = 3
 
 

@@ -47,9 +47,8 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         block = 12.0 * hidden * hidden
     dense = 2 * block * sequence
     attention = 4 * sequence * sequence * hidden
-    fused = row["framework"].startswith(
-        ("Composer", "torchtitan", "Megatron-Bridge")
-    )  # causal, without the square of scores
+    # causal, without the square of scores
+    fused = row["framework"].startswith(("Composer", "torchtitan", "Megatron-Bridge"))
     attention *= 0.5 if fused else 1.0
     saved = sequence * hidden * (34 + (0 if fused else 5 * heads * sequence / hidden))
     fixed = unit_seconds(device, 0.0)

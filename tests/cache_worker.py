@@ -82,9 +82,8 @@ def hammer(where: str, limit: str) -> dict:
     """Six processes at a time read and check; some of them are killed wherever they are, and others
     take their place.
     """
-    first = cached(
-        Toy(), where=where, limit=limit
-    )  # held by this process, so that a cache in memory stays
+    # held by this process, so that a cache in memory stays
+    first = cached(Toy(), where=where, limit=limit)
     draw = random.Random(1)
     seed = killed = 0
     codes: list[int] = []
@@ -152,9 +151,8 @@ def leave_behind(where: str) -> dict:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     before = Path(folder).is_dir()
-    other = cached(
-        Toy(5, "other"), where=where, limit="1MiB"
-    )  # any cache in memory that is made next
+    # any cache in memory that is made next
+    other = cached(Toy(5, "other"), where=where, limit="1MiB")
     after = Path(folder).is_dir()
     mine = other._folder.is_dir()
     # Its user is a child that lives longer than this process's own use: the last one out removes

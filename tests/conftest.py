@@ -144,9 +144,8 @@ def _temporary() -> set[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A temporary folder of this process's own: what is left in it, a test has left."""
-    os.environ.setdefault(
-        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
-    )  # what tests write is kept for a while where pytest keeps it
+    # what tests write is kept for a while where pytest keeps it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # multiprocessing's, which stays until this process ends: not in the folder below
     get_temp_dir()
     folder = tempfile.TemporaryDirectory(prefix="ronde-tests-", ignore_cleanup_errors=True)
@@ -160,8 +159,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     killed.
     """
     yield
-    if left := {
-        name for name in _temporary() - _known if f"-{os.getpid()}-" not in name
-    }:  # a fixture's pool goes with the fixture
+    # a fixture's pool goes with the fixture
+    if left := {name for name in _temporary() - _known if f"-{os.getpid()}-" not in name}:
         _known.update(left)
         raise AssertionError(f"left in the temporary folder: {', '.join(sorted(left))}")

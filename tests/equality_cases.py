@@ -34,9 +34,8 @@ class Norm(CNN):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Conv2d(
-            1, 4, 3, padding=1, bias=False
-        )  # a bias before normalisation has no gradient in exact arithmetic
+        # a bias before normalisation has no gradient in exact arithmetic
+        self.a = nn.Conv2d(1, 4, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(4)
         self.bn1 = nn.BatchNorm1d(6, momentum=None)
 
@@ -112,9 +111,8 @@ class Unused(nn.Module):
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
-        if bool(
-            (x[:, 0] > 0.55).any()
-        ):  # which workers and micro-batches use it changes from step to step
+        # which workers and micro-batches use it changes from step to step
+        if bool((x[:, 0] > 0.55).any()):
             x = x + self.rare(x) * (x[:, :1] > 0.55)
         return self.last(self.frozen(x))
 
@@ -156,9 +154,8 @@ class Samples(Dataset):
         elif kind in ("transformer", "tokens"):
             self.x = torch.randint(VOCABULARY, (n, LENGTH), generator=g)
             self.y = self.x.roll(-1, 1).clone()
-            if (
-                kind == "tokens"
-            ):  # padding: samples have different numbers of targets, some none at all
+            # padding: samples have different numbers of targets, some none at all
+            if kind == "tokens":
                 lengths = torch.randint(0, LENGTH + 1, (n,), generator=g)
                 self.y[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
         elif kind == "lstm":

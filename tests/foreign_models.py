@@ -32,9 +32,8 @@ class Built:
     call: Callable[[nn.Module, Any], torch.Tensor]
     other: Any = None
     random: bool = False  # the pass draws random numbers
-    moving: tuple[str, ...] = field(
-        default=()
-    )  # points (prefixes of their names) that may be missing with other weights or batches
+    # points (prefixes of their names) that may be missing with other weights or batches
+    moving: tuple[str, ...] = field(default=())
 
 
 def build(builders: dict[str, Callable[[], Built]], name: str) -> Built:

@@ -81,9 +81,8 @@ STOP, END = 3, 6
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(
-            width, 14
-        )  # in two: 7, in three: 5, 5, 4; in two and again in two: 4, 3
+        # in two: 7, in three: 5, 5, 4; in two and again in two: 4, 3
+        self.up = nn.Linear(width, 14)
         self.down = nn.Linear(14, width)
 
     def forward(self, x):
@@ -106,9 +105,8 @@ class Net(nn.Module):
         self.register_buffer("count", torch.arange(3))
 
     def forward(self, x):
-        x = self.norm(
-            self.embed(x)
-        )  # nothing before it that it takes away again: AdamW blows such gradients, mere rounding, up
+        # nothing before it that it takes away again: AdamW blows such gradients, mere rounding, up
+        x = self.norm(self.embed(x))
         return self.head((self.blocks(x) + self.frozen(x)) * self.scale)
 
 
@@ -426,9 +424,8 @@ def pieces(folder: Path) -> None:
                         size,
                         name,
                     )
-        if (
-            size == 2
-        ):  # torch's own reader of sharded safetensors, without its exchange of pickled plans
+        # torch's own reader of sharded safetensors, without its exchange of pickled plans
+        if size == 2:
             import torch.distributed.checkpoint as dcp
 
             tensors = {n: t for n, t in _divided(True).items() if n != "empty"}

@@ -117,7 +117,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.adapt.feed_settings": "apply_settings asked_settings read_settings",
-            "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset clear_cache report_cache",
+            "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset "
+            "clear_cache report_cache",
             "ronde.data.contract": "Source Step",
             "ronde.data.images": "images",
             "ronde.data.named_stages": "rng rngs stage",
@@ -133,7 +134,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.sources.tokens": "tokens",
             "ronde.data.tabular": "table",
             "ronde.data.text": "text",
-            "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize RandomResizedCrop Resize Transform",
+            "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
+            "RandomResizedCrop Resize Transform",
             "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
             "ronde.loader.loader": "Feed die_with_parent",
             "ronde.loader.reader": "other_classes pipeline_in",

@@ -590,9 +590,8 @@ def test_a_probe_sees_through_a_remedy_and_they_are_taken_away_in_any_order(pict
     with_remedy = places()
     probe = Probe(tmp_path / "board")
     probe.install()
-    again = apply_remedies(
-        dataset, FeedSettings(cache="read")
-    )  # and one that comes while the probe is there
+    # and one that comes while the probe is there
+    again = apply_remedies(dataset, FeedSettings(cache="read"))
     assert same(plain, batches(swapped, probe=probe))
     assert same(plain, batches(again))
     found = probe.times()

@@ -93,9 +93,8 @@ def test_room_in_use_is_not_given_out_again_where_the_header_is_older_than_the_e
     ) as file:  # the machine went down: this page had not reached the disk, those after it had
         file.write(header)
         file.seek(4096 + 32 * 39)
-        file.write(
-            b"\xff" * 32
-        )  # torn; it must not count as room that is taken up to the end of the world
+        # torn; it must not count as room that is taken up to the end of the world
+        file.write(b"\xff" * 32)
     kept = cached(Toy(40, "power"), where=tmp_path, limit="4MiB", check=False)
     assert all_right(kept), "before and after others are written"
     assert all_right(kept)

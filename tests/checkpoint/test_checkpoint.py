@@ -299,12 +299,10 @@ def test_killed_while_writing(tmp_path):
     done = python([str(tmp_path / "killed.py"), str(tmp_path / "c"), "40"], tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["torn"] > 5 and told["last"] > 5, (
-        told
-    )  # it was killed in the middle of writing, and it had written
-    assert all(n.startswith("step-") for n in told["left"]), (
-        told
-    )  # what the killed ones left is swept by the next
+    # it was killed in the middle of writing, and it had written
+    assert told["torn"] > 5 and told["last"] > 5, told
+    # what the killed ones left is swept by the next
+    assert all(n.startswith("step-") for n in told["left"]), told
 
 
 FULL = """
@@ -497,9 +495,8 @@ def test_large_or_complex_tensors_are_refused_beside_the_numbers():
     with pytest.raises(CheckpointError, match="tensor of 5000 elements"):
         encode({"a": torch.zeros(5000)})
     value = torch.ones(2, dtype=torch.complex64)
-    with suppress(
-        CheckpointError
-    ):  # carried exactly, or refused on purpose; not a TypeError from within json
+    # carried exactly, or refused on purpose; not a TypeError from within json
+    with suppress(CheckpointError):
         assert same(
             torch.view_as_real(decode(json.loads(json.dumps(encode(value))))),
             torch.view_as_real(value),
@@ -718,10 +715,11 @@ def dangers(source: str) -> list[str]:
 
 
 def test_nothing_in_the_source_unpickles_or_starts_a_shell():
+    # which is what they are for
     allowed = {
         ("launch/worker.py", "exec"),
         ("prove/pool_worker.py", "exec"),
-    }  # which is what they are for
+    }
     sources = sorted(SOURCE.rglob("*.py"))
     found = {(str(p.relative_to(SOURCE)), name) for p in sources for name in dangers(p.read_text())}
     assert len(sources) > 30 and found == allowed

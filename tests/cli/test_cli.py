@@ -137,9 +137,8 @@ def test_a_run(place, whole):
     assert 1 <= int(threads[1]) <= max(1, cores // 2) and threads[2] == (
         "PASSIVE" if cores < 4 else "None"
     )
-    assert (
-        "\x1b" not in out + whole.stderr and "\x1e" not in out
-    )  # no colours and no messages where nobody sees them
+    # no colours and no messages where nobody sees them
+    assert "\x1b" not in out + whole.stderr and "\x1e" not in out
     assert (
         "whole: completed" in out
         and "2 workers × 4" in out
@@ -332,9 +331,8 @@ def test_help_and_version(tmp_path):
         and "nosuchverb" in verb.stderr
         and "--nope" in option.stderr
     )
-    assert (
-        ronde_run(["--version"], tmp_path).stdout == version.stdout
-    )  # as a process of its own, too
+    # as a process of its own, too
+    assert ronde_run(["--version"], tmp_path).stdout == version.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -387,9 +385,8 @@ def test_one_rank_raises(place):
     done = failing(place, "one", "--how", "raise")
     assert done.returncode == 1
     assert "rank 1 failed first:" in done.stderr and "ValueError: no good on 1" in done.stderr
-    assert (
-        'train.py", line' in done.stderr and done.stderr.count("Traceback") == 1
-    )  # the script's own lines, once
+    # the script's own lines, once
+    assert 'train.py", line' in done.stderr and done.stderr.count("Traceback") == 1
     assert "ronde/launch/worker.py" not in done.stderr and "elastic" not in done.stderr.lower()
     assert (
         "its output: runs/one/logs/rank-1.log" in done.stderr
@@ -629,9 +626,8 @@ def test_a_bar_on_a_terminal_and_ctrl_c(place):
     assert "stopped by SIGINT; every worker has ended" in terminal.drawn
     shown = terminal.drawn.rfind("\x1b[?25h")
     assert shown > terminal.drawn.rfind("\x1b[?25l")  # the cursor is back
-    assert "\x1e" not in log(place, "bar", 0) and "epoch" not in log(
-        place, "bar", 0
-    )  # nor are messages in the log
+    # nor are messages in the log
+    assert "\x1e" not in log(place, "bar", 0) and "epoch" not in log(place, "bar", 0)
 
 
 def test_a_line_without_an_end_is_shown_on_a_terminal(place):
@@ -773,9 +769,8 @@ def test_a_file_that_holds_no_plan_is_told(tmp_path, name, text, told):
 
 
 def test_a_plan_is_read_from_a_file_of_any_name(place):
-    Plan(workers=2, batch_size=8, shard="optimizer").save(
-        place / "plan.json"
-    )  # YAML, as ronde plan --save plan.json writes
+    # YAML, as ronde plan --save plan.json writes
+    Plan(workers=2, batch_size=8, shard="optimizer").save(place / "plan.json")
     done = ronde_run(
         ["run", "-n", "2", "--name", "named", "--plan", "plan.json", "train.py"], place
     )
@@ -784,6 +779,5 @@ def test_a_plan_is_read_from_a_file_of_any_name(place):
         yaml.safe_load((place / "runs" / "named" / "plan.yaml").read_text())["shard"] == "optimizer"
     )
     there = len(list((place / "runs" / "named" / "checkpoints").glob("step-*")))
-    assert (
-        there == 3 and "3 checkpoints" in done.stdout
-    )  # of six: what is kept is counted, not what was written
+    # of six: what is kept is counted, not what was written
+    assert there == 3 and "3 checkpoints" in done.stdout

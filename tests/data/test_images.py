@@ -117,9 +117,8 @@ def test_what_a_decoder_will_not_have_goes_to_pillow_and_is_counted():
     before = image_decoders.counts()
     good, cmyk = FILES["jpeg"](photo()), FILES["jpeg CMYK"](photo())
     middle = len(good) // 2
-    broken = (
-        good[:middle] + b"\xff\x00\x12\x00" * 8 + good[middle + 32 :]
-    )  # the data in the middle make no sense
+    # the data in the middle make no sense
+    broken = good[:middle] + b"\xff\x00\x12\x00" * 8 + good[middle + 32 :]
     for data in (good, cmyk, broken):
         assert np.array_equal(
             image_decoders.decode_image(data, "simplejpeg", name="x/y.jpg"), by_pillow(data)
@@ -318,9 +317,8 @@ def test_colours_are_pillows_enhancers():
             drawn[("brightness", "contrast", "saturation").index(name)] = factor
             found = jitter.apply(x, tuple(drawn)).permute(1, 2, 0).numpy().astype(np.int16)
             apart = np.abs(found - np.asarray(enhancer(image).enhance(factor), dtype=np.int16))
-            assert (
-                apart.max() <= 2 and apart.mean() < 1
-            )  # Pillow cuts fractions off, and rounds the grey
+            # Pillow cuts fractions off, and rounds the grey
+            assert apart.max() <= 2 and apart.mean() < 1
     assert torch.equal(ColorJitter()(x), x)
     factors = np.asarray([ColorJitter(0.5, 0.2, 2.0).draw(1, 1) for _ in range(2000)])
     assert (
@@ -420,9 +418,8 @@ def test_on_the_device_as_on_the_cpu(folder, name):
         for d in (False, True)
     ]
     assert normal[0].dtype == normal[1].dtype == torch.float32
-    assert (
-        float((normal[0] - normal[1]).abs().max()) < 0.02
-    )  # 1 of 255 is 0.0175 of blue's deviation
+    # 1 of 255 is 0.0175 of blue's deviation
+    assert float((normal[0] - normal[1]).abs().max()) < 0.02
 
 
 def read(pipeline, workers, epoch=0, executor="processes"):
@@ -498,9 +495,8 @@ def test_what_a_cache_keeps_serves_any_crop(folder, decode_to_size):
         limit="64MiB",
     )
     for key in (1, 2):
-        assert torch.equal(
-            batch(kept, keys=key)[0], plain[key - 1]
-        )  # the first time it is decoded, the second time not
+        # the first time it is decoded, the second time not
+        assert torch.equal(batch(kept, keys=key)[0], plain[key - 1])
     assert feed.report_cache(kept)[0].hits >= 12
     kept.source.close()
 
@@ -516,9 +512,8 @@ def test_decode_to_size_takes_the_same_crop(tmp_path):
         # Another filter, the same part of the picture: two different crops are some 70 apart.
         assert 0 < (whole - sized).abs().mean() < 12 and (whole - other).abs().mean() > 50
     make = partial(feed.images, tmp_path, size=400, augment=False, normalize=None)
-    assert torch.equal(
-        batch(make(), range(4))[0], batch(make(decode_to_size=True), range(4))[0]
-    )  # nothing to gain: the very pixels
+    # nothing to gain: the very pixels
+    assert torch.equal(batch(make(), range(4))[0], batch(make(decode_to_size=True), range(4))[0])
 
 
 def test_settings_can_be_changed_afterwards(folder):

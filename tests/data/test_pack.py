@@ -417,9 +417,8 @@ def test_no_room_on_the_disk(tmp_path):
     assert not (tmp_path / "out/ronde-pack.json").exists() and not list(
         (tmp_path / "out").glob("*.writing")
     )
-    assert (
-        pack(files, tmp_path / "out", shard_bytes=900 << 10).samples == 206
-    )  # with room, the same command ends
+    # with room, the same command ends
+    assert pack(files, tmp_path / "out", shard_bytes=900 << 10).samples == 206
 
 
 def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path, monkeypatch):

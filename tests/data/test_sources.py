@@ -111,9 +111,8 @@ def test_folder_of_classes(tmp_path):
         and type(source[3].label) is int
     )
     assert source.sizes.tolist() == [len(files[n]) for n in kept]
-    only = feed.folder(
-        tmp_path, suffixes=[".jpg"], classes=["cat", "dog", "eel"]
-    )  # else "empty" would be a class folder without files
+    # else "empty" would be a class folder without files
+    only = feed.folder(tmp_path, suffixes=[".jpg"], classes=["cat", "dog", "eel"])
     assert list(only.names) == [n for n in kept if n.lower().endswith(".jpg")] and only.classes == [
         "cat",
         "dog",
@@ -198,9 +197,8 @@ def test_folder_errors_name_the_file(tmp_path):
     with pytest.raises(ArgumentError, match=r"no file ending in .png \(2 others\)"):
         feed.folder(tmp_path / "f", suffixes=["png"])
     (tmp_path / "f/a/3.jpg").symlink_to("gone")
-    (tmp_path / "f/a/up").symlink_to(
-        tmp_path / "f/a", target_is_directory=True
-    )  # leads back to where it is
+    # leads back to where it is
+    (tmp_path / "f/a/up").symlink_to(tmp_path / "f/a", target_is_directory=True)
     source = feed.folder(tmp_path / "f", pattern="a/?.jpg")
     assert list(source.names) == ["a/1.jpg", "a/2.jpg", "a/3.jpg"]
     with pytest.raises(SampleError, match=r"a/3.jpg cannot be read: No such file"):
@@ -623,9 +621,8 @@ def test_parquet_against_arrow(tmp_path, cache_bytes):
             and found["kind"] == expected["kind"]
         )
         assert found["vector"].shape == (size, 3) and found["vector"].tolist() == expected["vector"]
-        assert (
-            found["k"].dtype == np.float64
-        )  # there are nulls in one of the files: floating-point in every batch
+        # there are nulls in one of the files: floating-point in every batch
+        assert found["k"].dtype == np.float64
         assert [None if np.isnan(v) else int(v) for v in found["k"]] == expected["k"]
     assert source._cache.bytes <= cache_bytes
     row = source[7]
@@ -845,9 +842,8 @@ def test_a_label_that_is_missing_does_not_make_numbers_of_classes(tmp_path):
 def test_labels_of_images_are_found_beside_what_is_not_read(tmp_path):
     table = files_table(["dog", "cat", "dog", "ant"], names=None)
     coded = table.set_column(1, "label", table.column("label").dictionary_encode())
-    for i, extra in enumerate(
-        (pa.array([1, 2]), pa.array(["x", "y"]))
-    ):  # a column that the files do not agree on
+    # a column that the files do not agree on
+    for i, extra in enumerate((pa.array([1, 2]), pa.array(["x", "y"]))):
         part = coded.slice(2 * i, 2)
         pq.write_table(part.append_column("note", extra), tmp_path / f"{i}.parquet")
     data = feed.images(tmp_path / "*.parquet", size=8)

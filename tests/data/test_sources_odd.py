@@ -377,9 +377,8 @@ def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, harm):
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
 def test_links_in_a_tar_are_the_files_they_lead_to(tmp_path, form):
-    deep = (
-        "deep/" * 5 if form == tarfile.USTAR_FORMAT else "deep/" * 30
-    )  # longer than a header's field
+    # longer than a header's field
+    deep = "deep/" * 5 if form == tarfile.USTAR_FORMAT else "deep/" * 30
     files = write(tmp_path / "files", {f"{deep}1.jpg": b"one", "z/9.jpg": b"nine"})
     os.link(files / deep / "1.jpg", files / deep / "2.jpg")
     (files / deep / "3.jpg").symlink_to("2.jpg")
@@ -418,9 +417,8 @@ def test_links_in_a_tar_are_the_files_they_lead_to(tmp_path, form):
     assert source.read(range(5)) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert (
-            feed.tar(tmp_path / "a.tar").read(range(5)) == expected
-        )  # from the index that was kept
+        # from the index that was kept
+        assert feed.tar(tmp_path / "a.tar").read(range(5)) == expected
 
 
 def test_a_hard_link_to_nothing_is_an_error(tmp_path):
@@ -532,9 +530,8 @@ VIEWS = {
 def test_columns_of_views_are_read_as_others(tmp_path, kind):
     column, values = VIEWS[kind]
     table = pa.table({"v": pa.array(values, column), "n": [0, 1, 2]})
-    pq.write_table(
-        table, tmp_path / "v.parquet", row_group_size=3 if kind == "struct" else 2
-    )  # Arrow cannot cut structs of views
+    # Arrow cannot cut structs of views
+    pq.write_table(table, tmp_path / "v.parquet", row_group_size=3 if kind == "struct" else 2)
     with (
         pa.OSFile(str(tmp_path / "v.arrow"), "wb") as out,
         pa.ipc.new_file(out, table.schema) as writer,

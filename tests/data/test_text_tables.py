@@ -379,9 +379,8 @@ def test_text_says_what_is_wrong(texts, tmp_path):
     ):
         with pytest.raises(kind, match=says):
             make()
-    with pytest.raises(
-        SampleError, match=r"latin\.txt is not text in UTF-8"
-    ):  # with bytes for tokens too
+    # with bytes for tokens too
+    with pytest.raises(SampleError, match=r"latin\.txt is not text in UTF-8"):
         feed.text(tmp_path / "latin.txt", 2, cache=cache)
 
 
@@ -496,9 +495,8 @@ def test_every_row_against_pyarrow(tmp_path, suffix):
     assert torch.allclose(y, torch.tensor(table["y"].to_pylist())[wanted])
     one = data[wanted[0]]
     assert torch.equal(one[0][0], x[0]) and torch.equal(one[0][1], c[0]) and one[1] == y[0]
-    assert torch.equal(
-        data.collate([data[i] for i in wanted])[0][1], c
-    )  # rows that were read one by one
+    # rows that were read one by one
+    assert torch.equal(data.collate([data[i] for i in wanted])[0][1], c)
     gone = table["price"].null_count
     assert (
         data.source.missing["price"] == gone > 0

@@ -215,9 +215,8 @@ def test_tokenizers_of_hugging_face_are_known_inside_of_functions(tmp_path):
     transformers = pytest.importorskip("transformers")
 
     def fast(t):
-        t.enable_truncation(
-            2
-        )  # what each call of transformers' own changes in it is no other tokenizer
+        # what each call of transformers' own changes in it is no other tokenizer
+        t.enable_truncation(2)
         return transformers.PreTrainedTokenizerFast(tokenizer_object=t).encode
 
     for make in (*makes, fast):
@@ -256,9 +255,8 @@ def test_what_cannot_be_told_apart_needs_a_name(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
     assert read(hidden, name="hidden")[0][0].tolist() == [*b"aba"]
     assert read(keeping, name="keeping").fingerprint != read(hidden, name="hidden").fingerprint
-    assert read(lambda text: [0], name="hidden")[0][0].tolist() == [
-        *b"aba"
-    ]  # the name is all that counts
+    # the name is all that counts
+    assert read(lambda text: [0], name="hidden")[0][0].tolist() == [*b"aba"]
 
 
 SCRIPT = """
@@ -303,9 +301,8 @@ def test_a_tokenizer_is_the_same_one_in_every_process(tmp_path):
         assert done.returncode == 0, done.stderr
         told.append(done.stdout.split())
     assert told[0] == told[1] and len(set(told[0])) == 4
-    assert (
-        len(list((tmp_path / "cache").iterdir())) == 4
-    )  # the second process found what the first made
+    # the second process found what the first made
+    assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
 # -- text ------------------------------------------------------------------------------
@@ -421,10 +418,11 @@ def test_an_infinite_number_counts_as_missing(wrong, tmp_path):
     other = feed.table(
         written(tmp_path / "u.parquet", x=[wrong, 2.0]), like=data, cache=tmp_path / "c"
     )
+    # as in the other table
     assert other.source.read([0, 1]).collated[0].tolist() == [
         [-1.0],
         [2.0],
-    ]  # as in the other table
+    ]
     other = feed.table(tmp_path / "u.parquet", like=data, missing="mean", cache=tmp_path / "c")
     assert other.source.read([0, 1]).collated[0].tolist() == [[3.0], [2.0]]
 
@@ -483,9 +481,8 @@ def test_truth_values_are_one_category_in_any_spelling(tmp_path):
         categorical=["w"],
         cache=tmp_path / "c",
     )
-    assert words.source.vocabularies == {
-        "w": ["Maybe", "True", "true"]
-    }  # texts, of which some are like truth values
+    # texts, of which some are like truth values
+    assert words.source.vocabularies == {"w": ["Maybe", "True", "true"]}
 
 
 # -- decoding --------------------------------------------------------------------------
@@ -612,9 +609,8 @@ def test_whole_numbers_are_the_same_category_however_they_are_written(tmp_path):
     ]
     floats = written(tmp_path / "c.parquet", z=[2.0, None, 30.0])
     assert codes_of(feed.table(floats, like=whole, cache=tmp_path / "cache")) == [2, 0, 3]
-    (tmp_path / "d.csv").write_text(
-        "z\n1.0\n2.0\n"
-    )  # as pandas writes whole numbers of which one is missing
+    # as pandas writes whole numbers of which one is missing
+    (tmp_path / "d.csv").write_text("z\n1.0\n2.0\n")
     pointed = feed.table(tmp_path / "d.csv", categorical=["z"], cache=tmp_path / "cache")
     assert codes_of(feed.table(tmp_path / "b.csv", like=pointed, cache=tmp_path / "cache")) == [
         1,

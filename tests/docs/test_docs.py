@@ -364,12 +364,13 @@ def test_every_extra_is_documented_and_installed_from_a_clone() -> None:
 
 def test_the_first_pages_lead_to_all_others() -> None:
     pages = {p.name for p in DOCS.glob("*.md")} - {"index.md"}
+    # that feed.md leads to
     further = {
         "feed-cache.md",
         "feed-images.md",
         "feed-sources.md",
         "feed-stages.md",
-    }  # that feed.md leads to
+    }
     for page, section in (
         (DOCS / "index.md", "## Where to go"),
         (ROOT / "README.md", "## Documentation"),

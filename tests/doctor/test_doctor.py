@@ -104,9 +104,8 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     assert found["cause"]["stage"] == "decode"
     assert found["cause"]["points"] == rows["decode"]["lost_points"]
     assert sum(r["lost_points"] for r in rows.values()) == pytest.approx(100 * found["gap"], abs=2)
-    assert rows["decode"]["lost_points"] == pytest.approx(
-        55, abs=5
-    )  # 11 by itself, and its share of the rest
+    # 11 by itself, and its share of the rest
+    assert rows["decode"]["lost_points"] == pytest.approx(55, abs=5)
     assert "11 if it alone were free" in rows["decode"]["note"]
     # Where their times do not account for what is lost, nothing is laid at their door.
     short = [StageSeen(s.name, wall_seconds=s.wall_seconds / 4) for s in stages]
@@ -156,9 +155,8 @@ def test_loaders_are_not_prescribed_where_they_would_share_an_open_file():
 def test_what_waits_for_a_core_is_not_taken_for_idle():
     stages = [StageSeen("python", wall_seconds=8e-3, cpu_seconds=3e-3)]
     found = judge(seen(rounds(synthetic=1000, real=400, replayed=990), stages)).values
-    assert "threads" not in {
-        r.id for r in remedies(found, Facts(1, 2, "processes", 2))
-    }  # it waits for something, threads would too
+    # it waits for something, threads would too
+    assert "threads" not in {r.id for r in remedies(found, Facts(1, 2, "processes", 2))}
     assert "threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 2, queued=1.5))}
 
 
@@ -254,9 +252,8 @@ def test_the_nodes_that_are_asked_for_count_for_prescriptions_too():
         tried=True,
     )
     many, one = (prescriptions(found, facts, [cure], 32, nodes) for nodes in (None, 1))
-    assert (
-        many[0]["gap_largest"] < 0.3 and one[0]["gap_largest"] > 0.7
-    )  # 32 devices share four cores
+    # 32 devices share four cores
+    assert many[0]["gap_largest"] < 0.3 and one[0]["gap_largest"] > 0.7
 
 
 def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
@@ -903,9 +900,8 @@ def test_the_wall_is_named_after_the_stage_that_waits_and_more_devices_lose_no_l
     assert f"<- {fault} wall here already" in done.stdout and "read wall" not in done.stdout
     assert values["scale"][0]["wall"] == fault and "loading more" not in values["arms"]
     gaps = [row["gap"] for row in values["scale"]]
-    assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), (
-        gaps
-    )  # the first was measured, the others follow from its parts
+    # the first was measured, the others follow from its parts
+    assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps
 
 
 @long  # benchmarks/doctor_scale_truth.py has it too
@@ -1017,9 +1013,8 @@ def test_ctrl_c_ends_every_process(job):
         ronde("doctor", "--workers", "1", "--seconds", "60", "train.py", "read", "2"), job
     ) as started:
         limit = time.monotonic() + 60
-        while (
-            len(marked(started.mark)) < 4 and time.monotonic() < limit
-        ):  # command, worker, its loaders
+        # command, worker, its loaders
+        while len(marked(started.mark)) < 4 and time.monotonic() < limit:
             time.sleep(0.1)
         started.process.send_signal(signal.SIGINT)
         done = started.done(30)

@@ -251,11 +251,12 @@ def test_threads_end_with_the_loop(how):
             go()
         assert str(error.value) in ("'0'", "no batch")  # of several bad parts the first
     assert threads.running == 0
+    # they start again
     assert [j for j, _ in threads.run(iter(range(3)), whole, lambda p: [p], joined)] == [
         0,
         1,
         2,
-    ]  # they start again
+    ]
     threads.stop()
 
 
@@ -608,9 +609,8 @@ def test_auto_never_shares_an_open_file(tmp_path, how, expected):
     feed.close()
     assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
     assert feed.executor == expected, told
-    assert (
-        taken.dataset.file is None or how != "lazily"
-    )  # nothing of the trial is left for processes to share
+    # nothing of the trial is left for processes to share
+    assert taken.dataset.file is None or how != "lazily"
 
 
 def test_samples_that_a_plan_looks_at_leave_nothing_open(tmp_path, monkeypatch):
@@ -821,9 +821,8 @@ def test_an_evaluation_leaves_bad_samples_out(executor):
         for batch, (low, high), left in zip(batches, share.micro, feed.left_out, strict=True):
             missing.append(left)
             found += batch[: high - low - left, 0].tolist()
-            assert len(batch) == max(
-                1, high - low - left
-            )  # all are bad: something of that shape, which counts for nothing
+            # all are bad: something of that shape, which counts for nothing
+            assert len(batch) == max(1, high - low - left)
     feed.close()
     mine = [p for start in range(0, 40, 4) for p in (start, start + 1)]
     assert (
@@ -1081,9 +1080,8 @@ def over_epochs(taken, batch=6, count=4, between=lambda epoch: None, feeds=None)
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])
-@pytest.mark.parametrize(
-    "batch", [6, 27, 50]
-)  # an epoch of many steps, of two, of one: fewer than loaders are ahead
+# an epoch of many steps, of two, of one: fewer than loaders are ahead
+@pytest.mark.parametrize("batch", [6, 27, 50])
 def test_reading_over_the_ends_of_epochs_changes_nothing(executor, batch, tmp_path):
     own = write_images(tmp_path)
     for data in (DATA["data set"], DATA["__getitems__"], DATA["two steps"], own):
@@ -1291,9 +1289,8 @@ def test_processes_that_ctrl_c_has_ended_between_two_epochs_are_started_anew():
             if epoch == 0 and process.pid in seen:
                 process.send_signal(signal.SIGINT)
                 limit = time.monotonic() + 10
-                while (
-                    process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit
-                ):  # waiting for it would take it from torch
+                # waiting for it would take it from torch
+                while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
                     time.sleep(0.01)
                 pids.append(process.pid)
 
@@ -1639,9 +1636,8 @@ def test_ronde_run_reads_the_settings_beside_the_script_and_says_so(tmp_path, no
         ]
         executor, weights = said(done.stdout, 0)
         assert executor == ("threads 2" if workers == "2" else "processes 1")
-        assert numbers(weights) == pytest.approx(
-            numbers(here[1]), rel=1e-5
-        )  # the same training, but for the order of float32 sums
+        # the same training, but for the order of float32 sums
+        assert numbers(weights) == pytest.approx(numbers(here[1]), rel=1e-5)
 
 
 def test_only_ronde_run_reads_the_file_beside_the_script(tmp_path, monkeypatch):
@@ -2040,9 +2036,8 @@ def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
     for size in (1, 2):
         assert torch.cat(read(taken, size, batch=8)).tolist() == expected
     if executor == "none":
-        assert Counts.read == 2 * (
-            48 + 6
-        )  # each batch once; the short one at the end is too short to be told apart
+        # each batch once; the short one at the end is too short to be told apart
+        assert Counts.read == 2 * (48 + 6)
     for offset in (8, 40):
         assert torch.cat(read(taken, 1, batch=8, offset=offset)).tolist() == expected[offset:]
     with pytest.raises(ArgumentError, match="sampler of the script's own"):

@@ -220,9 +220,8 @@ def test_shares_deal_every_position_out_once():
             }, told
             assert len({len(s.micro) for s in at_once}) == 1 and at_once[0].micro, told
             dealt = [p for s in at_once for a, b in s.micro for p in range(a, b)]
-            assert dealt == list(range(low, high)), (
-                told
-            )  # exactly once, and in order over the ranks
+            # exactly once, and in order over the ranks
+            assert dealt == list(range(low, high)), told
             assert [s.samples for s in at_once] == [
                 sum(b - a for a, b in s.micro) for s in at_once
             ], told
@@ -353,9 +352,8 @@ def test_samplers():
         epochs = [ids_of(read(first, epoch=e)) for e in range(2)]
         assert first.order.epoch_samples == length and [len(e) for e in epochs] == [length] * 2
         assert epochs[0] != epochs[1]  # another draw each epoch
-        assert sorted(ids_of(read(again, size=3))) == sorted(
-            epochs[0]
-        )  # the same draw for every rank
+        # the same draw for every rank
+        assert sorted(ids_of(read(again, size=3))) == sorted(epochs[0])
         assert ids_of(read(again)) == epochs[0] and ids_of(read(again, offset=4)) == epochs[0][4:]
         assert (
             ids_of(read(take(DataLoader(data, batch_size=4, sampler=sampler), seed=3))) != epochs[0]

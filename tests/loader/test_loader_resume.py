@@ -20,11 +20,12 @@ from processes import TESTS, python, ronde_run
 from sampling import ALL
 
 WORKER = TESTS / "feed_resume_worker.py"
+# 4 steps an epoch; the last one is short, for 3 workers by more than one sample each
 N, BATCH, EPOCHS = (
     23,
     6,
     3,
-)  # 4 steps an epoch; the last one is short, for 3 workers by more than one sample each
+)
 STEPS = EPOCHS * 4
 
 EXECUTORS = ("none", "threads", "processes")

@@ -100,9 +100,8 @@ def test_what_does_not_come_from_the_size_of_parameters():
 
 
 def bench(tmp_path, *args, timeout=150.0):
-    return ronde_run(
-        ["bench", "cluster", *args], tmp_path, timeout
-    )  # that no process is left, it sees itself
+    # that no process is left, it sees itself
+    return ronde_run(["bench", "cluster", *args], tmp_path, timeout)
 
 
 def test_bench_cluster_writes_a_file_that_plans_read(tmp_path):
@@ -153,9 +152,8 @@ def test_ctrl_c_leaves_no_process_and_no_file(tmp_path):
 def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RONDE_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("RONDE_DEVICE", "cpu")
-    monkeypatch.setattr(
-        bench_links, "TOLERANCE", 100.0
-    )  # of the one who keeps it: tests run on busy machines
+    # of the one who keeps it: tests run on busy machines
+    monkeypatch.setattr(bench_links, "TOLERANCE", 100.0)
     told = []
     first = bench_links.default_cluster(2, tell=told.append)
     assert (
@@ -169,9 +167,8 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert bench_links.default_cluster(2) == first
     (kept,) = (tmp_path / "state").iterdir()
     assert kept.suffix == ".yaml"
-    monkeypatch.setattr(
-        bench_links, "_METHOD", bench_links._METHOD + 1
-    )  # what an earlier version kept is measured again
+    # what an earlier version kept is measured again
+    monkeypatch.setattr(bench_links, "_METHOD", bench_links._METHOD + 1)
     with pytest.raises(AssertionError, match="measured again"):
         bench_links.default_cluster(2)
 

@@ -75,9 +75,8 @@ def units(*sizes, saved=0):
 
 def test_micro_batches_of_replicas_hold_gradients_twice_and_the_newest_once_more():
     costs = Costs(units(100, 300), 8)
-    assert (
-        need(costs, workers=2, batch_size=8)[0] == 400 * 4 + 300
-    )  # buckets, and a gradient before it is copied into them
+    # buckets, and a gradient before it is copied into them
+    assert need(costs, workers=2, batch_size=8)[0] == 400 * 4 + 300
     assert need(costs, workers=2, batch_size=8, micro_batch=1)[0] == 400 * 5 + 300
     assert need(costs, workers=1, batch_size=8)[0] == 400 * 4
 
@@ -143,9 +142,8 @@ def test_what_two_stages_of_one_worker_share_is_held_once():
         "micro_batch": 1,
         "split_at": ("b", "c", "e"),
     }
-    down_and_up = need(costs, **split, schedule="zbv")[
-        1
-    ]  # the first and the last stage are one worker's
+    # the first and the last stage are one worker's
+    down_and_up = need(costs, **split, schedule="zbv")[1]
     assert (down_and_up["parameters"], down_and_up["gradients"], down_and_up["optimizer"]) == (
         100,
         100,
@@ -208,9 +206,10 @@ def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds(bench):
     compute = LossCall(tokens_loss, None)
     costs = weigh(model, optimizer, compute, words, 32)
     for b in (8, 32):
+        # it rounds up to 512 bytes
         assert bench.chain_peak(costs, b) == pytest.approx(
             peak(model, optimizer, compute, words(b))["Total"], rel=0.05
-        )  # it rounds up to 512 bytes
+        )
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 

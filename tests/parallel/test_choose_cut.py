@@ -686,9 +686,8 @@ def test_what_is_put_in_place_stays_as_long_as_its_owner():
     expected = torch.relu(nn.functional.linear(x, model[0].weight, model[0].bias))
     assert torch.equal(model(x), expected)
     assert torch.equal(torch.compile(model, backend="eager")(x), expected)
-    assert (
-        len(followed(Built(model, x, foreign.square)).events) > 1
-    )  # looked at in between, as before and after
+    # looked at in between, as before and after
+    assert len(followed(Built(model, x, foreign.square)).events) > 1
     assert nn.Module.__call__ is not nn.Module._wrapped_call_impl
     del owner
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl

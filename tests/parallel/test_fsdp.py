@@ -68,9 +68,8 @@ class MLP(nn.Sequential):
 class Residual(nn.Module):
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.a = nn.Conv2d(
-            width, width, 3, padding=1, bias=False
-        )  # a bias before normalisation has no gradient in exact arithmetic
+        # a bias before normalisation has no gradient in exact arithmetic
+        self.a = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.b = nn.Conv2d(width, width, 3, padding=1)
         self.dropout = nn.Dropout(dropout)
@@ -321,9 +320,8 @@ def _plain(case: Sharded) -> dict[str, torch.Tensor]:
             model.eval()
             with torch.no_grad():
                 output = model(data.x)
-            accuracy = (
-                (output.argmax(-1) == data.y).double().mean().float()
-            )  # torchmetrics counts in float32
+            # torchmetrics counts in float32
+            accuracy = (output.argmax(-1) == data.y).double().mean().float()
             scores.append(torch.stack([case.loss()(output, data.y), accuracy.double()]))
             model.train()
     extra = {"scores": torch.stack(scores)} if scores else {}
@@ -376,9 +374,9 @@ def sharded_loop(case: Sharded):
                     run.backward(case.loss()(run.model(x), y))
                     if case.kind == "gpttokens":
                         with torch.no_grad():
-                            run.model(
-                                x
-                            )  # leaves whole parameters behind, which must not be used after the update
+                            # leaves whole parameters behind, which must not be used after the
+                            # update
+                            run.model(x)
                 losses.append(run.update())
             else:
                 case.freeze(model, len(losses))
@@ -454,9 +452,8 @@ def refusals() -> dict[str, str]:
                     x = x[:, :5]
             return x
 
-    class Shuffling(
-        nn.Module
-    ):  # each worker leaves another layer of one size out, in a pass that is not looked at
+    # each worker leaves another layer of one size out, in a pass that is not looked at
+    class Shuffling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
@@ -618,9 +615,8 @@ CASES = {
 }
 
 
-if (
-    not ALL
-):  # every second, with those that others are compared with; of optimizers alone, every third
+# every second, with those that others are compared with; of optimizers alone, every third
+if not ALL:
     some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {

@@ -42,9 +42,8 @@ TWO = [
     case("Odd", "pipeline=2"),
     case("Odd", "pipeline=2,schedule=zero-bubble,micro_batch=3"),
     case("Frozen", "pipeline=2", split_at=["last"]),
-    case(
-        "MLP", "pipeline=2,micro_batch=1", batch=3, n=4
-    ),  # fewer samples than the pipeline has micro-batches
+    # fewer samples than the pipeline has micro-batches
+    case("MLP", "pipeline=2,micro_batch=1", batch=3, n=4),
     case("GPT", "pipeline=2,optimize=memory"),
     case("GPT", "pipeline=2,micro_batch=8", split_at=["blocks.3"]),
     case("GPT", "pipeline=2,recompute=full"),
@@ -76,9 +75,8 @@ FOUR = [
     case("UNet", "pipeline=2,schedule=zbv", batch=3, n=7),
     case("GPT", "pipeline=2,shard=optimizer"),
     case("GPT", "pipeline=2,shard=gradients"),
-    case(
-        "Residual", "pipeline=2,shard=parameters", clip=0.05, n=17
-    ),  # a replica without a sample of the last batch
+    # a replica without a sample of the last batch
+    case("Residual", "pipeline=2,shard=parameters", clip=0.05, n=17),
     case("MLP", "pipeline=2,shard=gradients", n=9),
     case("EncoderDecoder", "pipeline=2,shard=parameters,schedule=interleaved", weighted=True),
 ]

@@ -52,9 +52,8 @@ def test_written_under_one_plan_and_continued_under_another(matrix, tmp_path):
         k: v for k, v in differences.items() if v > 1e-10
     }
     whole = {"manifest.json", "model.safetensors", "optimizer.safetensors", "random.safetensors"}
-    for plan in (
-        ("single", "replicate") if matrix == "data" else ("single",)
-    ):  # as any tool reads it
+    # as any tool reads it
+    for plan in ("single", "replicate") if matrix == "data" else ("single",):
         assert {
             p.name for p in next((tmp_path / plan / "checkpoints").iterdir()).iterdir()
         } == whole
@@ -141,12 +140,12 @@ def test_pieces_of_every_kind_from_any_number_of_workers_to_any(pieces):
     )
     entry = found.tensors["model"]["grid"]
     assert {str(b) for b in entry.pieces.values()} == {"0:3,0:4", "0:3,4:8", "3:6,0:4", "3:6,4:8"}
-    assert list(found.tensors["model"]["plain"].pieces) == [
-        "model-00000-of-00004.safetensors"
-    ]  # what all hold, the first one writes
+    # what all hold, the first one writes
+    assert list(found.tensors["model"]["plain"].pieces) == ["model-00000-of-00004.safetensors"]
+    # 2 × 2: each once
     assert list(found.tensors["model"]["f64"].pieces) == [
         f"model-0000{r}-of-00004.safetensors" for r in (0, 1)
-    ]  # 2 × 2: each once
+    ]
     whole = found.whole("model")
     assert (
         whole["zero-d"] == 3.5
@@ -362,9 +361,8 @@ def test_parameters_stay_the_objects_that_they_are():
         and model[2].weight is model[0].weight
         and model[0].weight.mark == "kept"
     )
-    assert (
-        model[0].weight.std() > 0.5
-    )  # as the embedding draws it, which owns it first; not the layer that it is tied to
+    # as the embedding draws it, which owns it first; not the layer that it is tied to
+    assert model[0].weight.std() > 0.5
     again = on_meta(lambda: small()[0])
     materialise(again, "reset", seed=0, device=CPU, keep=lambda name: name.startswith("2"))
     assert meta_names(again) == ["1.weight", "1.bias"]

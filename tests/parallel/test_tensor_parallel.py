@@ -523,9 +523,8 @@ class Case:
         model = MODELS[self.model].build().to(torch.float64)
         model.train()
         with torch.no_grad():
-            for p in (
-                model.parameters()
-            ):  # nothing starts at zero: no layer is left out of the comparison
+            # nothing starts at zero: no layer is left out of the comparison
+            for p in model.parameters():
                 if not p.any():
                     p.normal_(0, 0.1)
         if self.optimizer == "sgd":
@@ -711,9 +710,8 @@ def worker(listing: str, out: str) -> None:
                 {k: v.detach().contiguous().clone() for k, v in result.items()},
                 Path(out) / f"{i}.safetensors",
             )
-        if (
-            run.rank == run.world_size - 1 and case.model != "dropped"
-        ):  # here, where the libraries are imported
+        # here, where the libraries are imported
+        if run.rank == run.world_size - 1 and case.model != "dropped":
             expected = plain_loop(case)
             save_file(
                 {k: v.detach().contiguous().clone() for k, v in expected.items()},
@@ -798,9 +796,8 @@ OURS = [
     Case("gpt-fused", weighted=True, micro=1),
     Case("gpt-separate", "adamw", micro=2, warm=True),
     Case("gpt-separate", "adamw", weighted=True, own=True, options="foreach"),
-    Case(
-        "gpt-separate", "adamw", precision="fp16", options="fused"
-    ),  # float64: only the scaling of gradients is fp16's
+    # float64: only the scaling of gradients is fp16's
+    Case("gpt-separate", "adamw", precision="fp16", options="fused"),
     Case("gpt-separate", "adamw", "tensor=2,recompute=selective"),
     Case("encoder"),
     Case("encoder-post"),
@@ -928,9 +925,8 @@ def test_blocks_are_found_in_the_data_flow_and_the_model_is_left_alone():
     assert attention.attributes == (("attentions.0", "heads"),)
     assert mlp.pieces == (2,)
     linear = WIDTH * (WIDTH + 1) + WIDTH * WIDTH // 2 + (WIDTH + 1) * WIDTH // 2 + WIDTH * WIDTH
-    assert (
-        attention.parameters == linear and mlp.parameters == 20 * WIDTH
-    )  # its fused column stays whole
+    # its fused column stays whole
+    assert attention.parameters == linear and mlp.parameters == 20 * WIDTH
     assert found.parameter_share == pytest.approx(
         2 * (linear + 20 * WIDTH) / sum(p.numel() for p in model.parameters())
     )

@@ -45,9 +45,8 @@ def simulated(
     ready = np.zeros(devices)
     server = 0.0
     for k in range(steps):
-        room = (
-            begin[k - buffered] if k >= buffered else 0.0
-        )  # a place is free once the batch before was taken
+        # a place is free once the batch before was taken
+        room = begin[k - buffered] if k >= buffered else 0.0
         if shared:
             for i in range(devices):
                 server = max(server, room) + service[k, i]

@@ -143,9 +143,8 @@ def test_the_least_is_the_least(seed):
     )
     speed, least = search(costs, room, 4), search(costs, room, 4, optimize="memory")
     smallest = min(p.memory_bytes for p in (*speed.plans, *least.plans))
-    assert least.best.memory_bytes == pytest.approx(
-        smallest, rel=0.02
-    )  # half a percent for each mechanism
+    # half a percent for each mechanism
+    assert least.best.memory_bytes == pytest.approx(smallest, rel=0.02)
     # So little that nothing fits: what is called the least is.
     tight = dataclasses.replace(room, memory_bytes=0.9 * smallest)
     told = explain(search(costs, tight, 4), costs, tight, with_flips=False)
@@ -263,9 +262,8 @@ def test_a_batch_that_grows_does_so_where_the_workers_change():
         for f in flips(search(costs, cluster, 8), costs, cluster)
         if f.variable == "workers"
     }
-    assert (
-        kept["up"].at is not None and not kept["up"].to
-    )  # too many for a batch of eight, unless it grows
+    # too many for a batch of eight, unless it grows
+    assert kept["up"].at is not None and not kept["up"].to
     assert grown["up"].at is None or grown["up"].to
 
 

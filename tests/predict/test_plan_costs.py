@@ -217,10 +217,11 @@ def test_tied_weights_count_once_and_are_told():
     tokens, head = costs.units[0], costs.units[-2]
     assert tokens.tied == head.tied == ("tokens.weight",)
     assert head.parameter_bytes == 0 and head.tied_grad_bytes == head.tied_bytes == 50 * 32 * 4
+    # glue's go with the unit before
     assert (
         "places" in dict(model.named_parameters())
         and tokens.parameter_bytes == (50 * 32 + 16 * 32) * 4
-    )  # glue's go with the unit before
+    )
     assert not any(u.tied for u in costs.units[1:-2])
 
 

@@ -125,9 +125,8 @@ def test_what_cannot_be_meant_in_a_cluster_file_is_said(tmp_path, text, said):
 
 
 def test_numbers_and_sizes_as_people_write_them(tmp_path):
-    assert isinstance(
-        yaml.safe_load("1e9"), str
-    )  # YAML 1.1: without a point and a sign it is a text
+    # YAML 1.1: without a point and a sign it is a text
+    assert isinstance(yaml.safe_load("1e9"), str)
     found = cluster(
         tmp_path,
         "memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {all_reduce: {node: {alpha: 1e-4, "

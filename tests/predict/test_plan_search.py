@@ -377,12 +377,13 @@ def test_costs_of_a_chain_follow_tensor_and_recompute():
     assert list(full.blocks) == [0, 0, 1, -1]
     assert list(full.saved) == [0, 0, 8, 80]  # a block keeps its input, what is in none all of it
     assert list(full.backward) == [6, 6, 6, 4]
+    # all of the block's activations come back together
     assert list(full.transient_backward) == [
         60,
         60,
         52,
         0,
-    ]  # all of the block's activations come back together
+    ]
     half = chain(costs, 2.0, tensor=2, reduce_seconds=lambda size: size / 16)
     assert half.forward[0] == 2 * 0.75 + 1.0 and half.backward[0] == 4 * 0.75 + 1.0
     assert half.parameters[0] == 75 and half.forward[1] == 2
@@ -651,18 +652,16 @@ def test_memory_by_hand():
     assert (one["parameters"], one["gradients"], one["optimizer"]) == (300, 300, 300)
     # Sharded: fullest when the first block's backward pass ends, with its gradients before they are
     # reduced; none is divided yet.
-    gradients = memory(
-        Plan(2, 8, shard="gradients"), big
-    )  # its part of the parameters, and the whole
+    # its part of the parameters, and the whole
+    gradients = memory(Plan(2, 8, shard="gradients"), big)
     assert (gradients["parameters"], gradients["optimizer"], gradients["communication"]) == (
         450,
         300,
         100,
     )
     assert gradients.get("gradients", 0) == 0
-    full = memory(
-        Plan(2, 8, shard="parameters"), big
-    )  # its part, and the block at work; the next one, and what is reduced
+    # its part, and the block at work; the next one, and what is reduced
+    full = memory(Plan(2, 8, shard="parameters"), big)
     assert (full["parameters"], full["optimizer"], full["communication"]) == (250, 300, 200)
     within = memory(Plan(4, 8, shard="parameters", shard_within=2), big)
     assert (within["parameters"], within["optimizer"], within["activations"]) == (250, 300, 600)
@@ -725,9 +724,8 @@ def test_step_time_by_hand():
         4.0
     )
     hidden = predict(Plan(2, 8, shard="parameters"), costs, wires(beta=1e9, overlap=1.0))
-    assert hidden.terms["gather"] + hidden.terms["exchange"] == pytest.approx(
-        2.0
-    )  # the first gather and the last scatter
+    # the first gather and the last scatter
+    assert hidden.terms["gather"] + hidden.terms["exchange"] == pytest.approx(2.0)
     # Two micro-batches gather and scatter twice; DDP exchanges in the last one only.
     twice = predict(Plan(2, 8, shard="parameters", micro_batch=2), costs, wires(beta=1e9))
     assert twice.terms["gather"] == pytest.approx(16.0) and twice.terms[
@@ -919,9 +917,8 @@ def test_gradients_of_further_micro_batches_are_added_to_those_that_are_there():
 
     assert more(Plan(2, 8)) == 0
     assert more(Plan(2, 8, micro_batch=1)) == pytest.approx(3 * 0.8)
-    assert more(Plan(2, 8, shard="parameters", micro_batch=1)) == pytest.approx(
-        3 * 0.4
-    )  # of what is kept, a half
+    # of what is kept, a half
+    assert more(Plan(2, 8, shard="parameters", micro_batch=1)) == pytest.approx(3 * 0.4)
     # A worker of four has a quarter of them; 7 of 8 micro-batches add, and the first and the last
     # three wait for it too.
     assert more(Plan(4, 8, pipeline=4, micro_batch=1)) == pytest.approx((8 + 3) * 0.2 * 7 / 8)
@@ -967,9 +964,8 @@ def test_a_pipeline_by_hand():
         "u3",
     )
     both = predict(Plan(4, 8, pipeline=2, micro_batch=1), costs, wires(action_seconds=0.0))
-    assert both.terms["exchange"] == pytest.approx(
-        2.0
-    )  # two units' gradients over two replicas, after the pipeline
+    # two units' gradients over two replicas, after the pipeline
+    assert both.terms["exchange"] == pytest.approx(2.0)
     assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, wires(action_seconds=0.01)).terms[
         "overhead"
     ] == pytest.approx(0.16)

@@ -316,16 +316,14 @@ def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
         given = [_plain(s) for b in again for s in b]
         assert given[:KEPT] == plain[:KEPT]  # what there was to learn from
         learnt = probe.times()
-        if (
-            way == "tar" and name == "read"
-        ):  # going through the headers changes the open archive, and stays
+        # going through the headers changes the open archive, and stays
+        if way == "tar" and name == "read":
             assert learnt[name].calls < 2 * found[name].calls
         else:
             assert learnt[name].samples < 2 * N  # later it was not done
         if stages_of_it == {name} or name == "decode":
-            assert all(
-                one in plain[:KEPT] for one in given[KEPT:]
-            )  # and an earlier result stands there
+            # and an earlier result stands there
+            assert all(one in plain[:KEPT] for one in given[KEPT:])
         for other in stages_of_it - {name}:
             assert learnt[other].samples >= 2 * N - KEPT, (name, other)  # the others were
 
@@ -438,9 +436,8 @@ def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some():
     assert found["augment"].wall_seconds >= 4 * 0.002
     assert found["python"].wall_seconds >= 4 * 0.005
     assert sum(t.wall_seconds for t in found.values()) <= took
-    assert sum(t.cpu_seconds for t in found.values()) < sum(
-        t.wall_seconds for t in found.values()
-    )  # it slept
+    # it slept
+    assert sum(t.cpu_seconds for t in found.values()) < sum(t.wall_seconds for t in found.values())
     assert found["augment"].contains == {"parse"}
     assert "parse" not in probe.removable()  # a block of lines
     assert "augment" in probe.removable()
@@ -668,9 +665,8 @@ def test_transforms_are_found_and_put_back(dataset):
     plain = [dataset[i] for i in range(N)]
     watched, probe = looked_at(dataset, collate=list)
     assert [s for b in watched for s in b] == plain
-    if not isinstance(
-        getattr(dataset, "transforms", None), torch.nn.Sequential
-    ):  # it is gone through, not called
+    # it is gone through, not called
+    if not isinstance(getattr(dataset, "transforms", None), torch.nn.Sequential):
         assert probe.times()["augment"].calls == N
     assert vars(dataset) == before[0]
     assert all(vars(dataset)[k] is v for k, v in before[0].items())
@@ -805,9 +801,8 @@ def test_each_stage_of_a_plain_data_set_can_be_taken_out(folder, name):
             for k in ("python", "read", "decode", "augment", "collate")
         }
     if name == "decode":
-        assert found["read"].bytes == 3 * size_of(
-            folder
-        )  # taking out the decoding leaves the reading
+        # taking out the decoding leaves the reading
+        assert found["read"].bytes == 3 * size_of(folder)
     if name == "sample":
         assert found["decode"].samples == KEPT
         assert found["python"].samples == 3 * N
@@ -996,9 +991,8 @@ def test_stages_of_a_pipeline_are_taken_out_one_by_one_and_in_batches():
         assert {k: v for k, v in counts.items() if k != name} == {
             k: 2 * N for k in counts if k != name
         }
-        assert (
-            KEPT <= counts[name] <= KEPT + 8
-        )  # one by one at first, then eight at once: learnt twice
+        # one by one at first, then eight at once: learnt twice
+        assert KEPT <= counts[name] <= KEPT + 8
         assert len(set(given)) == counts[name]
         assert given[:KEPT] == [10 * i for i in range(KEPT)]
 
@@ -1055,9 +1049,8 @@ def test_threads_and_processes_add_up_on_one_board(tmp_path):
         4000,
         4000,
     )
-    again = threading.Thread(
-        target=lambda: watched[0]
-    )  # takes over the place of one that has ended
+    # takes over the place of one that has ended
+    again = threading.Thread(target=lambda: watched[0])
     again.start()
     again.join()
     probe.uninstall()

@@ -497,9 +497,8 @@ def test_plans() -> None:
     ] == "replicate" and "pipeline=2,shard=optimizer" in chosen_plans("all", 4)
     assert chosen_plans(["zero3", "fsdp"], 2) == ["shard=parameters"]
     assert chosen_plans("replicate,shard=parameters", 2) == ["replicate", "shard=parameters"]
-    assert chosen_plans("pipeline=2,shard=optimizer", 4) == [
-        "pipeline=2,shard=optimizer"
-    ]  # one hybrid
+    # one hybrid
+    assert chosen_plans("pipeline=2,shard=optimizer", 4) == ["pipeline=2,shard=optimizer"]
     assert chosen_plans("pipeline=2,schedule=zbv", 2) == ["pipeline=2,schedule=zbv"]  # one plan
     assert chosen_plans("replicate,micro_batch=2,pipeline=2,virtual=2,schedule=looped", 2) == [
         "replicate,micro_batch=2",
@@ -522,9 +521,8 @@ def test_rounding_is_told_from_error() -> None:
 
     assert error(one * (1 + 1e-12), None) is None
     assert error(one * (1 + 1e-8), None) is not None
-    assert (
-        error(one * (1 + 1e-8), one * (1 + 1e-10)) is None
-    )  # rounding alone moves it by a hundredth
+    # rounding alone moves it by a hundredth
+    assert error(one * (1 + 1e-8), one * (1 + 1e-10)) is None
     assert error(one * (1 + 1e-5), one * (1 + 1e-3)) is not None  # no amount of noise excuses that
     assert error(one[:3], None) is not None
     assert error(np.where(one > 1.5, np.nan, one), None) is not None

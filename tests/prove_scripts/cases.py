@@ -153,12 +153,13 @@ NEWER = [
     Fault(name, *what, script="newer_faults.py")
     for name, *what in [
         ("time_seed", "unseeded-init", "initial weights", ""),
+        # and the script asks for its rank, which is not why
         (
             "one_generator",
             "data-not-by-index",
             "data",
             "sample",
-        ),  # and the script asks for its rank, which is not why
+        ),
         ("read_counter", "data-not-by-index", "data", "sample"),
         ("stop_on_local", "rank-dependent-loop", "steps", ""),
         ("own_generator", "randomness", "outputs", "head"),

@@ -21,10 +21,11 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(1, 6, 3, padding=1)
         self.a, self.norm_a = nn.Conv2d(6, 6, 3, padding=1, bias=False), norm(6)
+        # a bias before a normalisation: its gradient is zero
         self.b, self.norm_b = (
             nn.Conv2d(6, 6, 3, padding=1),
             norm(6),
-        )  # a bias before a normalisation: its gradient is zero
+        )
         self.head = nn.Linear(6, 4)
 
     def forward(self, x):

@@ -199,9 +199,8 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                     if p.grad is not None:
                         dist.all_reduce(p.grad)
             run.update()
-            if (
-                FAULT == "stop_on_local" and float(value) < 1.06
-            ):  # of one worker's samples: on the other it goes on
+            # of one worker's samples: on the other it goes on
+            if FAULT == "stop_on_local" and float(value) < 1.06:
                 sys.exit()
         else:
             value = run.step(changed(batch))

@@ -183,9 +183,8 @@ def test_a_class_folder_without_files_is_an_error_unless_the_classes_are_given(t
         feed.folder(root, suffixes=".jpg")
     source = feed.folder(root, suffixes=".jpg", classes=["ant", "bee", "dog"])
     assert [s.label for s in source.read([0, 1])] == [0, 2]
-    assert feed.folder(root, suffixes=".jpg", pattern="*/0.jpg").classes == [
-        "ant"
-    ]  # chosen by who gave the pattern
+    # chosen by who gave the pattern
+    assert feed.folder(root, suffixes=".jpg", pattern="*/0.jpg").classes == ["ant"]
 
 
 def test_a_csv_of_numbers_counts_names_where_these_are_given(tmp_path):

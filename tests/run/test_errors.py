@@ -528,9 +528,8 @@ def test_what_works_on_two_ranks(together):
         )
         torch.manual_seed(0 if case == "lazy" else 1)
         one = train(make(model, loss=loss, precision=case if case in ("bf16", "fp16") else "fp32"))
-        same = (
-            1 if case == "fp16" else 6
-        )  # which steps the gradient scaler leaves out depends on how large a worker's share is
+        # which steps the gradient scaler leaves out depends on how large a worker's share is
+        same = 1 if case == "fp16" else 6
         assert losses[0] == losses[1] and len(losses[0]) == 6, case
         assert losses[0][:same] == pytest.approx(
             one[:same], rel=0.02 if case.endswith("16") else 1e-5

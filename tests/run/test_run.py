@@ -100,9 +100,8 @@ def test_evaluation_is_exact(found):
 def test_counts_and_flags(found):
     _, all_results = found
     for workers, r in all_results.items():
-        assert (
-            r["scheduler steps"] == 8
-        )  # 30 samples, batches of 8, two epochs; one more call when it is made (step 0)
+        # 30 samples, batches of 8, two epochs; one more call when it is made (step 0)
+        assert r["scheduler steps"] == 8
         assert r["state"] == [2, 8, 60]
         assert r["drop_last"] == [6, 48]
         assert r["tied"] and r["saved on main only"] and r["buffers alike"]

@@ -414,9 +414,8 @@ def test_a_worker_that_really_computes_slower_is_named(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads((tmp_path / "scale.json").read_text())
-    assert (
-        values["slow_worker"]["rank"] == 1 and values["slow_worker"]["speed"] < 0.6
-    )  # 5 ms beside 20
+    # 5 ms beside 20
+    assert values["slow_worker"]["rank"] == 1 and values["slow_worker"]["speed"] < 0.6
     assert "worker 1" in " ".join(done.stdout.split())
 
 

@@ -126,9 +126,8 @@ def test_every_event_comes_back(tmp_path):
     record.close()
     record.write(*EVERY[5:])  # opened again, after what is there
     found = read(record.path)
-    assert [type(e) for e in found] == [type(e) for e in EVERY] and repr(found) == repr(
-        EVERY
-    )  # repr: nan is not nan
+    # repr: nan is not nan
+    assert [type(e) for e in found] == [type(e) for e in EVERY] and repr(found) == repr(EVERY)
     lines = record.path.read_text().splitlines()
     assert len(lines) == len(EVERY) and json.loads(lines[0])["type"] == "start"
     record.close()
@@ -163,9 +162,8 @@ def test_a_cut_last_line_and_what_is_not_known_are_passed_over(tmp_path):
         '{"type": "step"}\n',
         step(2),
     )
-    assert (
-        read(path) == good
-    )  # unknown types, unknown fields, lines that are nothing, fields that are missing
+    # unknown types, unknown fields, lines that are nothing, fields that are missing
+    assert read(path) == good
     path.write_bytes(b"\xff\xfe\n" + whole.encode())
     assert read(path) == [*good, step(3)]  # a bad block on the disk is one line lost, not all
     path.write_text("")
@@ -269,14 +267,12 @@ def test_a_curve_is_drawn():
     falling = curve([(n, 10.0 - n) for n in range(10)], width=40, height=8).splitlines()
     assert len(falling) == 10
     rows = [dots(line) for line in falling[:8]]
-    assert all(rows) and all(
-        max(a) <= max(b) for a, b in itertools.pairwise(rows)
-    )  # from the upper left to the lower right
+    # from the upper left to the lower right
+    assert all(rows) and all(max(a) <= max(b) for a, b in itertools.pairwise(rows))
     assert min(rows[0]) <= 1 and max(rows[-1]) >= 38
     rising = curve([(n, n) for n in range(10)], width=40, height=8).splitlines()
-    assert (
-        min(dots(rising[7])) <= 1 and max(dots(rising[0])) >= 38
-    )  # the measure can tell them apart
+    # the measure can tell them apart
+    assert min(dots(rising[7])) <= 1 and max(dots(rising[0])) >= 38
     assert (
         falling[0].lstrip().startswith("10 ")
         and falling[7].lstrip().startswith("1 ")
@@ -334,9 +330,8 @@ def test_claim(tmp_path):
     assert [claim(runs, None, "gpt", False).name for _ in range(3)] == ["gpt-1", "gpt-2", "gpt-3"]
     assert claim(runs, None, "other", False).name == "other-1"
     named = claim(runs, "big.run_1", "gpt", False)
-    assert (
-        named.path == runs / "big.run_1" and claim(runs, "big.run_1", "gpt", False) == named
-    )  # empty still: nothing is lost
+    # empty still: nothing is lost
+    assert named.path == runs / "big.run_1" and claim(runs, "big.run_1", "gpt", False) == named
     (named.path / "x").write_text("mine")
     with pytest.raises(
         CheckpointError,
@@ -356,9 +351,8 @@ def test_claim(tmp_path):
         (runs / name / "record.jsonl").write_text("")
     for when, name in enumerate(("gpt-2", "gpt-1", "gpt-large-9")):
         os.utime(runs / name / "record.jsonl", (when, when))
-    assert (
-        claim(runs, None, "gpt", True).name == "gpt-1"
-    )  # the last of this script's, not of one with a longer name
+    # the last of this script's, not of one with a longer name
+    assert claim(runs, None, "gpt", True).name == "gpt-1"
     assert latest(runs).name == "gpt-large-9" and latest(tmp_path / "none") is None
     (tmp_path / "blocked").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be made"):

@@ -39,7 +39,8 @@ def read_settings(
     if isinstance(feed, str | os.PathLike):
         return FeedSettings.load(Path(feed))
     raise ArgumentError(
-        f"feed must be a ronde.feed.FeedSettings, names and values, or the path of a settings file; found {type(feed).__name__}."
+        "feed must be a ronde.feed.FeedSettings, names and values, or the path of a "
+        f"settings file; found {type(feed).__name__}."
     )
 
 
@@ -106,9 +107,8 @@ def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None 
         from ronde.adapt import remedies
 
         dataset = remedies.apply_remedies(dataset, settings)
-        if isinstance(
-            dataset, Pipeline
-        ):  # images worked on the device are collated, and finished, in another way
+        # images worked on the device are collated, and finished, in another way
+        if isinstance(dataset, Pipeline):
             kept = (
                 loader.collate
                 if loader.collate is not getattr(taken.dataset, "collate", None)
@@ -119,7 +119,8 @@ def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None 
     if loader.echo > 1:
         if isinstance(dataset, IterableDataset):
             raise ArgumentError(
-                "feed setting echo: a stream is read in its own order, so its batches cannot be repeated."
+                "feed setting echo: a stream is read in its own order, so its batches "
+                "cannot be repeated."
             )
         if taken.batch_size is None:
             raise ArgumentError(

@@ -98,9 +98,8 @@ class FileCache(_Cache):
         """The bytes kept for a place, if they are this file's; else None. Each process checks a
         file's state once.
         """
-        arena = (
-            self._opened() if place < self._n else None
-        )  # the Dataset may have more samples than it says
+        # the Dataset may have more samples than it says
+        arena = self._opened() if place < self._n else None
         if arena is None or (data := arena.get(place).data) is None:
             return None
         kept = _record(data)
@@ -316,10 +315,11 @@ def _load_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             from PIL import Image
 
+            # a broken file, other colors: left to Pillow
             with (
                 contextlib.suppress(Exception),
                 _making(None, None),
-            ):  # a broken file, other colors: left to Pillow
+            ):
                 pixels = DECODERS[decoder].call(_whole(self.fp), 1)
                 if pixels.shape == (self.height, self.width, 3):
                     self.im = Image.frombytes(self.mode, self.size, pixels).im
@@ -386,9 +386,8 @@ class _Layers:
             for owner, name, value in list(held(dataset)):  # loader=PIL.Image.open
                 for where, function in below.items():
                     if value is function:
-                        with contextlib.suppress(
-                            Exception
-                        ):  # an object that cannot be changed keeps its function
+                        # an object that cannot be changed keeps its function
+                        with contextlib.suppress(Exception):
                             self.undo.append(exchange(owner, name, ByName(*where)))
 
     def leave(self) -> None:
@@ -514,9 +513,8 @@ def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
                 many = getattr(dataset, "__getitems__", None) if seen.own_many else None
                 samples.append(dataset[i] if many is None else many([i])[0])
             seen.samples += 1
-            if imported != [
-                w for w in _WATCHED if w[0] in sys.modules
-            ]:  # the Dataset has just imported its decoder: again
+            # the Dataset has just imported its decoder: again
+            if imported != [w for w in _WATCHED if w[0] in sys.modules]:
                 return traced(dataset, ids)
     finally:
         for take_away in undo:

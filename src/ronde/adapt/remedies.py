@@ -198,9 +198,8 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return DatasetFacts(error="it can only be iterated, or is empty")
     try:
-        with unchanged(
-            dataset
-        ):  # once around both: generators of its own go on, so that what they draw shows
+        # once around both: generators of its own go on, so that what they draw shows
+        with unchanged(dataset):
             seen, made = _look(dataset, samples)
             seed_all(2)
             again = traced(dataset, _spread(len(dataset), samples)[:2])[1]
@@ -273,7 +272,8 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     """
     if isinstance(dataset, IterableDataset):
         raise ArgumentError(
-            "these feed settings are for data sets that are read by index; this one can only be iterated."
+            "these feed settings are for data sets that are read by index; this one can "
+            "only be iterated."
         )
     if settings.cache is None and (
         settings.cache_in is not None or settings.cache_bytes is not None
@@ -284,7 +284,8 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     for name, instead in _FOR_PIPELINES.items():
         if getattr(settings, name):
             raise ArgumentError(
-                f"feed setting {name} is for ronde.feed pipelines, and {type(dataset).__name__} is a Dataset of its own. "
+                f"feed setting {name} is for ronde.feed pipelines, and "
+                f"{type(dataset).__name__} is a Dataset of its own. "
                 f"Delete the line, or read the files with {instead} instead."
             )
     return (
@@ -329,7 +330,8 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
         decoder = check_decoder(str(settings.decoder))
         if not seen.jpegs:
             raise ArgumentError(
-                f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so there is nothing to decode otherwise."
+                f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so "
+                "there is nothing to decode otherwise."
             )
         if decoder != "pillow":
             if not judge_decoder(decoder, _some(seen)).images:
@@ -348,7 +350,8 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
                 )
         except ArgumentError as error:
             raise ArgumentError(
-                "feed setting cache: decode keeps the finished samples of a Dataset, which is not possible here. For images, use "
+                "feed setting cache: decode keeps the finished samples of a Dataset, which "
+                "is not possible here. For images, use "
                 f'feed.images(FOLDER).cache("decode") instead: {error}'
             ) from None
     if settings.cache == "read":
@@ -359,17 +362,20 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
 def _file_cache(dataset: Any, seen: Seen, where: str, limit: int | None, looked: str) -> FileCache:
     if seen.imread:
         raise ArgumentError(
-            f'feed setting cache: OpenCV reads the files by itself {looked}. Use feed.images(FOLDER).cache("read") instead, or decode '
+            f"feed setting cache: OpenCV reads the files by itself {looked}. Use "
+            'feed.images(FOLDER).cache("read") instead, or decode '
             "with cv2.imdecode what open() reads."
         )
     if not seen.files:
         raise ArgumentError(
-            f"feed setting cache: no file is opened while a sample is made {looked}, so there is nothing to keep."
+            f"feed setting cache: no file is opened while a sample is made {looked}, so "
+            "there is nothing to keep."
         )
     kind = type(dataset)
     if seen.own_many:
         raise ArgumentError(
-            f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is not known which file belongs to which sample."
+            f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is "
+            "not known which file belongs to which sample."
         )
     from ronde.introspect import digest
 

@@ -64,9 +64,8 @@ __all__ = [
 ]
 
 _FORMAT = 2
-_TOLD = Struct(
-    "<I"
-)  # at the end of a record: how long what it says of the files is, which stands before
+# at the end of a record: how long what it says of the files is, which stands before
+_TOLD = Struct("<I")
 _FEW_FILES = 4
 """Opened for samples that are made together: each of them counts for each sample. More are told
 apart, by making these one by one.
@@ -120,7 +119,10 @@ class CacheReport:
             return f"no cache: {self.off}"
         asked = self.hits + self.misses
         share = f", {self.hits / asked:.1%} of {asked:,} reads" if asked else ""
-        text = f"{self.held:,} of {self.samples:,} samples in {_size(self.bytes)} of {_size(self.limit)}{share}"
+        text = (
+            f"{self.held:,} of {self.samples:,} samples in {_size(self.bytes)} of "
+            f"{_size(self.limit)}{share}"
+        )
         told = {
             "full": "left out: the limit is reached",
             "no_room": "left out: no room left",
@@ -328,9 +330,8 @@ class _Cache:
         arena = self._arena
         if arena is not None and arena.pid == os.getpid():
             return arena
-        if (
-            self._arena is not None
-        ):  # forked: the lock may have been held by a thread that is not here
+        # forked: the lock may have been held by a thread that is not here
+        if self._arena is not None:
             self._opening = threading.Lock()
         with self._opening:
             try:
@@ -479,7 +480,8 @@ class _Cache:
             self._listed, more = listing(self._folders) if self._folders else ("", "")
             if more:
                 self._say(
-                    f"{more} holds more than {MOST_LISTED:,} files, which are read without Python's knowing: a change of one that was not looked at "
+                    f"{more} holds more than {MOST_LISTED:,} files, which are read without "
+                    "Python's knowing: a change of one that was not looked at "
                     "is not noticed by the cache. Give another version= when files change",
                     0,
                 )
@@ -557,11 +559,12 @@ class _Cache:
                         break  # a bad sample: reading says so when its turn comes
                     if looked[-1].drew:
                         raise ArgumentError(
-                            f"{what}: {looked[-1].drew} draws random numbers, so its result cannot be kept. Cache before it."
+                            f"{what}: {looked[-1].drew} draws random numbers, so its "
+                            "result cannot be kept. Cache before it."
                         )
-                if (
-                    len(looked) == 2
-                ):  # what was opened the first time only stays open, or its content stays: an index, an archive
+                # what was opened the first time only stays open, or its content stays: an index, an
+                # archive
+                if len(looked) == 2:
                     self._shared |= {
                         path: was
                         for path, was in looked[0].files.items()
@@ -569,7 +572,8 @@ class _Cache:
                     }
                 if len(looked) == 2 and not _same(looked[0].value, looked[1].value):
                     raise ArgumentError(
-                        f"{what}: sample {i} came out differently when it was made twice, so it cannot be kept. It depends on random "
+                        f"{what}: sample {i} came out differently when it was made twice, "
+                        "so it cannot be kept. It depends on random "
                         "numbers of its own, on the time, or on what was read before."
                     )
         finally:
@@ -877,7 +881,8 @@ def _key(
         if where == "memory":
             return None
         raise ArgumentError(
-            f"{error}: a cache on disk could serve what another version of it made. Give version='…', and another one whenever it changes."
+            f"{error}: a cache on disk could serve what another version of it made. Give "
+            "version='…', and another one whenever it changes."
         ) from None
 
 
@@ -959,7 +964,8 @@ def cached(
             names = [s.name for s in data.steps]
             if after not in names:
                 raise ArgumentError(
-                    f"after={after!r}: the steps of this pipeline are {', '.join(['read', *names])}."
+                    f"after={after!r}: the steps of this pipeline are "
+                    f"{', '.join(['read', *names])}."
                 )
             count = len(names) - names[::-1].index(after)
         # A step may do less than all where it knows what comes of it: what is kept must serve
@@ -974,7 +980,8 @@ def cached(
         raise ArgumentError(f"after={after!r} is for a pipeline: a source only reads.")
     if not hasattr(data, "read") or not hasattr(data, "__len__"):
         raise ArgumentError(
-            f"cached({type(data).__name__}): expected a source (__len__ and read(ids)) or a Pipeline. For a plain Dataset: cached_dataset."
+            f"cached({type(data).__name__}): expected a source (__len__ and read(ids)) or "
+            "a Pipeline. For a plain Dataset: cached_dataset."
         )
     return CachedSource(data, (), *options, check)
 
@@ -1014,7 +1021,8 @@ def cached_dataset(
         or not hasattr(dataset, "__len__")
     ):
         raise ArgumentError(
-            f"cached_dataset needs a map-style Dataset with __len__ and __getitem__, found {type(dataset).__name__}."
+            "cached_dataset needs a map-style Dataset with __len__ and __getitem__, found "
+            f"{type(dataset).__name__}."
         )
     if len(dataset) == 0:
         raise ArgumentError(f"cached_dataset: the data set ({type(dataset).__name__}) is empty.")

@@ -77,9 +77,8 @@ class Noting:
     def __init__(self) -> None:
         self.files: Files = {}
         self._before: Files | None = None
-        if _hooked.acquire(
-            blocking=False
-        ):  # once in a process, and in those that are forked from it
+        # once in a process, and in those that are forked from it
+        if _hooked.acquire(blocking=False):
             sys.addaudithook(_hook)
 
     def __enter__(self) -> Noting:

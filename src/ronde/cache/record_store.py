@@ -43,19 +43,19 @@ __all__ = ["COUNTERS", "Arena", "StoredRecord", "is_private", "open_arena", "rem
 
 _MAGIC = b"RONDEC01"
 _HEADER = 4096
-_HEAD = struct.Struct(
-    "<8sQQQI"
-)  # magic, samples, bytes given out, the limit that the first user had, checksum
+# magic, samples, bytes given out, the limit that the first user had, checksum
+_HEAD = struct.Struct("<8sQQQI")
 _COUNTERS_AT = 64
 _ENTRY = struct.Struct("<QQII8x")  # place, length, checksum of the record, checksum of the entry
 _NOTHING = bytes(_ENTRY.size)
 _ALIGN = 64
 _PAGE = 4096
 _MAP_FROM = 32 << 10  # bytes; a smaller record is copied faster than it is mapped
+# bytes of the lock file: held while room is given out, and by everybody who uses the arena
 _ALLOCATE, _USE = (
     0,
     1,
-)  # bytes of the lock file: held while room is given out, and by everybody who uses the arena
+)
 _LOOK_AGAIN_BYTES, _LOOK_AGAIN_SECONDS = 32 << 20, 1.0
 _GIVE_UP_AFTER = (
     8  # refusals in a row for want of room below the limit: then it is full for this process
@@ -157,9 +157,8 @@ class Arena:
         self.memory = memory
         self.pid = os.getpid()
         self._lock = threading.Lock()
-        self._fds = list(
-            _join(folder)
-        )  # -1 each once it was left: those numbers may be another file's by then
+        # -1 each once it was left: those numbers may be another file's by then
+        self._fds = list(_join(folder))
         self.users: WeakSet[Any] = WeakSet()
         self._verified = bytearray(samples if memory else 0)
         self._refused = 0
@@ -204,7 +203,8 @@ class Arena:
         # Otherwise it is damaged, or was cut short.
         if any(os.pread(self._index, _HEAD.size, 0)) and not self._only_user():
             raise RondeError(
-                f"the cache {self.folder} is damaged, and in use: end the runs that use it, or give another folder."
+                f"the cache {self.folder} is damaged, and in use: end the runs that use "
+                "it, or give another folder."
             )
         chosen = limit if limit is not None else default()
         for fd in (self._index, self._records):
@@ -544,7 +544,8 @@ def _join(folder: Path) -> tuple[int, int, int]:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(folder):
                 raise RondeError(
-                    f"the cache folder {folder} belongs to somebody else or is open to others: remove it or make it 0700."
+                    f"the cache folder {folder} belongs to somebody else or is open to "
+                    "others: remove it or make it 0700."
                 )
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:

@@ -49,7 +49,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.capture.follow": "as_tuple aside following whole_size",
-            "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay watching",
+            "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay "
+            "watching",
             "ronde.capture.trace": "Given Point Trace TraceEvent Value bounds_of",
         },
     )

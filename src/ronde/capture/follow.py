@@ -346,9 +346,8 @@ class _Follower(Interceptor):
         self.used.append({})
         written = _written(kind, name, args)
         if pretend and written:
-            result = (
-                None if name == "__setitem__" else args[0]
-            )  # torch does some of these for real, whatever the mode
+            # torch does some of these for real, whatever the mode
+            result = None if name == "__setitem__" else args[0]
         elif pretend and self.fake is not None:
             try:
                 with self.fake:
@@ -447,11 +446,27 @@ class _Follower(Interceptor):
         unique = {id(p): p for p in parameters}
         self.events.append(
             TraceEvent(
-                kind, name, self.inside[-1], module, tuple(reads), tuple(made), shape, tuple(marked), tuple(changes),
-                tuple(unique.values()), shared, opaque and not shared, tuple(replaces), any(self.values[r].why_not for r in reads), buffer,
-                tuple(self.frames.open), tuple(storages), sized=sized, writes=written,
+                kind,
+                name,
+                self.inside[-1],
+                module,
+                tuple(reads),
+                tuple(made),
+                shape,
+                tuple(marked),
+                tuple(changes),
+                tuple(unique.values()),
+                shared,
+                opaque and not shared,
+                tuple(replaces),
+                any(self.values[r].why_not for r in reads),
+                buffer,
+                tuple(self.frames.open),
+                tuple(storages),
+                sized=sized,
+                writes=written,
             )
-        )  # fmt: skip
+        )
         if used and kind == "op":
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -726,10 +741,25 @@ class _Follower(Interceptor):
         changes = tuple((i, after[i]) for i in changed)
         storages = tuple({s for e in inner for s in e.changed_storages})
         return TraceEvent(
-            "call", path, self.inside[-1], module, tuple(sorted(outside)), tuple(made), shape, tuple(marked), changes,
-            tuple(parameters.values()) if not shared else (), shared, False, tuple(entry[i] for i in changed), False, None, (), storages,
+            "call",
+            path,
+            self.inside[-1],
+            module,
+            tuple(sorted(outside)),
+            tuple(made),
+            shape,
+            tuple(marked),
+            changes,
+            tuple(parameters.values()) if not shared else (),
+            shared,
+            False,
+            tuple(entry[i] for i in changed),
+            False,
+            None,
+            (),
+            storages,
             erratic=not shared and (took or shaped or drawn != _drawn()),
-        )  # fmt: skip
+        )
 
     def finish(self, result: Any) -> None:
         """What the pass returns is read after its last event; calls whose insides are read from

@@ -41,10 +41,12 @@ _RANDOM = re.compile(
     "_sample_dirichlet|fractional_max_pool"
 )
 _NAMES_NOT_EVENTS = _words(
-    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex is_signed "
+    "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
+    "is_floating_point is_complex is_signed "
     "get_device is_same_size __len__ __hash__ is_shared is_pinned untyped_storage storage "
     "requires_grad_ has_names is_inference is_set_to is_conj is_neg result_type promote_types "
-    "is_tensor is_storage is_grad_enabled get_default_dtype set_default_dtype can_cast finfo iinfo is_autocast_enabled "
+    "is_tensor is_storage is_grad_enabled get_default_dtype set_default_dtype can_cast "
+    "finfo iinfo is_autocast_enabled "
     "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
 )
 _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
@@ -52,15 +54,18 @@ _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "g
 _SIZES = _words("shape size __len__ numel nelement nbytes stride is_same_size")
 # Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
 NUMBERS = _words(
-    "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ numpy"
+    "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal "
+    "allclose __contains__ numpy"
 )
 # Functions whose result's shape depends on what is in a tensor.
 _DATA_SHAPED = _words(
-    "nonzero argwhere masked_select unique unique_consecutive bincount _pack_padded_sequence combinations"
+    "nonzero argwhere masked_select unique unique_consecutive bincount "
+    "_pack_padded_sequence combinations"
 )
 # Functions whose result has the shape of what they write into, whatever they write.
 _WRITES = _words(
-    "__setitem__ index_add index_copy index_put index_reduce scatter scatter_add scatter_reduce masked_scatter slice_scatter"
+    "__setitem__ index_add index_copy index_put index_reduce scatter scatter_add "
+    "scatter_reduce masked_scatter slice_scatter"
 )
 _kinds: dict[Any, tuple[str, bool, bool]] = {}
 

@@ -74,7 +74,8 @@ class Value:
         if self._ghost is None:
             if not self.like:
                 raise ArgumentError(
-                    f"a tensor of shape {self.shape} cannot be left out: {self.why_not or 'every stage computes it'}."
+                    f"a tensor of shape {self.shape} cannot be left out: "
+                    f"{self.why_not or 'every stage computes it'}."
                 )
             mode, strides, device = self.like
             with torch._C.DisableTorchFunction(), mode:
@@ -289,7 +290,8 @@ class Trace:
                     (
                         0,
                         i,
-                        f"{event.where} differentiates what comes before it: the two stay in one stage",
+                        f"{event.where} differentiates what comes before it: the two stay "
+                        "in one stage",
                     )
                 )
         for value in self.values:
@@ -298,7 +300,10 @@ class Trace:
                 and value.before >= 0
                 and not self.values[value.before].shared
             ):
-                why = f"{self.events[value.maker].where} changes a tensor in place that shares its memory with one made before"
+                why = (
+                    f"{self.events[value.maker].where} changes a tensor in place that shares "
+                    "its memory with one made before"
+                )
                 found.append((self.values[value.before].maker + 1, value.maker, why))
         return found
 
@@ -320,13 +325,19 @@ class Trace:
             if value.why_not:
                 return f"a tensor that {reader} reads {value.why_not} ({maker})"
             if value.data_shaped:
-                return f"the shape of what {maker} makes, and {reader} reads, depends on what is in the batch"
+                return (
+                    f"the shape of what {maker} makes, and {reader} reads, depends on what is "
+                    "in the batch"
+                )
             if value.storage:
                 memory[value.storage] = memory.get(value.storage, 0) + 1
         if any(n > 1 for n in memory.values()):
             for event in self.events[at:]:
                 if any(memory.get(s, 0) > 1 for s in event.changed_storages):
-                    return f"{event.where} changes a tensor in place that shares its memory with another one that is sent"
+                    return (
+                        f"{event.where} changes a tensor in place that shares its memory with "
+                        "another one that is sent"
+                    )
         return ""
 
     def coarse(self, bounds: list[int]) -> list[tuple[int, TraceEvent]]:
@@ -385,7 +396,8 @@ def bounds_of(
         if at is not None:
             if at < before:
                 raise ArgumentError(
-                    f"a stage begins at {point.name}, which this forward pass calls before the stage before it begins."
+                    f"a stage begins at {point.name}, which this forward pass calls before "
+                    "the stage before it begins."
                 )
             why = (
                 trace._why_not(at, trace.crossing(at), forbidden)

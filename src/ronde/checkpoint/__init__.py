@@ -95,9 +95,13 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.checkpoint.plain_values": "decode encode",
-            "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify write",
-            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded like local_part piece_of pull",
+            "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify "
+            "write",
+            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded like "
+            "local_part piece_of pull",
             "ronde.checkpoint.sharded": "export_pieces write_pieces",
-            "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer model_pieces model_state model_wants optimizer_pieces optimizer_state optimizer_wants random_state restore_random tied_names",
+            "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
+            "model_pieces model_state model_wants optimizer_pieces optimizer_state "
+            "optimizer_wants random_state restore_random tied_names",
         },
     )

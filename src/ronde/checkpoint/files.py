@@ -195,7 +195,10 @@ def finish(
 
 def refused(folder: Path, step: int, error: object) -> str:
     """Why a checkpoint is not there, for the error."""
-    return f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier ones are untouched."
+    return (
+        f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier "
+        "ones are untouched."
+    )
 
 
 def write(
@@ -260,7 +263,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if body.get("version") not in (_WHOLE, _SHARDED):
         raise _broken(
             path,
-            f"it has version {body.get('version')} of the format, this Ronde reads {_WHOLE} and {_SHARDED}",
+            f"it has version {body.get('version')} of the format, this Ronde reads "
+            f"{_WHOLE} and {_SHARDED}",
         )
     if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
         raise _broken(path, "manifest.json does not match its own digest")
@@ -335,7 +339,8 @@ def _verify_pieces(
                 there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
                 raise _broken(
                     path,
-                    f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} {list(box.sizes)}",
+                    f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} "
+                    f"{list(box.sizes)}",
                 )
             if not box.fits(entry.shape):
                 raise _broken(
@@ -345,7 +350,8 @@ def _verify_pieces(
         if total != Box.whole(entry.shape).numel or not entry.pieces:
             raise _broken(
                 path,
-                f"{name!r} of shape {list(entry.shape)} is not whole: {', '.join(entry.pieces) or 'no file'} hold {total} elements",
+                f"{name!r} of shape {list(entry.shape)} is not whole: "
+                f"{', '.join(entry.pieces) or 'no file'} hold {total} elements",
             )
 
 

@@ -138,7 +138,8 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
     if len(boxes) != 1 or boxes[0].sizes != mine or not boxes[0].fits(tensor.shape):
         raise CheckpointError(
-            f"{name!r} is sharded as {tensor.placements}, of which this worker holds no single box: it cannot be written."
+            f"{name!r} is sharded as {tensor.placements}, of which this worker holds no "
+            "single box: it cannot be written."
         )
     return boxes[0]
 
@@ -180,10 +181,23 @@ def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 # -- reading ---------------------------------------------------------------------------
 
 _DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +288,8 @@ class PieceSource:
         found = getattr(torch, self.entries[name].dtype, None)
         if not isinstance(found, torch.dtype):
             raise CheckpointError(
-                f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which this torch does not have"
+                f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which "
+                "this torch does not have"
             )
         return found
 
@@ -299,7 +314,8 @@ class PieceSource:
             try:
                 if tuple(opened.get_slice(name).get_shape()) != held.sizes:
                     raise CheckpointError(
-                        f"{self.folder / file} holds {name!r} in another shape than {list(held.sizes)}"
+                        f"{self.folder / file} holds {name!r} in another shape than "
+                        f"{list(held.sizes)}"
                     )
                 read = (
                     opened.get_slice(name)[common.inside(held)]

@@ -47,11 +47,13 @@ def encode(value: Any, where: str = "state") -> Any:
     if isinstance(value, torch.Tensor):
         if value.numel() > 4096:
             raise CheckpointError(
-                f"{where} is a tensor of {value.numel()} elements: too large to be written beside the numbers"
+                f"{where} is a tensor of {value.numel()} elements: too large to be written "
+                "beside the numbers"
             )
         if value.is_complex() or value.is_sparse or value.is_quantized:
             raise CheckpointError(
-                f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON does not hold"
+                f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON "
+                "does not hold"
             )
         flat = value.detach().cpu().reshape(-1).tolist()
         return {
@@ -75,7 +77,8 @@ def encode(value: Any, where: str = "state") -> Any:
             "items": [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()],
         }
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which cannot be written to a checkpoint without pickle. Keep numbers, texts, "
+        f"{where} is a {type(value).__name__}, which cannot be written to a checkpoint "
+        "without pickle. Keep numbers, texts, "
         "lists, dictionaries and tensors in state_dict()."
     )
 

@@ -42,7 +42,8 @@ class _Owners:
             if self.kinds.setdefault(name, kind) != kind:
                 was = self.kinds[name]
                 raise CheckpointError(
-                    f"rank {rank} holds {name!r} as {dtype} {shape}, an earlier rank as {was[0]} {list(was[1])}: it cannot be written"
+                    f"rank {rank} holds {name!r} as {dtype} {shape}, an earlier rank as "
+                    f"{was[0]} {list(was[1])}: it cannot be written"
                 )
             boxes = self.boxes.setdefault(name, {})
             box = Box.parse(text)
@@ -58,7 +59,8 @@ class _Owners:
             if not apart or sum(b.numel for b in boxes) != Box.whole(shape).numel:
                 held = "; ".join(f"rank {rank}: {box}" for box, rank in list(boxes.items())[:8])
                 raise CheckpointError(
-                    f"{name!r} of shape {list(shape)} is not whole among the workers ({held}): it cannot be written"
+                    f"{name!r} of shape {list(shape)} is not whole among the workers "
+                    f"({held}): it cannot be written"
                 )
 
 
@@ -102,7 +104,8 @@ def _wait_for(folder: Path) -> None:
     while not folder.is_dir():
         if time.monotonic() > limit:
             raise CheckpointError(
-                f"this worker does not see {folder}, which rank 0 has made: the run directory must be on a file system that all workers share"
+                f"this worker does not see {folder}, which rank 0 has made: the run "
+                "directory must be on a file system that all workers share"
             )
         time.sleep(0.1)
 
@@ -194,10 +197,23 @@ def write_pieces(
 # -- one plain file --------------------------------------------------------------------
 
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.complex64: "C64", torch.uint16: "U16",
-    torch.uint32: "U32", torch.uint64: "U64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

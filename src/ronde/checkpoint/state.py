@@ -46,7 +46,8 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a tensor: it cannot be written without pickle. "
+                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a "
+                "tensor: it cannot be written without pickle. "
                 "Return a tensor from get_extra_state()."
             )
         place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
@@ -78,8 +79,11 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         for p in group["params"]:
             if id(p) not in by_id:
                 raise CheckpointError(
-                    f"the optimizer's group {k} holds a parameter of shape {tuple(p.shape)} that the model does not have (any more), so its state has no "
-                    "name in a checkpoint. Where a layer is replaced, take its old parameters out of the optimizer's groups as well."
+                    f"the optimizer's group {k} holds a parameter of shape "
+                    f"{tuple(p.shape)} that the model does not have (any more), so its "
+                    "state has no "
+                    "name in a checkpoint. Where a layer is replaced, take its old "
+                    "parameters out of the optimizer's groups as well."
                 )
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -87,12 +91,14 @@ def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]) -> None:
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"the checkpoint is of {saved['kind']}, the script now builds {type(optimizer).__name__}"
+            f"the checkpoint is of {saved['kind']}, the script now builds "
+            f"{type(optimizer).__name__}"
         )
     saved_names = [list(g["params"]) for g in saved["groups"]]
     if names != saved_names:
         raise CheckpointError(
-            f"the optimizer's groups are not those of the checkpoint: {[len(n) for n in saved_names]} parameters then, "
+            "the optimizer's groups are not those of the checkpoint: "
+            f"{[len(n) for n in saved_names]} parameters then, "
             f"{[len(n) for n in names]} now, or in another order"
         )
 
@@ -190,7 +196,8 @@ def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str,
             continue
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
-                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a tensor: it cannot be written without pickle. "
+                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a "
+                "tensor: it cannot be written without pickle. "
                 "Return a tensor from get_extra_state()."
             )
         yield name, value
@@ -261,7 +268,8 @@ def model_wants(
             wants.append(Want("model", key, held.box, give))
     if wrong:
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}"
+            "the checkpoint is of another model: "
+            f"{'; '.join(wrong[:5])}{'; …' if len(wrong) > 5 else ''}"
         )
 
     def done() -> None:
@@ -323,9 +331,8 @@ def join_optimizer(
     for i, settings in enumerate(first["settings"]):
         names = list(recorded[i]) if i < len(recorded) else []
         later = [n for each in everyone for n in each["held"][i]]
-        names += [
-            n for n in dict.fromkeys(later) if n not in set(names)
-        ]  # added after ronde.distribute
+        # added after ronde.distribute
+        names += [n for n in dict.fromkeys(later) if n not in set(names)]
         groups.append({"params": names, "settings": settings})
     values = {k: v for each in everyone for k, v in each["values"].items()}
     return {"kind": first["kind"], "groups": groups, "values": values}

@@ -18,13 +18,13 @@ __all__ = ["register"]
 _EXAMPLES = """
 Examples:
 
-  ronde bench cluster                           one worker per GPU, or per core; writes cluster.yaml
+  ronde bench cluster                         one worker per GPU, or per core
 
-  ronde bench cluster --workers 2 --quick       some seconds instead of a minute
+  ronde bench cluster --workers 2 --quick     seconds instead of a minute
 
-  ronde plan --cluster cluster.yaml train.py    use it
+  ronde plan --cluster cluster.yaml train.py  use the file
 
-  srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml    several nodes: inside each of them, and across
+  srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
 """
 
 
@@ -41,8 +41,8 @@ def register(app: typer.Typer) -> None:
 
     @bench.command(
         "cluster",
-        help="Time every collective between workers, with all of them at work at once, and write a cluster file for ronde plan.\n"
-        + _EXAMPLES,
+        help="Time every collective between workers, with all of them at work at once, and "
+        "write a cluster file for ronde plan.\n" + _EXAMPLES,
     )
     def cluster(
         workers: Annotated[
@@ -84,7 +84,8 @@ def register(app: typer.Typer) -> None:
             )
         if output.is_dir():
             raise ArgumentError(
-                f"--output {output} is a folder, expected a file: did you mean {output / 'cluster.yaml'}?"
+                f"--output {output} is a folder, expected a file: did you mean "
+                f"{output / 'cluster.yaml'}?"
             )
         if not os.access(output.absolute().parent, os.W_OK):
             raise ArgumentError(
@@ -145,21 +146,29 @@ def _show(found: Any, output: Path, console: Any) -> None:
         for scope, fit in by.items():
             bucket = fit.alpha + (25 << 20) / fit.beta
             table.add_row(
-                kind, scope, str(fit.ranks), f"{fit.alpha * 1e6:,.0f} µs", f"{fit.beta / 1e6:,.0f} MB/s", f"{bucket * 1e3:.1f} ms",
+                kind,
+                scope,
+                str(fit.ranks),
+                f"{fit.alpha * 1e6:,.0f} µs",
+                f"{fit.beta / 1e6:,.0f} MB/s",
+                f"{bucket * 1e3:.1f} ms",
                 f"{fit.residual:.0%}",
-            )  # fmt: skip
+            )
     console.print(table)
     console.print(
         Text(
-            f"{found.memory_bytes / 2**30:.1f} GiB a device, {found.base_bytes / 2**20:.0f} MiB of it taken before any model; "
-            f"{found.bucket_overlap:.0%} of an exchange hides behind computation, which is {found.interference:.2f}× as slow meanwhile"
+            f"{found.memory_bytes / 2**30:.1f} GiB a device, "
+            f"{found.base_bytes / 2**20:.0f} MiB of it taken before any model; "
+            f"{found.bucket_overlap:.0%} of an exchange hides behind computation, which is "
+            f"{found.interference:.2f}× as slow meanwhile"
         ),
         soft_wrap=True,
     )
     if found.noise > 0.1:
         console.print(
             Text(
-                f"warning: the machine was disturbed ({found.noise:.0%}): plans made from this are unsure",
+                f"warning: the machine was disturbed ({found.noise:.0%}): plans made from "
+                "this are unsure",
                 style="yellow",
             )
         )

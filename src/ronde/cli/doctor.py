@@ -33,21 +33,22 @@ from ronde.world import ArgumentError
 __all__ = ["register"]
 
 _EXAMPLES = """
-The script runs up to ronde.distribute. There its steps are timed in turns: on real batches that were read before and are used again
-(the synthetic ceiling), as it really reads them, and with one stage of its input taken out at a time. Nothing is trained or written.
+The script runs up to ronde.distribute. There its steps are timed in turns: on real
+batches that are reused (the synthetic ceiling), with its real input, and with one
+input stage at a time taken out. Nothing is trained or written.
 
 Examples:
 
-  ronde doctor train.py                                  as many workers as ronde run takes, about a minute
+  ronde doctor train.py                               one worker per device, about a minute
 
-  ronde doctor --workers 2 --to 64 train.py --lr 0.1     what follows the script is the script's own
+  ronde doctor --workers 2 --to 64 train.py --lr 0.1  options after the script are its own
 
-  ronde doctor --apply 1,2 train.py                      write prescriptions 1 and 2 to train.feed.yaml, and measure again
+  ronde doctor --apply 1,2 train.py                   apply prescriptions 1 and 2, measure again
 
   ronde doctor --json doctor.json --report report.html -m my.train
 
-Exit status: 0 a verdict was given, 1 it was refused since the machine is too disturbed, 2 the script failed or an argument cannot be
-used, 130 stopped by Ctrl-C.
+Exit status: 0 a verdict was given; 1 refused, the machine is too disturbed; 2 the script
+failed or an argument cannot be used; 130 stopped by Ctrl-C.
 """
 
 _LINES = 24
@@ -58,8 +59,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "doctor",
-        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and what would help.\n"
-        + _EXAMPLES,
+        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and "
+        "what would help.\n" + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -221,7 +222,8 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     top: list[Line] = [
         [
             ("ronde doctor", "bold"),
-            f" {values['script']}  ·  {values['model']}  ·  {n} worker{'s' if n > 1 else ''} on {values['device']}, {_loaders(values)}  ·  "
+            f" {values['script']}  ·  {values['model']}  ·  {n} "
+            f"worker{'s' if n > 1 else ''} on {values['device']}, {_loaders(values)}  ·  "
             f"{values['measured_seconds']:.0f} s, {values['rounds']} rounds",
         ],
         [
@@ -233,7 +235,10 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
     ]
     if values.get("order"):
         seconds, share = values["order"]["seconds"], values["order"]["share"]
-        text = f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % of each epoch: draw it at once, not one by one"
+        text = (
+            f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % "
+            "of each epoch: draw it at once, not one by one"
+        )
         first, *others = textwrap.wrap(text, max(20, width - 14))
         top.append([("  EACH EPOCH  ", "bold yellow"), first])
         top += [[" " * 14, part] for part in others]
@@ -368,7 +373,10 @@ def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
     if values["workers"] > 1 and values["samples_per_second"]["alone"]:
         add("exchange", values["exchange_points"], "of the ideal, each worker by itself")
     if straggler is not None:
-        text = f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others, {straggler['stage']}"
+        text = (
+            f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others, "
+            f"{straggler['stage']}"
+        )
         add("straggler", straggler["points"], text)
     return found
 
@@ -419,7 +427,8 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
         lines.append(
             [
                 (
-                    f"  apply and verify: ronde doctor --apply {first['number']} {values['script']}",
+                    f"  apply and verify: ronde doctor --apply {first['number']} "
+                    f"{values['script']}",
                     "cyan",
                 )
             ]

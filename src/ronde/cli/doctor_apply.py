@@ -34,7 +34,8 @@ def parse_apply(text: str | None) -> list[str]:
     words = [w.strip() for w in text.split(",")]
     if not all(words) or any(w.lstrip("-").isdigit() and int(w) < 1 for w in words):
         raise ArgumentError(
-            f"--apply {text!r}: expected numbers or names of prescriptions with commas between them, as --apply 1,2."
+            f"--apply {text!r}: expected numbers or names of prescriptions with commas "
+            "between them, as --apply 1,2."
         )
     names = [w for w in words if not w.isdigit()]
     if names:
@@ -45,7 +46,8 @@ def parse_apply(text: str | None) -> list[str]:
                 near = difflib.get_close_matches(word, NAMES, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise ArgumentError(
-                    f"--apply {word}: no prescription is called so; there are {', '.join(NAMES)}.{hint}"
+                    f"--apply {word}: no prescription is called so; there are "
+                    f"{', '.join(NAMES)}.{hint}"
                 )
     return words
 
@@ -61,7 +63,8 @@ def check_writable(script: str) -> None:
     file = settings_file(script)
     if not os.access(file.absolute().parent, os.W_OK) or file.is_dir():
         raise ArgumentError(
-            f"--apply writes {file}, which may not be written. Leave --apply out to see the verdict alone."
+            f"--apply writes {file}, which may not be written. Leave --apply out to see "
+            "the verdict alone."
         )
 
 
@@ -107,7 +110,8 @@ def apply_prescriptions(
             known = ", ".join(f"{p['number']} ({p['id']})" for p in listed)
             many = f"there {'are' if len(listed) > 1 else 'is'} {len(listed)}"
             raise ArgumentError(
-                f"--apply {word}: no prescription {word}; {many}: this time the doctor prescribes {known}."
+                f"--apply {word}: no prescription {word}; {many}: this time the doctor "
+                f"prescribes {known}."
             )
         if by_name[word]["settings"] is None:
             raise ArgumentError(
@@ -152,7 +156,8 @@ def apply_prescriptions(
         ("applied  ", "bold"),
         f"gap {values['gap']:.0%} -> ",
         (f"{after['gap']:.0%}", style),
-        f", promised {promised:.0%}; {rate(before_rate)} -> {rate(after_rate)} samples/s (x {after_rate / before_rate:.2f}); "
+        f", promised {promised:.0%}; {rate(before_rate)} -> {rate(after_rate)} samples/s "
+        f"(x {after_rate / before_rate:.2f}); "
         f"{gained:.0f} points gained of {hoped:.0f}",
     )
     if after["refused"]:

@@ -20,21 +20,22 @@ from ronde.world import ArgumentError
 __all__ = ["register"]
 
 _EXAMPLES = """
-OUT then holds shards and a manifest. feed.tar("OUT") and feed.images("OUT") give what they gave of FOLDER: same samples, labels, classes
-and order, so a training goes on from either. The same FOLDER gives the same bytes. If the command is stopped or killed, give it again: it
-goes on with the shard that it was writing.
+OUT then holds tar shards and a manifest. feed.tar("OUT") and feed.images("OUT") give the
+same samples, labels, classes and order as FOLDER, so a training can go on from either.
+The same FOLDER always gives the same bytes. If packing is interrupted, run the command
+again: it resumes with the shard it was writing.
 
 Examples:
 
-  ronde pack photos/train packed/train                       labels are the names of the folders in photos/train
+  ronde pack photos/train packed/train               labels are the folder names
 
   ronde pack --labels labels.csv --suffixes jpg,png photos packed
 
   ronde pack --shard-size 1GiB photos/train packed/train
 
-  ronde pack --resize 256 --quality 90 photos/train small    changes pixels: shorter side 256, JPEG again
+  ronde pack --resize 256 --quality 90 photos small  changes pixels: shorter side 256, JPEG
 
-  ronde pack --verify packed/train                           compare every byte with its checksum
+  ronde pack --verify packed/train                   compare every byte with its checksum
 """
 
 
@@ -231,7 +232,8 @@ def _say_verified(found: Any, as_json: bool) -> None:
         console.print(problem, highlight=False, soft_wrap=True, markup=False)
     if not found.problems:
         console.print(
-            f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, {_bytes(found.bytes)}, all as they were packed",
+            f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, "
+            f"{_bytes(found.bytes)}, all as they were packed",
             highlight=False,
             soft_wrap=True,
             markup=False,

@@ -29,18 +29,19 @@ from ronde.world import ArgumentError
 __all__ = ["register"]
 
 _EXAMPLES = """
-The script runs up to ronde.distribute on this machine. Its model is measured there, layer by layer, at its real shapes; then every
-way to split it over the devices is predicted, and the best are shown, with what decided and when the answer would flip.
+The script runs up to ronde.distribute on this machine. Its model is measured there, layer
+by layer, at its real shapes. Every way to split it over the devices is then predicted, and
+the best are shown, with what decided and when the answer would flip.
 
 Examples:
 
-  ronde plan train.py                                    as many devices as this machine has
+  ronde plan train.py                              as many devices as this machine has
 
   ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
 
-  ronde plan --device H100 --devices 64 train.py         not at hand: an estimate
+  ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
 
-  ronde plan --cluster cluster.yaml train.py             what 'ronde bench cluster' wrote on the cluster itself
+  ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
 
   ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
 
@@ -99,7 +100,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--device",
                 metavar="KIND",
-                help="Plan for devices that are not at hand, as H100: an estimate from data sheets.",
+                help="Plan for devices that are not at hand, as H100: an estimate from data "
+                "sheets.",
                 show_default=False,
             ),
         ] = None,
@@ -164,9 +166,8 @@ def register(app: typer.Typer) -> None:
             else:
                 planned = _target(cluster, devices)
                 costs, like = _measured(command, planned, planned.devices, accept_noise, say)
-                target = (
-                    planned if cluster is not None else _links_of(planned, say)
-                )  # last: a script that fails does so at once
+                # last: a script that fails does so at once
+                target = planned if cluster is not None else _links_of(planned, say)
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
@@ -174,9 +175,8 @@ def register(app: typer.Typer) -> None:
 
             explanation = answer(costs, target, target.devices, like, optimize)
         try:
-            drawn = _write(
-                explanation, costs, target, file, picture, save
-            )  # first: what is printed may go to a pipe that is closed
+            # first: what is printed may go to a pipe that is closed
+            drawn = _write(explanation, costs, target, file, picture, save)
         finally:
             _print(console, explanation, costs, target)
         if save is not None and explanation.found.best.verdict == "does not fit":
@@ -222,7 +222,8 @@ def _target(file: Path | None, devices: int | None) -> Any:
             per_node = min(devices, found.devices_per_node)
             if devices % per_node:
                 raise ArgumentError(
-                    f"--devices {devices} does not divide into nodes of {found.devices_per_node}, as {file} has them."
+                    f"--devices {devices} does not divide into nodes of "
+                    f"{found.devices_per_node}, as {file} has them."
                 )
             found = dataclasses.replace(found, nodes=devices // per_node, devices_per_node=per_node)
         return found
@@ -253,7 +254,10 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
-            return f"{error.partition(': ')[2]} Wait until the machine is quiet, or go on with --accept-noise."
+            return (
+                f"{error.partition(': ')[2]} Wait until the machine is quiet, or go on with "
+                "--accept-noise."
+            )
         return f"the script failed before its model was measured: {error}"
 
     say(f"starting {command[0] if command[0] != '-m' else command[1]}")

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _EXAMPLES = """
-The script runs as it is, in float64 on the CPU, for some steps: with one process and with N workers. What is compared, in this
-order: samples, initial weights, outputs, loss, gradients, weights, scheduler, buffers, evaluation.
+The script runs unchanged, in float64 on the CPU, for some steps: with one process and with
+N workers. Compared are, in this order: samples, initial weights, outputs, loss, gradients,
+weights, scheduler, buffers, evaluation.
 
 Examples:
 
   ronde prove train.py                                   2 workers, the data split
 
-  ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can carry out
+  ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
 
   ronde prove --plans replicate,shard=parameters --steps 20 train.py
 
@@ -49,8 +50,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "prove",
-        help="Is it the same training on N workers as on one? Equal, or the first thing that differs, and why.\n"
-        + _EXAMPLES,
+        help="Is it the same training on N workers as on one? Equal, or the first thing that "
+        "differs, and why.\n" + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -67,7 +68,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--plans",
                 metavar="PLAN",
-                help="What to prove: all, or plans: replicate,shard=parameters; once more for each further hybrid. Default: replicate.",
+                help="What to prove: all, or plans: replicate,shard=parameters; once more for "
+                "each further hybrid. Default: replicate.",
                 show_default=False,
             ),
         ] = None,
@@ -153,7 +155,8 @@ def _print(console: Any, verdict: Verdict) -> None:
         more = ", …" if len(aside) > 4 else ""
         line("")
         line(
-            f"set aside: {', '.join(aside[:4])}{more} ({len(aside)}): the gradient is zero in exact arithmetic, only rounding is left of it"
+            f"set aside: {', '.join(aside[:4])}{more} ({len(aside)}): the gradient is zero "
+            "in exact arithmetic, only rounding is left of it"
         )
     for note in verdict.notes:
         line(("note  ", "dim"), note)

@@ -41,13 +41,13 @@ Examples:
 
   ronde run train.py                            one worker per GPU, or per core
 
-  ronde run --workers 2 train.py --lr 0.1       what follows the script is the script's own
+  ronde run --workers 2 train.py --lr 0.1       options after the script are its own
 
   ronde run --workers 4 --name big -m my.train  a module, under a name
 
-  ronde run --resume --name big -m my.train     go on from its newest checkpoint, on any number of workers
+  ronde run --resume --name big -m my.train     resume, on any number of workers
 
-  ronde run --feed none train.py                as the script loads its data, whatever train.feed.yaml says
+  ronde run --feed none train.py                ignore train.feed.yaml
 """
 
 _MEASURE_SECONDS = 10.0
@@ -80,7 +80,8 @@ def register(app: typer.Typer) -> None:
             bool,
             typer.Option(
                 "--resume",
-                help="Go on from the newest whole checkpoint of --name, or of this script's last run.",
+                help="Go on from the newest whole checkpoint of --name, or of this script's "
+                "last run.",
             ),
         ] = False,
         plan: Annotated[
@@ -88,7 +89,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--plan",
                 metavar="PLAN",
-                help="How the work is split: replicate, shard, pipeline=2,shard=optimizer, …, a plan's file, or auto.",
+                help="How the work is split: replicate, shard, pipeline=2,shard=optimizer, …, a "
+                "plan's file, or auto.",
                 show_default=False,
             ),
         ] = None,
@@ -199,7 +201,8 @@ def _plan(text: str, workers: int) -> str:
         found = Plan.load(file)
         if found.workers not in (1, workers):
             raise ArgumentError(
-                f"--plan {text}: it is for {found.workers} workers: start it with ronde run --workers {found.workers}."
+                f"--plan {text}: it is for {found.workers} workers: start it with ronde "
+                f"run --workers {found.workers}."
             )
         found.check_workers(workers)
         return str(file.absolute())
@@ -229,9 +232,8 @@ def _shower(bar: Bar | None, console: Any) -> Any:
         bar.settle()  # the script speaks: it has started
         held.extend(data)
         if not bar.drawing:
-            to_terminal(
-                bytes(held)
-            )  # as it comes: it may be a question, or a bar of the script's own
+            # as it comes: it may be a question, or a bar of the script's own
+            to_terminal(bytes(held))
             held.clear()
             return
         end = max(held.rfind(b"\n"), held.rfind(b"\r"))
@@ -372,7 +374,8 @@ def print_summary(
     start = summary.start
     if start is None:
         console.print(
-            f"the script ended after {clock(seconds)} without calling ronde.distribute; its output is in {short(directory.logs)}",
+            f"the script ended after {clock(seconds)} without calling ronde.distribute; "
+            f"its output is in {short(directory.logs)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -381,14 +384,18 @@ def print_summary(
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {start.host} ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
+    where = (
+        f"{start.workers} worker{'s' if start.workers > 1 else ''} on {start.host} "
+        f"({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
+    )
 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
 
     row(
         "ran",
-        f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, {start.optimizer}",
+        f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, "
+        f"{start.optimizer}",
     )
     row("where", where)
     if plan.family != "replicate":
@@ -398,7 +405,8 @@ def print_summary(
     )
     row(
         "trained",
-        f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
+        f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "
+        f"epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
     )
     if summary.samples_per_second:
         speed = f"{summary.samples_per_second:,.0f} samples/s"
@@ -407,7 +415,8 @@ def print_summary(
             ratio = summary.samples_per_second / one
             row(
                 "one worker",
-                f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} workers are {ratio:.2f}× as fast",
+                f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} "
+                f"workers are {ratio:.2f}× as fast",
             )
     if summary.loss is not None:
         first = summary.curve[0][1]
@@ -422,7 +431,8 @@ def print_summary(
         )
     row(
         "kept in",
-        f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} checkpoint{'s' if summary.checkpoints != 1 else ''})",
+        f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "
+        f"checkpoint{'s' if summary.checkpoints != 1 else ''})",
     )
     runs_option = (
         "" if short(directory.path.parent) == "runs" else f" --runs {short(directory.path.parent)}"

@@ -27,7 +27,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "runs",
-        help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json",
+        help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs "
+        "/data/runs --json",
     )
     def runs(
         folder: Annotated[

@@ -32,22 +32,24 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _EXAMPLES = """
-The script is started with each number of workers, several times in turns, up to ronde.distribute. There its steps are timed twice:
-on real batches that were read before and are used again (synthetic), and as it really reads them. Nothing is trained or written.
+The script is started with each number of workers, several times in turns, up to
+ronde.distribute. There its steps are timed twice: on real batches that are reused
+(synthetic), and with its real input. Nothing is trained or written.
 
 Examples:
 
   ronde scale train.py                                   1, 2, 4, … up to this machine's devices
 
-  ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  what follows the script is the script's own
+  ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  options after the script are its own
 
-  ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 for each device and hour, in any currency
+  ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 per device-hour, in any currency
 
-  ronde scale --batch grow train.py                      the batch per worker stays, whatever the script says
+  ronde scale --batch grow train.py                      keep the batch per worker constant
 
   ronde scale --json scale.json --report scale.html -m my.train
 
-Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by Ctrl-C.
+Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by
+Ctrl-C.
 """
 
 
@@ -67,7 +69,8 @@ def parse_sizes(text: str) -> list[int]:
         found = []
     if not found or found[0] < 1:
         raise ArgumentError(
-            f"--workers {text!r}: expected whole numbers above 0 with commas between them, as --workers 1,2,4."
+            f"--workers {text!r}: expected whole numbers above 0 with commas between them, "
+            "as --workers 1,2,4."
         )
     return found
 
@@ -92,8 +95,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "scale",
-        help="How many devices are worth it? Speed-up, efficiency and cost for each number of workers, and where to stop.\n"
-        + _EXAMPLES,
+        help="How many devices are worth it? Speed-up, efficiency and cost for each number of "
+        "workers, and where to stop.\n" + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -139,7 +142,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--batch",
                 metavar="keep|grow",
-                help="The batch of all workers together stays (strong scaling), or that of each (weak). Default: as the script has it.",
+                help="The batch of all workers together stays (strong scaling), or that of each "
+                "(weak). Default: as the script has it.",
                 show_default=False,
             ),
         ] = None,
@@ -224,7 +228,10 @@ def _measured(
 
     def start(n: int, first: bool) -> Start:
         def failed(error: str) -> str:
-            return f"the script failed with {n} worker{'s' if n > 1 else ''} before it was measured: {error}"
+            return (
+                f"the script failed with {n} worker{'s' if n > 1 else ''} before it was "
+                f"measured: {error}"
+            )
 
         with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
             options = start_options(2, seconds, batch, first)
@@ -281,7 +288,8 @@ def show(console: Any, answer: Scaling) -> None:
     if answer.wall is not None:
         line(
             ("wall  ", "bold"),
-            f"{answer.wall.stage} ({answer.wall.limit}) is met at {answer.wall.devices} worker{'s' if answer.wall.devices > 1 else ''}",
+            f"{answer.wall.stage} ({answer.wall.limit}) is met at {answer.wall.devices} "
+            f"worker{'s' if answer.wall.devices > 1 else ''}",
         )
     line(("so    ", "bold"), answer.sentence)
     for note in answer.notes:
@@ -394,14 +402,17 @@ def describe(fit: Any) -> str:
     else:
         pairs = fit.parameter("coherency")
         text = (
-            f"universal scalability law, contention {share.value:.1%} ({share.low:.1%} to {share.high:.1%}), coherency {pairs.value:.2g} "
-            f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} worker{'' if fit.peak < 1.5 else 's'}"
+            f"universal scalability law, contention {share.value:.1%} ({share.low:.1%} to "
+            f"{share.high:.1%}), coherency {pairs.value:.2g} "
+            f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} "
+            f"worker{'' if fit.peak < 1.5 else 's'}"
         )
     of = f"{len(fit.points)} sizes"
     return f"{text}; {of}, " + (
         f"error of a point assumed {fit.error:.0%}"
         if fit.assumed
-        else f"error of a point {fit.error:.1%}, {fit.freedom} degree{'' if fit.freedom == 1 else 's'} of freedom"
+        else f"error of a point {fit.error:.1%}, {fit.freedom} "
+        f"degree{'' if fit.freedom == 1 else 's'} of freedom"
     )
 
 

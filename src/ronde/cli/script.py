@@ -61,7 +61,8 @@ FeedOption = Annotated[
     typer.Option(
         "--feed",
         metavar="FILE|none",
-        help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml beside train.py, if there is one.",
+        help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml "
+        "beside train.py, if there is one.",
         show_default=False,
     ),
 ]
@@ -93,7 +94,8 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
             sys.path.pop(0)
         if found is None:
             raise ArgumentError(
-                f"module not found: {module}. It is looked for in {Path.cwd()} and where this Python finds packages."
+                f"module not found: {module}. It is looked for in {Path.cwd()} and where "
+                "this Python finds packages."
             )
         return ["-m", module, *arguments]
     if not arguments:
@@ -103,7 +105,8 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     script = Path(arguments[0])
     if arguments[0].startswith("-") and not script.exists():
         raise ArgumentError(
-            f"option {arguments[0]} is not known. Ronde's options come before the script, the script's own after it; --help lists them."
+            f"option {arguments[0]} is not known. Ronde's options come before the script, "
+            "the script's own after it; --help lists them."
         )
     if script.is_dir():
         raise ArgumentError(
@@ -179,7 +182,8 @@ def exited_early(verb: str, command: list[str], status: int | str) -> str:
     """
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
     return (
-        f"{script} ended by itself with exit status {status} before ronde.distribute. Its own arguments go after its name: "
+        f"{script} ended by itself with exit status {status} before ronde.distribute. Its "
+        "own arguments go after its name: "
         f"ronde {verb} {script} ARGS…"
     )
 

@@ -58,7 +58,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "show",
-        help="Show one run: what ran, its numbers, its curve. Without a name, the last one.\n\nExamples:\n\n  ronde show\n\n  ronde show gpt-1 --json\n\n  ronde show gpt-1 --curve evaluate/accuracy",
+        help="Show one run: what ran, its numbers, its curve. Without a name, the last "
+        "one.\n\nExamples:\n\n  ronde show\n\n  ronde show gpt-1 --json\n\n  ronde show "
+        "gpt-1 --curve evaluate/accuracy",
     )
     def show(
         name: Annotated[
@@ -100,14 +102,16 @@ def register(app: typer.Typer) -> None:
             known = _series(run)
             if series not in known:
                 raise ArgumentError(
-                    f"{run.name} has no {series!r}; it has {', '.join(known) or 'nothing logged or evaluated'}."
+                    f"{run.name} has no {series!r}; it has "
+                    f"{', '.join(known) or 'nothing logged or evaluated'}."
                 )
             drawn = curve(
                 known[series], width=max(20, min(console.width - 14, 100)), height=12, label=series
             )
             console.print(
                 drawn
-                or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one value, no curve)",
+                or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one "
+                "value, no curve)",
                 highlight=False,
             )
             return

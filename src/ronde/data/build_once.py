@@ -57,7 +57,8 @@ def _whole(folder: Path) -> bool:
 def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
     """What to say if a folder that was whole cannot be read any more."""
     return ArgumentError(
-        f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it is made anew."
+        f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it "
+        "is made anew."
     )
 
 
@@ -100,7 +101,8 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
             if not (isinstance(error, OSError) and _whole(final)):
                 if _is_full(error):
                     raise ArgumentError(
-                        f"{root}: the disk is full ({error}). Make room there, or give a folder on another disk with cache=."
+                        f"{root}: the disk is full ({error}). Make room there, or give a "
+                        "folder on another disk with cache=."
                     ) from error
                 raise
         finally:
@@ -167,7 +169,8 @@ def files_of(
         found = _besides_built(found)
         if not found:
             raise ArgumentError(
-                f"{what}: the folder {place} holds no file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
+                f"{what}: the folder {place} holds no "
+                f"file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
             )
         return found
     text = str(place)

@@ -71,6 +71,7 @@ class Bad:
             return cls(i, f"sample {i}: {cause}", cause)  # it names the file already
         return cls(
             i,
-            f"sample {i}{f' ({name})' if name else ''}, stage {at}: {type(cause).__name__}: {cause}",
+            f"sample {i}{f' ({name})' if name else ''}, stage {at}: "
+            f"{type(cause).__name__}: {cause}",
             cause,
         )

@@ -84,7 +84,8 @@ def echoed(order: Order, times: int, batch_size: int) -> Order:
     """
     if order.draw is not None:
         raise ArgumentError(
-            "feed setting echo cannot be used with a sampler of the script's own: let ronde shuffle, or leave echo out."
+            "feed setting echo cannot be used with a sampler of the script's own: let "
+            "ronde shuffle, or leave echo out."
         )
     return Echoed(
         order.n,

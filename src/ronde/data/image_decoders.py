@@ -186,7 +186,8 @@ def check_decoder(decoder: str) -> str:
             if _why_not(name) is None:
                 return name
         raise ArgumentError(
-            "decoder='auto': none of simplejpeg, torchcodec and Pillow can be imported: pip install 'ronde[images]'."
+            "decoder='auto': none of simplejpeg, torchcodec and Pillow can be imported: "
+            "pip install 'ronde[images]'."
         )
     if decoder not in DECODERS:
         raise ArgumentError(
@@ -365,7 +366,8 @@ def decode_image(
     why = _why_not("pillow")
     if why is not None:
         raise ArgumentError(
-            f"{name or 'an image'} needs Pillow ({chosen} does not read it), which cannot be imported ({why}): pip install 'ronde[images]'."
+            f"{name or 'an image'} needs Pillow ({chosen} does not read it), which cannot "
+            f"be imported ({why}): pip install 'ronde[images]'."
         )
     try:
         pixels = DECODERS["pillow"].call(data, shrink)

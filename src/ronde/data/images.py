@@ -98,17 +98,20 @@ class Images:
                 not t.moves and type(t).on_batch is Transform.on_batch
             ):
                 raise ArgumentError(
-                    f"on_device=True: {name} works on single images. Leave on_device out, or give it to Pipeline.on_device(function), "
+                    f"on_device=True: {name} works on single images. Leave on_device out, "
+                    "or give it to Pipeline.on_device(function), "
                     "which calls it with whole batches."
                 )
             if t.moves and colour:
                 raise ArgumentError(
-                    f"on_device=True: {name} moves pixels: it must come before what changes colours."
+                    f"on_device=True: {name} moves pixels: it must come before what "
+                    "changes colours."
                 )
             colour = colour or not t.moves
         if self.result is None:
             raise ArgumentError(
-                "on_device=True: results must be of one size: let a RandomResizedCrop, a CenterCrop or a Resize to (height, width) be among them."
+                "on_device=True: results must be of one size: let a RandomResizedCrop, a "
+                "CenterCrop or a Resize to (height, width) be among them."
             )
 
     @property
@@ -277,7 +280,8 @@ class CollateImages:
         if any(x.shape != image.shape for x in column):
             sizes = {tuple(x.shape[-2:]) for x in column}
             raise ArgumentError(
-                f"images of different sizes cannot be one batch ({_sizes(sizes)}): end with a crop or a Resize to (height, width)."
+                f"images of different sizes cannot be one batch ({_sizes(sizes)}): end "
+                "with a crop or a Resize to (height, width)."
             )
         batch = _new((len(column), *image.shape[1:], 3)).permute(0, 3, 1, 2)
         for place, x in zip(batch, column, strict=True):
@@ -295,7 +299,8 @@ class CollateViews:
     def __call__(self, samples: Sequence[_Seen]) -> Any:
         if not isinstance(samples[0], _Seen):
             raise ArgumentError(
-                "on_device=True: a step of your own after the images' meets pixels that are not finished. Use Pipeline.on_device."
+                "on_device=True: a step of your own after the images' meets pixels that "
+                "are not finished. Use Pipeline.on_device."
             )
         height, width = (max(s.pixels.shape[k] for s in samples) for k in (0, 1))
         batch = _new((len(samples), height, width, 3))
@@ -377,7 +382,8 @@ def _normalize(value: Any) -> Normalize | None:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
-            f"normalize={value!r}: expected 'imagenet', (mean, std) with three numbers each, or None."
+            f"normalize={value!r}: expected 'imagenet', (mean, std) with three numbers "
+            "each, or None."
         ) from None
 
 
@@ -395,7 +401,8 @@ def _check_options(
     for name in options:
         if name not in known:
             raise ArgumentError(
-                f"feed.images: {name}= is not known for these files: feed.{opens.__name__} takes {', '.join(known)}."
+                f"feed.images: {name}= is not known for these files: feed.{opens.__name__} "
+                f"takes {', '.join(known)}."
             )
 
 
@@ -408,7 +415,8 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
                 )
             return path
         raise ArgumentError(
-            f"feed.images needs a folder, tar files, a pack or a source, found {type(path).__name__}."
+            "feed.images needs a folder, tar files, a pack or a source, found "
+            f"{type(path).__name__}."
         )
     from ronde.data.sources.folder import folder
     from ronde.data.sources.parquet import parquet, parquet_files
@@ -435,7 +443,8 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         _check_options(options, parquet, ("columns", "label"))
         if not isinstance(labels, str | None):
             raise ArgumentError(
-                "feed.images: labels= of Parquet files is the name of a column, 'none', or left out."
+                "feed.images: labels= of Parquet files is the name of a column, 'none', or "
+                "left out."
             )
         return parquet_files(
             names, {"folder": None, "none": "", None: ""}.get(labels, labels), **options
@@ -506,7 +515,8 @@ def images(
         >>> here = pathlib.Path(tempfile.mkdtemp())
         >>> for kind in ("cat", "dog"):
         ...     (here / kind).mkdir()
-        ...     PIL.Image.fromarray(numpy.zeros((40, 60, 3), numpy.uint8)).save(here / kind / "1.jpg")
+        ...     PIL.Image.fromarray(numpy.zeros((40, 60, 3),
+        ...     numpy.uint8)).save(here / kind / "1.jpg")
         >>> data = images(here, size=32)
         >>> pictures, labels = data.finish(data.collate(data.__getitems__([0, 1])))
         >>> pictures.shape, labels.tolist()
@@ -550,7 +560,8 @@ def retuned(
         len(pipeline.steps) != 2 or not isinstance(pipeline.finish, Finish | None)
     ):
         raise ArgumentError(
-            "on_device cannot be changed where steps of your own follow: they would meet pixels that are not finished."
+            "on_device cannot be changed where steps of your own follow: they would meet "
+            "pixels that are not finished."
         )
     parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], DevicePlacement: fresh.steps[1]}
     steps = tuple(parts.get(type(step.call), step) for step in pipeline.steps)

@@ -191,7 +191,7 @@ def rng() -> np.random.Generator:
     otherwise they are made one by one, so that each still has its own.
 
     Example:
-        >>> from ronde.data.named_stages import sample_key  # what Ronde puts around the making of each sample
+        >>> from ronde.data.named_stages import sample_key  # Ronde enters it for each sample
         >>> with sample_key(7):
         ...     first = rng().random()
         >>> with sample_key(7):
@@ -219,7 +219,8 @@ def rngs(n: int) -> list[np.random.Generator]:
 
     Example:
         >>> def shifted(images):
-        ...     return [image + r.normal() for image, r in zip(images, rngs(len(images)), strict=True)]
+        ...     return [image + r.normal() for image, r in zip(images, rngs(len(images)),
+        ...     strict=True)]
     """
     keys = _current.keys
     if keys is None:
@@ -230,6 +231,7 @@ def rngs(n: int) -> list[np.random.Generator]:
         from ronde.world import ArgumentError
 
         raise ArgumentError(
-            f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with a generator of its own."
+            f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with a "
+            "generator of its own."
         )
     return [keys.generator(j) for j in range(n)]

@@ -36,10 +36,11 @@ _ROUNDS = 6
 _BLOCK = 4096
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+# keep the keys of these permutations apart from (seed, epoch)'s own
 _OF_BLOCKS, _OF_WINDOW = (
     0xB10C,
     0x71D0,
-)  # keep the keys of these permutations apart from (seed, epoch)'s own
+)
 
 
 def _mix(x: _U64) -> _U64:
@@ -161,7 +162,8 @@ class Quality:
 
     def __str__(self) -> str:
         return (
-            f"a global batch of {self.batch_size:,} holds samples of {self.distinct:,.1f} blocks of {self.blocks:,}; "
+            f"a global batch of {self.batch_size:,} holds samples of {self.distinct:,.1f} "
+            f"blocks of {self.blocks:,}; "
             f"a permutation of all samples would give {self.ideal:,.1f} ({100 * self.share:.0f} %)"
         )
 
@@ -187,7 +189,8 @@ class Order:
 
     Example:
         >>> order = Order(n=10, seed=0)
-        >>> order.ids(epoch=0, start=0, stop=10).tolist() == order.ids(0, 0, 4).tolist() + order.ids(0, 4, 10).tolist()
+        >>> order.ids(epoch=0, start=0, stop=10).tolist() == order.ids(0, 0,
+        ...     4).tolist() + order.ids(0, 4, 10).tolist()
         True
         >>> by_blocks = Order(n=12, seed=0, blocks=(3, 3, 3, 3), window=2)
         >>> first_window = by_blocks.ids(epoch=0, start=0, stop=6)
@@ -214,11 +217,13 @@ class Order:
         sizes = np.asarray(self.blocks, dtype=np.int64)
         if sizes.size and int(sizes.min()) < 1:
             raise ArgumentError(
-                f"Order: block {int(sizes.argmin())} has {int(sizes.min())} samples: leave empty blocks out."
+                f"Order: block {int(sizes.argmin())} has {int(sizes.min())} samples: leave "
+                "empty blocks out."
             )
         if int(sizes.sum()) != self.n:
             raise ArgumentError(
-                f"Order: the {sizes.size:,} blocks add up to {int(sizes.sum()):,} samples, not to n={self.n:,}."
+                f"Order: the {sizes.size:,} blocks add up to {int(sizes.sum()):,} samples, "
+                f"not to n={self.n:,}."
             )
 
     @property
@@ -334,7 +339,8 @@ class Order:
             ArgumentError: a batch that is larger than an epoch.
 
         Example:
-            >>> print(Order(1000, blocks=(10,) * 100, window=10).quality(50))  # doctest: +NORMALIZE_WHITESPACE
+            >>> print(Order(1000, blocks=(10,) * 100,  # doctest: +NORMALIZE_WHITESPACE
+            ...     window=10).quality(50))
             a global batch of 50 holds samples of 10.0 blocks of 100; a permutation of all samples
             would give 40.3 (25 %)
         """
@@ -344,7 +350,8 @@ class Order:
             or not 1 <= batch_size <= self.epoch_samples
         ):
             raise ArgumentError(
-                f"Order.quality: batch_size={batch_size!r} must be from 1 to the epoch's {self.epoch_samples:,} samples."
+                f"Order.quality: batch_size={batch_size!r} must be from 1 to the epoch's "
+                f"{self.epoch_samples:,} samples."
             )
         sizes = (
             np.ones(self.n, dtype=np.int64)
@@ -394,7 +401,8 @@ class Order:
             )
             if self.length is not None and len(cache[epoch]) != self.length:
                 raise ArgumentError(
-                    f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its length is {self.length}"
+                    f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its "
+                    f"length is {self.length}"
                 )
         return cache[epoch]
 

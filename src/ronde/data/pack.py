@@ -269,7 +269,8 @@ class _Task:
         data, suffix = sample.data, _suffix_of(sample.name)
         if len(data) != self.source.sizes[i]:
             raise SampleError(
-                f"{self.source.file(i)} has changed while it was packed: {self.source.sizes[i]:,} bytes before, {len(data):,} now."
+                f"{self.source.file(i)} has changed while it was packed: "
+                f"{self.source.sizes[i]:,} bytes before, {len(data):,} now."
             )
         if self.resize is not None:
             data, suffix = _smaller(data, self.source.file(i), self.resize, self.quality), "jpg"
@@ -354,7 +355,8 @@ def pack(
     """
     if kind == "parquet":
         raise ArgumentError(
-            "pack writes tar shards, not Parquet. To make Parquet files, use pyarrow or datasets and read them with feed.parquet "
+            "pack writes tar shards, not Parquet. To make Parquet files, use pyarrow or "
+            "datasets and read them with feed.parquet "
             "(docs/pack.md shows how). To pack files as tar, leave out --format (in Python kind=)."
         )
     if kind != "tar":
@@ -419,11 +421,13 @@ def _said(error: OSError, place: Path) -> RondeError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(place).free
         return RondeError(
-            f"{where} cannot be written: {error.strerror} ({free:,} bytes are free there). The shards that are complete stay: make room, "
+            f"{where} cannot be written: {error.strerror} ({free:,} bytes are free there). "
+            "The shards that are complete stay: make room, "
             "and give the same command again."
         )
     return RondeError(
-        f"{where}: {error.strerror or error}. The shards that are complete stay: the same command goes on."
+        f"{where}: {error.strerror or error}. The shards that are complete stay: the same "
+        "command goes on."
     )
 
 
@@ -464,7 +468,9 @@ def _done(place: Path, task: _Task) -> Packed | None:
         )
         if foreign:
             raise ArgumentError(
-                f"{place} holds something else ({foreign[0]}{', …' if len(foreign) > 1 else ''}): give an empty or a new folder."
+                f"{place} holds something else "
+                f"({foreign[0]}{', …' if len(foreign) > 1 else ''}): give an empty or a "
+                "new folder."
             )
     return None
 
@@ -489,10 +495,12 @@ def _same(found: dict[str, Any], wanted: dict[str, Any], place: Path, what: str)
         if found.get(name) != value:
             if name == "fingerprint":
                 raise ArgumentError(
-                    f"{place} is {what} of other files, or they have changed since: remove it or give another folder."
+                    f"{place} is {what} of other files, or they have changed since: remove "
+                    "it or give another folder."
                 )
             raise ArgumentError(
-                f"{place} is {what} with other settings ({name} {found.get(name)!r}, now {value!r}): remove it or give another folder."
+                f"{place} is {what} with other settings ({name} {found.get(name)!r}, now "
+                f"{value!r}): remove it or give another folder."
             )
 
 
@@ -586,7 +594,8 @@ class _Packing:
         free = shutil.disk_usage(self.place).free
         if needed > free:
             raise RondeError(
-                f"{self.place} has {free:,} bytes free, and {needed:,} are still to be packed: make room or give another disk."
+                f"{self.place} has {free:,} bytes free, and {needed:,} are still to be "
+                "packed: make room or give another disk."
             )
 
     def _write(self, start: int, described: dict[str, Any]) -> None:
@@ -675,7 +684,8 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
     if manifest is None:
         if (place / PARTIAL).exists():
             raise ArgumentError(
-                f"{place} is an unfinished pack: the command that began it goes on where it stopped."
+                f"{place} is an unfinished pack: the command that began it goes on where "
+                "it stopped."
             )
         raise ArgumentError(f"{place} is no pack: there is no {MANIFEST} in it.")
     problems: list[str] = []
@@ -710,7 +720,8 @@ def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
     if files.fingerprint == given:
         return []
     return [
-        f"{MANIFEST}: its fingerprint is {given}, that of the names, sizes, labels and classes in the pack {files.fingerprint}"
+        f"{MANIFEST}: its fingerprint is {given}, that of the names, sizes, labels and "
+        f"classes in the pack {files.fingerprint}"
     ]
 
 
@@ -720,11 +731,12 @@ def _packed_files(
     """Names, sizes and labels of the files in a pack."""
     if manifest["kind"] == "tar":
         opened = tar(place)
+        # a sample's data come first, its label behind them
         return (
             opened.keys,
             opened._size[opened._first[:-1]],
             opened.labels,
-        )  # a sample's data come first, its label behind them
+        )
     import pyarrow.compute as compute
     import pyarrow.parquet as pq
 

@@ -56,7 +56,8 @@ class Pipeline(Dataset[Any]):
     Example:
         >>> from ronde.feed import Pipeline, arrays
         >>> import numpy as np
-        >>> pipeline = Pipeline(arrays({"x": np.arange(4.0)})).map(lambda row: row["x"] + 1, "augment").skip_bad(0.001)
+        >>> pipeline = Pipeline(arrays({"x": np.arange(4.0)})).map(lambda row: row["x"] + 1,
+        ...     "augment").skip_bad(0.001)
         >>> float(pipeline[3])
         4.0
     """
@@ -205,7 +206,8 @@ class Pipeline(Dataset[Any]):
                     return self._one_by_one(ids, mine)
                 if len(done) != len(good):
                     raise ArgumentError(
-                        f"the batched step {step.name!r} was given {len(good)} samples and gave {len(done)}: expected as many."
+                        f"the batched step {step.name!r} was given {len(good)} samples and "
+                        f"gave {len(done)}: expected as many."
                     )
                 if len(good) != len(samples):
                     rest = iter(done)

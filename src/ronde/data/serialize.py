@@ -87,9 +87,8 @@ class _Writer:
             return self._array("n", np.asarray(value))
         if kind is torch.Tensor:
             return self._tensor(value)
-        if (
-            isinstance(value, tuple) and _found(kind.__module__, kind.__qualname__) is kind
-        ):  # a NamedTuple, or a row of a table
+        # a NamedTuple, or a row of a table
+        if isinstance(value, tuple) and _found(kind.__module__, kind.__qualname__) is kind:
             return ["N", kind.__module__, kind.__qualname__, *(self.tree(v) for v in value)]
         if isinstance(value, dict) and _found(kind.__module__, kind.__qualname__) is kind:
             return ["D", kind.__module__, kind.__qualname__, *self.tree(dict(value))[1:]]
@@ -136,7 +135,8 @@ class _Writer:
             or name not in _DTYPES
         ):
             raise CannotEncode(
-                f"a tensor on {value.device}, {value.layout}, {name}{', with gradient' if value.requires_grad else ''}"
+                f"a tensor on {value.device}, {value.layout}, "
+                f"{name}{', with gradient' if value.requires_grad else ''}"
             )
         order = _order(value.ndim, value.stride())
         plain = value.resolve_conj().resolve_neg()

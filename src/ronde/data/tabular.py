@@ -181,7 +181,10 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
             ):
                 hint = f" Its columns seem to be divided by {mark!r}, not by commas."
             if any(part.startswith(f"{column}=") for part in file.parts):
-                hint = f" What the names of folders say ({column}=…) is not read: write it into the files."
+                hint = (
+                    f" What the names of folders say ({column}=…) is not read: write it into "
+                    "the files."
+                )
             raise ArgumentError(
                 f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}"
             )
@@ -204,7 +207,8 @@ def _numbers(column: Any, name: str, file: Path) -> Matrix:
         or pa.types.is_null(kind)
     ):
         raise ArgumentError(
-            f"{file}: the column {name!r} is {kind}, no number: name it in categorical=, or leave it out."
+            f"{file}: the column {name!r} is {kind}, no number: name it in categorical=, "
+            "or leave it out."
         )
     try:
         return np.asarray(
@@ -232,7 +236,8 @@ def _texts(column: Any, name: str, file: Path) -> Any:
         return column.cast(pa.string())
     except pa.ArrowException:
         raise ArgumentError(
-            f"{file}: the column {name!r} is {column.type}: its values cannot be told apart as texts. Leave it out."
+            f"{file}: the column {name!r} is {column.type}: its values cannot be told "
+            "apart as texts. Leave it out."
         ) from None
 
 
@@ -329,7 +334,8 @@ def _first_pass(
                 kind = _target_kind(batch.column(found.target).type, found.target, file)
                 if like is not None and kind == "class" and like.target_kind in ("int", "float"):
                     raise ArgumentError(
-                        f"{file}: the target {found.target!r} holds texts, and numbers in the table of like=."
+                        f"{file}: the target {found.target!r} holds texts, and numbers in "
+                        "the table of like=."
                     )
                 if (
                     found.target_kind
@@ -337,7 +343,8 @@ def _first_pass(
                     and {kind, found.target_kind} != {"int", "float"}
                 ):
                     raise ArgumentError(
-                        f"{file}: the target {found.target!r} holds texts here and numbers elsewhere."
+                        f"{file}: the target {found.target!r} holds texts here and numbers "
+                        "elsewhere."
                     )
                 found.target_kind = (
                     "float" if "float" in (kind, found.target_kind) and kind != "class" else kind
@@ -439,9 +446,8 @@ def _build(
                 if _truths(found.vocabularies[name]):
                     values = compute.utf8_lower(values)
                 where = compute.index_in(values, value_set=vocabularies[name], skip_nulls=True)
-                if (
-                    whole[name] is not None
-                ):  # 2, 2.0 and " 2" are one, as they are to whoever wrote them
+                # 2, 2.0 and " 2" are one, as they are to whoever wrote them
+                if whole[name] is not None:
                     plain = compute.replace_substring_regex(
                         compute.utf8_trim_whitespace(values), _POINT_ZERO, ""
                     )
@@ -456,7 +462,8 @@ def _build(
             at = end
     if at != found.rows:
         raise SampleError(
-            f"{files[0]}: {found.rows:,} rows at first, {at:,} the second time: it was changed while it was read."
+            f"{files[0]}: {found.rows:,} rows at first, {at:,} the second time: it was "
+            "changed while it was read."
         )
     for array in (numeric, codes, target):
         array.flush()
@@ -470,7 +477,8 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     def refuse(bad: Matrix, what: str) -> None:
         rows = np.flatnonzero(bad)
         raise ArgumentError(
-            f"{file}: the target {found.target!r} {what}; the first such row of the table is {at + int(rows[0]):,}."
+            f"{file}: the target {found.target!r} {what}; the first such row of the table "
+            f"is {at + int(rows[0]):,}."
         )
 
     if column.null_count:
@@ -483,7 +491,8 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
         if (values < 0).any():
             refuse(
                 values < 0,
-                f"is a class that is not known ({texts[int(np.flatnonzero(values < 0)[0])].as_py()!r})",
+                "is a class that is not known "
+                f"({texts[int(np.flatnonzero(values < 0)[0])].as_py()!r})",
             )
         return cast("Matrix", values)
     if pa.types.is_dictionary(column.type):
@@ -547,7 +556,10 @@ class TableSource(BaseSource):
         return self.columns.rows
 
     def __repr__(self) -> str:
-        return f"table: {len(self):,} rows, {len(self.numeric)} numeric and {len(self.categorical)} categorical columns, target {self.target!r}"
+        return (
+            f"table: {len(self):,} rows, {len(self.numeric)} numeric and "
+            f"{len(self.categorical)} categorical columns, target {self.target!r}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": None}  # a memory map would be copied as an array
@@ -659,7 +671,8 @@ def table(
         >>> import pathlib, tempfile
         >>> here = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (here / "t.csv").write_text("age,city,y\\n30,Rome,1\\n,Oslo,0\\n50,Rome,1\\n")
-        >>> data = table(here / "t.csv", numeric=["age"], categorical=["city"], target="y", cache=here / "cache")
+        >>> data = table(here / "t.csv", numeric=["age"], categorical=["city"], target="y",
+        ...     cache=here / "cache")
         >>> (ages, cities), y = data.collate(data.__getitems__([0, 1, 2]))
         >>> ages[:, 0].tolist(), cities[:, 0].tolist(), y.tolist(), data.source.vocabularies
         ([30.0, 40.0, 50.0], [2, 1, 2], [1, 0, 1], {'city': ['Oslo', 'Rome']})
@@ -678,7 +691,9 @@ def table(
             target = known.target if target is None else target
         if list(numeric) != known.numeric or list(categorical) != known.categorical:
             raise ArgumentError(
-                f"feed.table: like= has other columns: numeric {', '.join(known.numeric) or 'none'}; categorical {', '.join(known.categorical) or 'none'}."
+                "feed.table: like= has other columns: numeric "
+                f"{', '.join(known.numeric) or 'none'}; categorical "
+                f"{', '.join(known.categorical) or 'none'}."
             )
     found = _Columns(_names(numeric, "numeric"), _names(categorical, "categorical"), target)
     twice = set(found.numeric) & set(found.categorical) | (
@@ -686,7 +701,8 @@ def table(
     )
     if twice:
         raise ArgumentError(
-            f"feed.table: the column {sorted(str(t) for t in twice)[0]!r} is named twice among numeric, categorical and target."
+            f"feed.table: the column {sorted(str(t) for t in twice)[0]!r} is named twice "
+            "among numeric, categorical and target."
         )
     if not found.numeric and not found.categorical:
         raise ArgumentError("feed.table needs columns: numeric=[…], categorical=[…] or both.")

@@ -87,7 +87,8 @@ class _Given:
             self._settled = True
             if _described(self.tokenizer) != self.name:
                 raise ArgumentError(
-                    f"feed.text: the tokenizer is another one after its first text, as something that counts: {_NAME_IT}."
+                    "feed.text: the tokenizer is another one after its first text, as "
+                    f"something that counts: {_NAME_IT}."
                 )
         return found
 
@@ -114,15 +115,15 @@ class _Description(describe.Digest):
     def _object(self, value: Any, where: str) -> None:
         kind = type(value)
         backend = getattr(value, "backend_tokenizer", value)
-        if callable(
-            getattr(backend, "to_str", None)
-        ):  # of tokenizers; of transformers with such a one inside
+        # of tokenizers; of transformers with such a one inside
+        if callable(getattr(backend, "to_str", None)):
             state = json.loads(backend.to_str())
             if backend is not value:
+                # transformers sets them anew in every call
                 state |= {
                     "truncation": None,
                     "padding": None,
-                }  # transformers sets them anew in every call
+                }
             self.visit([kind, json.dumps(state)], where)
         elif callable(getattr(value, "get_vocab", None)) and hasattr(
             value, "init_kwargs"
@@ -187,7 +188,8 @@ def _refuse_others(file: Path) -> None:
         found = "a tar"
     if found is not None:
         raise SampleError(
-            f"{file} is {found}: expected text in UTF-8, JSON lines (.jsonl) or Parquet. Unpack it first."
+            f"{file} is {found}: expected text in UTF-8, JSON lines (.jsonl) or Parquet. "
+            "Unpack it first."
         )
 
 
@@ -209,13 +211,15 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
                             ) from None
                         if not isinstance(value, str):
                             raise SampleError(
-                                f"{file}, line {number}: the field {field!r} is {type(value).__name__}, expected text."
+                                f"{file}, line {number}: the field {field!r} is "
+                                f"{type(value).__name__}, expected text."
                             )
                         try:
                             value.encode()
                         except UnicodeEncodeError as error:
                             raise SampleError(
-                                f"{file}, line {number}: the field {field!r} is no text: half a character stands at {error.start:,}."
+                                f"{file}, line {number}: the field {field!r} is no text: "
+                                f"half a character stands at {error.start:,}."
                             ) from None
                         yield value, True
         elif file.suffix.lower() in _TABLES:
@@ -227,16 +231,18 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
             opened = pq.ParquetFile(file)
             if field not in opened.schema_arrow.names:
                 raise ArgumentError(
-                    f"{file} has no column {field!r}: choose field= among {', '.join(opened.schema_arrow.names)}."
+                    f"{file} has no column {field!r}: choose field= among "
+                    f"{', '.join(opened.schema_arrow.names)}."
                 )
             for batch in opened.iter_batches(batch_size=1024, columns=[field]):
                 for value in batch.column(0).to_pylist():
                     yield value or "", True
         elif whole:
+            # read_text() would change the ends of lines
             yield (
                 file.read_bytes().decode("utf-8"),
                 True,
-            )  # read_text() would change the ends of lines
+            )
         else:
             decoder = codecs.getincrementaldecoder("utf-8")()
             with open(file, "rb") as opened_file:
@@ -260,7 +266,8 @@ def _choose(tokenizer: Any, name: str | None) -> Any:
         return None  # made when the characters are known
     if isinstance(tokenizer, str) or not (callable(tokenizer) or hasattr(tokenizer, "encode")):
         raise ArgumentError(
-            f"tokenizer={tokenizer!r}: expected 'bytes', 'chars', a function of a text, or an object with encode()."
+            f"tokenizer={tokenizer!r}: expected 'bytes', 'chars', a function of a text, or "
+            "an object with encode()."
         )
     return _Given(tokenizer, name)
 
@@ -340,7 +347,8 @@ def _tokenize(
                     low, high = int(found.min()), int(found.max())
                     if low < 0 or high > np.iinfo(kind).max:
                         raise ArgumentError(
-                            f"the tokenizer gave the token {low if low < 0 else high} for a document of {file}: its vocabulary has {size}."
+                            f"the tokenizer gave the token {low if low < 0 else high} for "
+                            f"a document of {file}: its vocabulary has {size}."
                         )
                     highest = max(highest, high)
                     out.write(found.astype(kind).tobytes())
@@ -401,7 +409,10 @@ class TextSource(BaseSource):
         return self._n
 
     def __repr__(self) -> str:
-        return f"text: {len(self):,} samples of {self.length:,}, {self.total:,} tokens in {self.documents:,} documents"
+        return (
+            f"text: {len(self):,} samples of {self.length:,}, {self.total:,} tokens in "
+            f"{self.documents:,} documents"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokens": None}  # a memory map would be copied as an array
@@ -524,7 +535,9 @@ def text(
     source = TextSource(folder, key, length, pack, pad)
     if not len(source):
         raise ArgumentError(
-            f"feed.text: {files[0]}{f' and {len(files) - 1:,} more' if len(files) > 1 else ''}: {source.total:,} tokens in "
+            "feed.text: "
+            f"{files[0]}{f' and {len(files) - 1:,} more' if len(files) > 1 else ''}: "
+            f"{source.total:,} tokens in "
             f"{source.documents:,} documents are too few for a sample of length={length:,}."
         )
     return Pipeline(source, collate=default_collate)

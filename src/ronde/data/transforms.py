@@ -93,7 +93,8 @@ class View:
             return self
         if self.size is not None:
             raise ArgumentError(
-                "on_device=True: only one step may resize; leave one out, or compute on the CPU (on_device=False)."
+                "on_device=True: only one step may resize; leave one out, or compute on "
+                "the CPU (on_device=False)."
             )
         return replace(self, size=(height, width), rows=height, columns=width)
 
@@ -199,7 +200,8 @@ class RandomResizedCrop(Transform):
         for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if not 0 < low <= high:
                 raise ArgumentError(
-                    f"RandomResizedCrop({name}={(low, high)}): expected two numbers above 0, the smaller one first."
+                    f"RandomResizedCrop({name}={(low, high)}): expected two numbers above "
+                    "0, the smaller one first."
                 )
 
     @property
@@ -298,7 +300,8 @@ class CenterCrop(Transform):
             # No ArgumentError, which would end a training that skips bad samples: it is this
             # image's fault. Whoever reads it names it.
             raise ValueError(
-                f"CenterCrop({self.size}): the image is only {height} × {width} there (height × width); put a Resize before it."
+                f"CenterCrop({self.size}): the image is only {height} × {width} there "
+                "(height × width); put a Resize before it."
             )
         return round((height - h) / 2), round((width - w) / 2), h, w
 
@@ -435,7 +438,8 @@ class Normalize(Transform):
     def __post_init__(self) -> None:
         if len(self.mean) != 3 or len(self.std) != 3 or not all(s > 0 for s in self.std):
             raise ArgumentError(
-                f"Normalize(mean={self.mean}, std={self.std}): expected three numbers each, std above 0."
+                f"Normalize(mean={self.mean}, std={self.std}): expected three numbers "
+                "each, std above 0."
             )
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
@@ -451,9 +455,8 @@ class Normalize(Transform):
         mean, std = _constants(self.mean, self.std, width, images.device)
         if images.device.type == "cpu":
             found = torch.empty((n, height, width, 3), dtype=torch.float32)
-            for one, out in zip(
-                rows, found.view(n, height, width * 3), strict=True
-            ):  # an image at a time stays in the cache
+            # an image at a time stays in the cache
+            for one, out in zip(rows, found.view(n, height, width * 3), strict=True):
                 out.view(height, width, 3).copy_(one)
                 out.sub_(mean).div_(std)
         else:

@@ -50,10 +50,11 @@ _CLEARLY = 0.03  # a gap above this after the first round is looked into at once
 _OTHER_THREADS = 0.10
 # share of a sample's time in the loaders without CPU: what it waits for may be all that is there
 _WAITS = 0.3
+# stages that have all that they need: what they wait for is no storage
 _READ_NOTHING = (
     "augment",
     "collate",
-)  # stages that have all that they need: what they wait for is no storage
+)
 _MOST_LOADERS = 64  # of all workers together
 _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
 
@@ -127,7 +128,8 @@ def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str,
         )
     if run.port.backwards:
         raise RondeError(
-            "run.doctor() was called between run.backward() and run.update(): call it after update()."
+            "run.doctor() was called between run.backward() and run.update(): call it "
+            "after update()."
         )
     return examine(run, {"seconds": seconds, **options}, _silent)
 
@@ -208,7 +210,8 @@ class _Study:
         into: dict[str, float] = {}
         for name in reversed(list(arms)) if backwards else list(arms):
             self.tell(
-                f"round {len(self.found) + 1}: {_WORDS.get(name.partition(':')[0], name)}{name.partition(':')[2]}"
+                f"round {len(self.found) + 1}: "
+                f"{_WORDS.get(name.partition(':')[0], name)}{name.partition(':')[2]}"
             )
             self.measure(name, arms[name], into)
         into.pop("alone", None)
@@ -610,9 +613,8 @@ class _Study:
             sum(s.wall_seconds for s in loading),
             sum(min(s.cpu_seconds, s.wall_seconds) for s in loading),
         )
-        cpu *= 1.0 + (
-            self.timed.queued if self.timed is not None else 0.0
-        )  # for want of a core, it waits for no storage
+        # for want of a core, it waits for no storage
+        cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)
         if self.bench.is_stream or wall - cpu < _WAITS * wall:
             return
         if max(loading, key=lambda s: s.wall_seconds - s.cpu_seconds).name in _READ_NOTHING:
@@ -686,7 +688,8 @@ class _Study:
                     if self.run.world_size > 1:
                         raise  # the other ranks are in the middle of it
                     values["notes"].append(
-                        f"{remedy.text}: not for this data set ({type(error).__name__}: {str(error)[:150]})."
+                        f"{remedy.text}: not for this data set ({type(error).__name__}: "
+                        f"{str(error)[:150]})."
                     )
                     continue
                 remedy = dataclasses.replace(
@@ -800,21 +803,25 @@ def _notes(run: RunView, study: _Study, values: Mapping[str, Any]) -> list[str]:
     notes = []
     if study.bench.is_stream:
         notes.append(
-            "a stream: every worker goes through all of it and keeps its part, so more devices are fed no faster than one."
+            "a stream: every worker goes through all of it and keeps its part, so more "
+            "devices are fed no faster than one."
         )
     if study.asked and not study.asked_all:
         readers, rate = max(study.asked, key=lambda asked: asked[1])
         notes.append(
-            f"{readers} loaders without training gave {rate:,.0f} samples/s: a storage that all share was not asked for more, and what it cannot give is not seen."
+            f"{readers} loaders without training gave {rate:,.0f} samples/s: a storage "
+            "that all share was not asked for more, and what it cannot give is not seen."
         )
     if run.world_size > 1 and not study.bench.can_be_alone:
         notes.append(
-            f"under the plan {run.plan.spec} the exchange cannot be left out: it is part of the ceiling."
+            f"under the plan {run.plan.spec} the exchange cannot be left out: it is part "
+            "of the ceiling."
         )
     if values["workers"] == 1:
         notes.append("one worker: exchange and stragglers show with two or more (--workers N).")
     if len(values["scale"]) > 1:
         notes.append(
-            "the network between nodes was not measured; more devices are predicted from what was measured on these."
+            "the network between nodes was not measured; more devices are predicted from "
+            "what was measured on these."
         )
     return notes

@@ -27,7 +27,8 @@ def doctor_report(values: Values, path: str | os.PathLike[str]) -> None:
         RondeError: the file cannot be written.
 
     Example:
-        >>> doctor_report(json.loads(Path("doctor.json").read_text()), "report.html")  # doctest: +SKIP
+        >>> doctor_report(json.loads(Path("doctor.json").read_text()),  # doctest: +SKIP
+        ...     "report.html")
     """
     rates = values.get("samples_per_second") or {}
     stages = sorted(
@@ -228,9 +229,8 @@ def _gap_curve(values: Values) -> str:
             for w in values.get("walls") or ()
             if html.number_or(w.get("devices"), float("inf")) <= every[-1]
         ]
-        for i, wall in enumerate(
-            walls[:4]
-        ):  # each name below the one before: walls may be close to each other
+        # each name below the one before: walls may be close to each other
+        for i, wall in enumerate(walls[:4]):
             n = wall["devices"]
             html.mark_size(
                 axes,

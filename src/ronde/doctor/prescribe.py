@@ -32,9 +32,20 @@ __all__ = [
 ]
 
 NAMES = (
-    "loaders", "threads", "prefetch", "fewer-loaders", "thread-limit", "pin-memory", *(f"decoder-{name}" for name in DECODERS), "feed-images",
-    "cache-read", "pack", "cache-decode", "device-augment", "echo",
-)  # fmt: skip
+    "loaders",
+    "threads",
+    "prefetch",
+    "fewer-loaders",
+    "thread-limit",
+    "pin-memory",
+    *(f"decoder-{name}" for name in DECODERS),
+    "feed-images",
+    "cache-read",
+    "pack",
+    "cache-decode",
+    "device-augment",
+    "echo",
+)
 """Every remedy that may be prescribed."""
 
 LABELS = ("same bits", "same distribution", "changes the training")
@@ -169,9 +180,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     cause = values["cause"] or {}
     beside = cause.get("stage") == "neighbour"
     if beside and cause.get("within") in lost:
-        lost[cause["within"]] = max(
-            lost[cause["within"]], float(cause["points"])
-        )  # its work is what slows the step down
+        # its work is what slows the step down
+        lost[cause["within"]] = max(lost[cause["within"]], float(cause["points"]))
     in_loading = sum(
         p
         for name, p in lost.items()
@@ -197,9 +207,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
         )
         / 1e3
     )
-    idle = (
-        max(0.0, 1.0 - cpu * (1.0 + facts.queued) / wall) if wall else 0.0
-    )  # waiting for a core is no idleness
+    # waiting for a core is no idleness
+    idle = max(0.0, 1.0 - cpu * (1.0 + facts.queued) / wall) if wall else 0.0
     wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
     if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
         if facts.executor == "none" and facts.stream:
@@ -253,7 +262,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             found.append(
                 Remedy(
                     "threads",
-                    f"{max(facts.loaders, 1)} loading threads instead of processes: nothing is sent between them",
+                    f"{max(facts.loaders, 1)} loading threads instead of processes: "
+                    "nothing is sent between them",
                     FeedSettings(executor="threads", workers=max(facts.loaders, 1)),
                     "same bits",
                     faster={"transport": 0.0},
@@ -263,7 +273,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             found.append(
                 Remedy(
                     "prefetch",
-                    f"each loader up to {4 * facts.prefetch} batches ahead instead of {facts.prefetch}",
+                    f"each loader up to {4 * facts.prefetch} batches ahead instead of "
+                    f"{facts.prefetch}",
                     FeedSettings(prefetch=4 * facts.prefetch),
                     "same bits",
                 )
@@ -273,7 +284,10 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
         enough = max(1, math.ceil(1.1 * facts.loaders * float(rates["synthetic"]) / float(loading)))
         if enough < facts.loaders:
             what = "loading threads" if facts.executor == "threads" else "loading processes"
-            text = f"{enough} {what} for each worker instead of {facts.loaders}: as many as are needed, and fewer to take the step's cores"
+            text = (
+                f"{enough} {what} for each worker instead of {facts.loaders}: as many as are "
+                "needed, and fewer to take the step's cores"
+            )
             found.append(Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits"))
     if lost.get("oversubscription", 0.0) >= _WORTH or "threads" in str(
         (values.get("neighbour") or {}).get("cause", "")
@@ -321,7 +335,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             found.append(
                 Remedy(
                     "feed-images",
-                    f"read the images with {_images(facts, facts.shrink > 1)} instead of the Dataset",
+                    f"read the images with {_images(facts, facts.shrink > 1)} instead of "
+                    "the Dataset",
                     None,
                     "same distribution",
                     faster={"decode": quicker},
@@ -357,7 +372,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             found.append(
                 Remedy(
                     "pack",
-                    f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then {then}",
+                    f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, "
+                    f"then {then}",
                     None,
                     "same distribution" if facts.images else "same bits",
                     faster={"read": 0.3},
@@ -375,7 +391,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
             found.append(
                 Remedy(
                     "cache-decode",
-                    f"keep decoded samples in memory ({whole / 2**30:.1f} GiB), from the second epoch on{by_hand}",
+                    f"keep decoded samples in memory ({whole / 2**30:.1f} GiB), from the "
+                    f"second epoch on{by_hand}",
                     None if by_hand else FeedSettings(cache="decode", cache_in="memory"),
                     "same distribution" if by_hand else "same bits",
                     faster={"read": 0.02, "decode": 0.02},
@@ -408,7 +425,8 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
 
 def _images(facts: Facts, to_size: bool = False) -> str:
     """What to write instead of a Dataset of image files."""
-    return f"feed.images({repr(facts.folder) if facts.folder else 'FOLDER'}{', decode_to_size=True' if to_size else ''})"
+    folder = repr(facts.folder) if facts.folder else "FOLDER"
+    return f"feed.images({folder}{', decode_to_size=True' if to_size else ''})"
 
 
 def _gained(values: Mapping[str, Any], points: float) -> float:
@@ -602,9 +620,8 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capaci
         else math.inf
     )
     closes = 1.0 - _not_loading(values) if quicker * remedy.loaders > 1.01 else 0.0
-    if (
-        not values["loaders"] and remedy.loaders == 1
-    ):  # step and samples take turns: as much less is lost as samples take less
+    # step and samples take turns: as much less is lost as samples take less
+    if not values["loaders"] and remedy.loaders == 1:
         closes *= 1.0 - 1.0 / quicker
     serial = c.serial and remedy.id != "loaders"
     return replace(

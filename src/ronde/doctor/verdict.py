@@ -230,10 +230,11 @@ def _same_arm(seen: Measurements, arm: str) -> float:
     values = _column(seen, arm)
     if len(values) < 2:
         return 0.0
+    # as the gap is: of five or more, one may be far off
     one, other = (
         statistics.median(values[::2]),
         statistics.median(values[1::2]),
-    )  # as the gap is: of five or more, one may be far off
+    )
     return abs(one - other) / max(one, other)
 
 
@@ -447,9 +448,8 @@ class _Judge:
             slower = min(slower, self.seen.real_step_seconds - self.seen.step_seconds)
         rate = min(self.seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
         if self.seen.loading is not None:
-            rate = min(
-                rate, max(self.real, self.seen.loading)
-            )  # a faster step would not be fed faster than that
+            # a faster step would not be fed faster than that
+            rate = min(rate, max(self.real, self.seen.loading))
         return {
             "slowdown": slowdown,
             "points": max(0.0, 100 * (rate - self.real) / self.ceiling),
@@ -610,8 +610,10 @@ def judge(seen: Measurements) -> Diagnosis:
         seen: at least two rounds with ``synthetic`` and ``real``.
 
     Example:
-        >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i, "without:decode": 995.0} for i in range(4))
-        >>> stages = (StageSeen("decode", wall_seconds=0.003), StageSeen("read", wall_seconds=0.0001))
+        >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i,
+        ...     "without:decode": 995.0} for i in range(4))
+        >>> stages = (StageSeen("decode", wall_seconds=0.003), StageSeen("read",
+        ...     wall_seconds=0.0001))
         >>> found = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
         >>> found["healthy"], found["cause"]["stage"], round(found["gap"], 2)
         (False, 'decode', 0.4)
@@ -719,9 +721,8 @@ def _cause(
     gap = 100 * j.gap
     top = max(rows, key=lambda r: r["lost_points"], default=None)
     best = top["lost_points"] if top is not None else 0.0
-    slows = (
-        neighbour["points"] if neighbour is not None else 0.0
-    )  # more than their compute threads account for: they burn something else
+    # more than their compute threads account for: they burn something else
+    slows = neighbour["points"] if neighbour is not None else 0.0
     if (
         limited is not None
         and _surely(seen, limited)
@@ -812,8 +813,10 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
     ):
         return None
     return (
-        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to call it "
-        f"{'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds are needed (--rounds, --seconds)"
+        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too "
+        "uncertain to call it "
+        f"{'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds "
+        "are needed (--rounds, --seconds)"
     )
 
 
@@ -839,8 +842,13 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
         )
         if arm == "real" and late > _WARMED * early:
             return (
-                f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, {what}: something is kept after it was made "
-                "once (a cache that fills). The first epoch is as the beginning, later ones as the end; --seconds 240 sees more of that"
+                f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was "
+                f"measured, {what}: something is kept after it was made "
+                "once (a cache that fills). The first epoch is as the beginning, later "
+                "ones as the end; --seconds 240 sees more of that"
             )
-        return f"the {arm} arm differs from itself by {100 * worst:.0f} points, {what}: the machine is disturbed, or samples differ too much"
+        return (
+            f"the {arm} arm differs from itself by {100 * worst:.0f} points, {what}: the "
+            "machine is disturbed, or samples differ too much"
+        )
     return None

@@ -52,7 +52,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module user_modules",
+            "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module "
+            "user_modules",
             "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
             "ronde.introspect.object_graph": "attributes held nested walk",
             "ronde.introspect.open_handles": "apart held_open reopened unchanged",

@@ -29,8 +29,8 @@ _PATHS = {
 }
 LIBRARY_FOLDERS = tuple({f"{Path(path).resolve()}/" for path in _PATHS})
 """Python's own modules and this environment's packages, without links."""
-# By the names that Python imports them by: an installer (uv) may have linked each file to its store.
-# torch may be a build in its own checkout, outside of these folders.
+# By the names that Python imports them by: an installer (uv) may have linked each file to its
+# store. torch may be a build in its own checkout, outside of these folders.
 _OWN = (
     *(*LIBRARY_FOLDERS, *(f"{path}/" for path in _PATHS)),
     *(f"{Path(__file__).resolve().parents[1]}/", f"{Path(torch.__file__).parent}/", "<frozen"),
@@ -60,12 +60,16 @@ def is_library_file(file: str) -> bool:
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a frame of this file runs the user's code: not Ronde's, torch's, Python's or an installed package's."""
+    """Whether a frame of this file runs the user's code: not Ronde's, torch's, Python's or an
+    installed package's.
+    """
     return not file.startswith(_OWN) and not is_library_file(file)
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python or an installed package, or is Ronde's: its version stands for its code."""
+    """Whether a module comes with Python or an installed package, or is Ronde's: its version stands
+    for its code.
+    """
     if module in (None, "__main__", "__mp_main__"):
         return False
     top = str(module).partition(".")[0]

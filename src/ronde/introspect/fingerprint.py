@@ -148,7 +148,8 @@ def _origins(source: Any) -> Iterable[Any]:
                 found.append(each)
     if ours and not found:
         raise CannotDescribe(
-            f"a source of {kind.__module__}.{kind.__qualname__} does not tell where its samples come from"
+            f"a source of {kind.__module__}.{kind.__qualname__} does not tell where its "
+            "samples come from"
         )
     return found
 
@@ -280,9 +281,8 @@ class Digest:
         words: frozenset[str] | None = None,
     ) -> None:
         if words is None:
-            words = _words(
-                code
-            )  # also of the functions inside: a module may be imported outside of them and used inside
+            # also of the functions inside: a module may be imported outside of them and used inside
+            words = _words(code)
             self.kept.append(words)
         self.put(
             "code",
@@ -462,7 +462,8 @@ class Digest:
             not hasattr(value, "__dict__") and not slots and base is None
         ):
             raise CannotDescribe(
-                f"{where} is of {kind.__module__}.{kind.__qualname__}, of which two states cannot be told apart"
+                f"{where} is of {kind.__module__}.{kind.__qualname__}, of which two states "
+                "cannot be told apart"
             )
         self.visit(kind, where)
         if base is not None:
@@ -492,7 +493,8 @@ class Digest:
             self.visit(value.tolist(), where)
         elif value.nbytes > _MOST_ARRAY_BYTES:
             raise CannotDescribe(
-                f"{where} is an array of {value.nbytes / 2**30:.3g} GiB in memory, too much to read all of it"
+                f"{where} is an array of {value.nbytes / 2**30:.3g} GiB in memory, too "
+                "much to read all of it"
             )
         elif value.flags.c_contiguous:
             self.sum.update(value.reshape(-1).view(np.uint8).data if value.nbytes else b"")
@@ -591,7 +593,8 @@ def digest(
 
     Example:
         >>> from functools import partial
-        >>> digest(partial(round, ndigits=2)) == digest(partial(round, ndigits=2)), digest([1, "a"]) == digest([1, "b"])
+        >>> digest(partial(round, ndigits=2)) == digest(partial(round, ndigits=2)), digest([1,
+        ...     "a"]) == digest([1, "b"])
         (True, False)
     """
     found = Digest(files, folders)

@@ -74,7 +74,8 @@ def walk(
     functions: bool = False,
     most: int = _MOST_OBJECTS,
 ) -> list[Any]:
-    """An object and the objects that it holds, directly or through others; each once, the nearest first.
+    """An object and the objects that it holds, directly or through others; each once, the nearest
+    first.
 
     Numbers, strings, tensors, arrays, classes and modules are left out.
 

@@ -25,13 +25,14 @@ __all__ = ["apart", "held_open", "reopened", "unchanged"]
 _FEW = 1000  # entries of what is copied
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
+# what these libraries say of a file, and keep without it
 _CLOSED = (
     "ZipInfo",
     "TarInfo",
     "Row",
     "Empty",
     "Reference",
-)  # what these libraries say of a file, and keep without it
+)
 
 
 def _space(one: Any) -> dict[Any, Any]:
@@ -46,7 +47,7 @@ def _is_open(value: Any) -> bool:
         return False
     try:
         return value.readable() and value.fileno() > 2
-    except Exception:  # closed, or not a file: other libraries' objects say so in their own ways, an HTTPResponse by an AttributeError
+    except Exception:  # closed, or no file: an HTTPResponse raises AttributeError here
         return False
 
 

@@ -118,13 +118,16 @@ def check_workers(workers: int) -> None:
     count, kind = devices()
     if kind == "cuda" and workers > count:
         raise ArgumentError(
-            f"more workers than devices: {workers} asked, {count} GPU{'s' if count != 1 else ''} here. Use --workers {count}, or "
+            f"more workers than devices: {workers} asked, {count} "
+            f"GPU{'s' if count != 1 else ''} here. Use --workers {count}, or "
             "RONDE_DEVICE=cpu to train on the CPU."
         )
     if kind == "cpu" and workers > count * _MOST_PER_CORE:
         raise ArgumentError(
-            f"more workers than devices: {workers} asked, but no GPU and {count} usable cores here, on which at most "
-            f"{count * _MOST_PER_CORE} workers ({_MOST_PER_CORE} per core) make progress. Use --workers {count}."
+            f"more workers than devices: {workers} asked, but no GPU and {count} usable "
+            "cores here, on which at most "
+            f"{count * _MOST_PER_CORE} workers ({_MOST_PER_CORE} per core) make progress. "
+            f"Use --workers {count}."
         )
 
 
@@ -339,9 +342,8 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for logger in list(logging.root.manager.loggerDict):
-        if logger.startswith(
-            "torch.distributed"
-        ):  # each has a level of its own; what happened is told below, once
+        # each has a level of its own; what happened is told below, once
+        if logger.startswith("torch.distributed"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
     start = time.monotonic()
     if shutil.which(sys.executable) is None:

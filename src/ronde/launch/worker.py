@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import signal
 
-signal.signal(
-    signal.SIGINT, lambda *_: os._exit(130)
-)  # until the script runs, there is nothing to take down
+# until the script runs, there is nothing to take down
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import atexit
 import contextlib
@@ -76,9 +75,8 @@ def _report(error: BaseException) -> None:
     if not file:
         return
     said = ""
-    if isinstance(
-        error, SystemExit
-    ):  # no failure to look for in frames: argparse, say, has printed what is wrong
+    # no failure to look for in frames: argparse, say, has printed what is wrong
+    if isinstance(error, SystemExit):
         said = (
             error.code
             if isinstance(error.code, str)

@@ -244,9 +244,8 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
     children = []
     for _ in range(n):
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # a fork beside threads: as a DataLoader's
+            # a fork beside threads: as a DataLoader's
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             status = 1
@@ -266,9 +265,8 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
                 time.sleep(0.005)
         return alike and not children
     finally:
-        for child in (
-            children
-        ):  # it waits for a lock that another thread held when it was forked; or Ctrl-C came
+        # it waits for a lock that another thread held when it was forked; or Ctrl-C came
+        for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
@@ -287,7 +285,8 @@ def choose_executor(
         return "none", "no loading threads or processes are asked for"
     if (held := held_open(reader.dataset)) is not None:
         return "none", (
-            f"the data set holds {held} open, whose place in it threads and forked processes would share; open it when the first "
+            f"the data set holds {held} open, whose place in it threads and forked "
+            "processes would share; open it when the first "
             "sample is read, and each process has its own"
         )
     if trial.draws:
@@ -343,7 +342,8 @@ def _by_threads(
     if held_share >= _MOST_HELD:
         return (
             "processes",
-            f"samples hold Python's lock {held_share:.0%} of the time; {each * 1e3:.2g} ms a sample",
+            f"samples hold Python's lock {held_share:.0%} of the time; {each * 1e3:.2g} ms "
+            "a sample",
             [],
         )
     said = f"{n} threads read {times:.1f} × what one reads; {each * 1e3:.2g} ms a sample"

@@ -66,18 +66,22 @@ def _length(dataset: Any, argument: str) -> int:
     except (TypeError, NotImplementedError):
         if isinstance(dataset, IterableDataset):
             raise ArgumentError(
-                f"{argument} is an IterableDataset without a length ({kind}), so an epoch, a global batch and a place to resume "
-                "from are not defined. Give it a __len__ (how many samples one pass yields), or use a map-style Dataset "
+                f"{argument} is an IterableDataset without a length ({kind}), so an epoch, "
+                "a global batch and a place to resume "
+                "from are not defined. Give it a __len__ (how many samples one pass "
+                "yields), or use a map-style Dataset "
                 "(__len__ and __getitem__)."
             ) from None
         if not hasattr(dataset, "__getitem__"):
             raise ArgumentError(
-                f"{argument} must be a torch Dataset or DataLoader, found {kind}, which has neither __len__ nor __getitem__."
+                f"{argument} must be a torch Dataset or DataLoader, found {kind}, which "
+                "has neither __len__ nor __getitem__."
             ) from None
         raise ArgumentError(f"{argument} ({kind}) has no length: give it a __len__.") from None
     if n == 0:
         raise ArgumentError(
-            f"{argument} ({kind}) is empty: its length is 0. Look at the path or the filter that it is made from."
+            f"{argument} ({kind}) is empty: its length is 0. Look at the path or the "
+            "filter that it is made from."
         )
     return int(n)
 
@@ -130,7 +134,8 @@ def _order_of(
             or isinstance(loader.dataset, IterableDataset)
         ):
             raise ArgumentError(
-                f"shuffle={shuffle} contradicts the sampler of {argument} ({type(sampler).__name__}), which decides the order: give one of them."
+                f"shuffle={shuffle} contradicts the sampler of {argument} "
+                f"({type(sampler).__name__}), which decides the order: give one of them."
             )
         return _order(loader.dataset, n, seed, shuffle), []
     if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
@@ -141,11 +146,13 @@ def _order_of(
         return _order(loader.dataset, n, seed, True), []
     if isinstance(sampler, DistributedSampler):
         return _order(loader.dataset, n, seed, bool(sampler.shuffle)), [
-            f"the DistributedSampler of {argument} is not used: ronde deals the samples out, and none is repeated"
+            f"the DistributedSampler of {argument} is not used: ronde deals the samples "
+            "out, and none is repeated"
         ]
     if not isinstance(sampler, Sized):
         raise ArgumentError(
-            f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it a __len__."
+            f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it "
+            "a __len__."
         )
     return Order(
         n,
@@ -218,7 +225,8 @@ def take_over(
         n = _length(data, argument)
         if shuffle and isinstance(data, IterableDataset):
             raise ArgumentError(
-                f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible."
+                f"{argument} is an IterableDataset: it can only be read in its own order, "
+                "so shuffle=True is not possible."
             )
         chosen = shuffle_dataset if shuffle is None else shuffle
         order = _order(data, n, seed, chosen and not isinstance(data, IterableDataset))
@@ -229,14 +237,17 @@ def take_over(
     n = _length(data.dataset, argument)
     if isinstance(data.dataset, IterableDataset) and shuffle:
         raise ArgumentError(
-            f"{argument} is an IterableDataset: it can only be read in its own order, so shuffle=True is not possible."
+            f"{argument} is an IterableDataset: it can only be read in its own order, so "
+            "shuffle=True is not possible."
         )
     if data.batch_size is None and data.batch_sampler is None:
         own_size = None
     elif type(data.batch_sampler) not in (BatchSampler, type(None)):
         raise ArgumentError(
-            f"{argument} has a batch_sampler of its own ({type(data.batch_sampler).__name__}), which decides what a batch holds; "
-            "ronde deals each global batch out by itself. Give a DataLoader with batch_size= and, if needed, sampler=."
+            f"{argument} has a batch_sampler of its own "
+            f"({type(data.batch_sampler).__name__}), which decides what a batch holds; "
+            "ronde deals each global batch out by itself. Give a DataLoader with "
+            "batch_size= and, if needed, sampler=."
         )
     else:
         own_size = (
@@ -246,7 +257,8 @@ def take_over(
         )
     if batch_size is not None and own_size not in (None, 1, batch_size):
         raise ArgumentError(
-            f"two batch sizes: batch_size={batch_size} and the DataLoader's batch_size={own_size}. Both mean global samples per "
+            f"two batch sizes: batch_size={batch_size} and the DataLoader's "
+            f"batch_size={own_size}. Both mean global samples per "
             "optimizer step: give one of them."
         )
     order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
@@ -261,7 +273,8 @@ def take_over(
         options.pop("persistent_workers", None)  # nobody chose that
     if isinstance(data.dataset, IterableDataset) and workers > 1:
         notes.append(
-            f"{argument} is an IterableDataset: it is read by 1 loading process, not {workers}, to keep its order"
+            f"{argument} is an IterableDataset: it is read by 1 loading process, not "
+            f"{workers}, to keep its order"
         )
     # A loader that does not batch converts single samples: where ronde batches, they are collated.
     collate = default_collate if data.collate_fn is default_convert else data.collate_fn

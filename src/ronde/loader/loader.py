@@ -222,9 +222,8 @@ class Feed:
         workers = settings.num_workers if self.executor == "processes" else 0
         if self._stream is not None:
             workers = min(workers, 1)
-            options.pop(
-                "persistent_workers", None
-            )  # a process that stays keeps what it was asked for in the epoch before
+            # a process that stays keeps what it was asked for in the epoch before
+            options.pop("persistent_workers", None)
         if workers == 0:
             for name in (
                 "prefetch_factor",
@@ -281,7 +280,8 @@ class Feed:
                 found, why = choose_executor(self._reader, ask, trial, size, workers, threads)
             self.executor = cast("Executor", found)
             self._say(
-                f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, chosen: {why}",
+                f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, "
+                f"chosen: {why}",
                 False,
             )
         elif trial.draws:
@@ -296,7 +296,8 @@ class Feed:
         dataset = self._reader.dataset if self._reader is not None else None
         if dataset is not None and (held := held_open(dataset)) is not None:
             self._say(
-                f"feed: the data set holds {held} open. Loading {self.executor} share its place in it, and may be given each other's "
+                f"feed: the data set holds {held} open. Loading {self.executor} share its "
+                "place in it, and may be given each other's "
                 "bytes: open it when the first sample is read, or set executor: none",
                 True,
             )
@@ -304,7 +305,8 @@ class Feed:
     def _serialise(self, what: str) -> None:
         self.executor = "none"
         self._say(
-            "feed: samples draw from torch's, random's or numpy's global generator, which loading threads would share with each other and "
+            "feed: samples draw from torch's, random's or numpy's global generator, which "
+            "loading threads would share with each other and "
             f"with the training: {what}. Draw from ronde.feed.rng(), or set executor: processes",
             True,
         )
@@ -470,7 +472,8 @@ class Feed:
                 micros = list(itertools.islice(line.results, len(share.micro)))
                 if len(micros) < len(share.micro):
                     raise RondeError(
-                        f"the loading processes ended with {len(line.road.asked)} batches still to come"
+                        f"the loading processes ended with {len(line.road.asked)} batches "
+                        "still to come"
                     )
                 line.road.hand_out(share)
                 yield share, micros
@@ -564,7 +567,8 @@ class Feed:
             if not kept:
                 line.end()
         self._serialise(
-            "from here on they are read one after another in the training process. What was trained on so far may not be repeatable"
+            "from here on they are read one after another in the training process. What "
+            "was trained on so far may not be repeatable"
         )
         yield from self._read(lambda: itertools.islice(shares(), handed, None))
 
@@ -628,7 +632,8 @@ class Feed:
 def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:
     """What to say where more samples were skipped than may be."""
     return (
-        f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} that may be (max_skipped): {first_few(skipped)}. Mend or "
+        f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} "
+        f"that may be (max_skipped): {first_few(skipped)}. Mend or "
         "remove them, or allow more"
     )
 

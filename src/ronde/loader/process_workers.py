@@ -66,16 +66,26 @@ def _shared_memory() -> str:
 def _advice(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
-            "by hand, or by the system for want of memory (dmesg tells). Load with fewer processes, a smaller prefetch, or threads, which share "
+            "by hand, or by the system for want of memory (dmesg tells). Load with fewer "
+            "processes, a smaller prefetch, or threads, which share "
             "their memory"
         )
     if code == -signal.SIGBUS:
-        return f"most likely shared memory was full{_shared_memory()}. Enlarge it (docker run --shm-size=8g), lower prefetch, or load with threads"
+        return (
+            f"most likely shared memory was full{_shared_memory()}. Enlarge it (docker run "
+            "--shm-size=8g), lower prefetch, or load with threads"
+        )
     if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
-        return "a library that the data set uses crashed. Read once in the training process (feed setting executor: none) to see where"
+        return (
+            "a library that the data set uses crashed. Read once in the training process (feed "
+            "setting executor: none) to see where"
+        )
     if code < 0:
         return "somebody sent it. Look at what else runs on this machine"
-    return "the data set, or a library that it uses, ended the process. Read once in the training process (feed setting executor: none) to see where"
+    return (
+        "the data set, or a library that it uses, ended the process. Read once in the training "
+        "process (feed setting executor: none) to see where"
+    )
 
 
 def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
@@ -96,7 +106,8 @@ def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
             with suppress(ValueError):
                 how += f" ({signal.Signals(-code).name})"
         return FeedError(
-            f"loading process {k} of {len(workers)} (pid {worker.pid}) of training rank {world().rank} {how}: {_advice(code)}."
+            f"loading process {k} of {len(workers)} (pid {worker.pid}) of training rank "
+            f"{world().rank} {how}: {_advice(code)}."
         )
     return None
 

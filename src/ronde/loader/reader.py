@@ -364,7 +364,8 @@ class Reader(Dataset[Any]):
         if not isinstance(error, SampleError):
             shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
             error.add_note(
-                f"while sample{'s' if len(ids) > 1 else ''} {shown} of the data set {'were' if len(ids) > 1 else 'was'} read"
+                f"while sample{'s' if len(ids) > 1 else ''} {shown} of the data set "
+                f"{'were' if len(ids) > 1 else 'was'} read"
             )
 
     def _ended(self, ids: Sequence[int]) -> RuntimeError:
@@ -388,9 +389,8 @@ class Reader(Dataset[Any]):
                     skipped.append((one.bad.id, one.bad.text))
                     one = one.sample
                 good.append(one)
-            samples = good or [
-                self._stand_in(ask, 0)
-            ]  # nothing is left of it: something of a batch's shape, which counts for nothing
+            # nothing is left of it: something of a batch's shape, which counts for nothing
+            samples = good or [self._stand_in(ask, 0)]
         try:
             with sample_keys(1, lambda _: key_of(self.seed, 2, ask.epoch, self._keys(ask)[0])):
                 batch = (
@@ -426,7 +426,8 @@ class Reader(Dataset[Any]):
             else None
         )
         text = (
-            f"sample {ask.ids[odd[0]]}{f' ({name})' if name else ''}, stage collate: it is {_shown(forms[odd[0]])}, where the others are "
+            f"sample {ask.ids[odd[0]]}{f' ({name})' if name else ''}, stage collate: it is "
+            f"{_shown(forms[odd[0]])}, where the others are "
             f"{_shown(usual)}"
         )
         if pipeline is not None:
@@ -478,7 +479,8 @@ class Reader(Dataset[Any]):
         name = pipeline.name(i) if pipeline is not None and pipeline is self.dataset else None
         return Bad(
             i,
-            f"sample {i}{f' ({name})' if name else ''}: it is {_shown(form)}, where others are {_shown(usual)}",
+            f"sample {i}{f' ({name})' if name else ''}: it is {_shown(form)}, where others "
+            f"are {_shown(usual)}",
         )
 
     def _usual_form(self) -> Any:
@@ -517,7 +519,8 @@ class Reader(Dataset[Any]):
                 return one
             reasons.append(bad.text)
         raise SampleError(
-            f"{_MOST_STAND_INS} samples in a row cannot be used, so none is left to stand in for sample {ask.ids[j]}; the last one: {reasons[-1]}"
+            f"{_MOST_STAND_INS} samples in a row cannot be used, so none is left to stand "
+            f"in for sample {ask.ids[j]}; the last one: {reasons[-1]}"
         )
 
 
@@ -553,9 +556,9 @@ class StreamReader(IterableDataset[Any]):
                 while position <= wanted:
                     held, position = self._next(stream, position), position + 1
                 samples.append(held)
-            while (
-                position < ask.upto
-            ):  # a stream that goes on over epochs is at the same place on every worker, as with one process
+            # a stream that goes on over epochs is at the same place on every worker, as with one
+            # process
+            while position < ask.upto:
                 held, position = self._next(stream, position), position + 1
             yield self.collate(samples)
 
@@ -564,7 +567,8 @@ class StreamReader(IterableDataset[Any]):
             return next(stream)
         except StopIteration:
             raise ArgumentError(
-                f"the data set says that its length is {self.length}, but it ended after {position} samples"
+                f"the data set says that its length is {self.length}, but it ended after "
+                f"{position} samples"
             ) from None
         except Exception as error:
             if get_worker_info() is None:

@@ -112,9 +112,8 @@ class Receiver:
 
     def read(self, iterator: Iterator[Any]) -> Reading:
         """Begin to take batches of an iterator, which nobody else may ask meanwhile."""
-        if (
-            self._finalizer is None or self._process != os.getpid()
-        ):  # a forked child has the queue, not the thread
+        # a forked child has the queue, not the thread
+        if self._finalizer is None or self._process != os.getpid():
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._work: _Work = queue.SimpleQueue()

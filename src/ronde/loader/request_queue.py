@@ -78,7 +78,8 @@ class RequestQueue:
         """
         if self.asked.popleft() != share:
             raise RondeError(
-                f"batches came in another order than they were asked for: at epoch {share.epoch}, sample {share.start}"
+                "batches came in another order than they were asked for: at epoch "
+                f"{share.epoch}, sample {share.start}"
             )
 
     def __iter__(self) -> Iterator[Ask]:

@@ -20,7 +20,8 @@ __all__ = ["FeedSettings", "settings_file", "LoaderSettings"]
 Executor = Literal["auto", "none", "threads", "processes"]
 
 _REMOVED = {
-    "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a __getitems__ that indexes its rows at once."
+    "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a "
+    "__getitems__ that indexes its rows at once."
 }
 
 
@@ -89,7 +90,8 @@ class FeedSettings:
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ArgumentError(
-                    f"feed setting {name}: {value!r} is not known: choose one of {', '.join(allowed)}."
+                    f"feed setting {name}: {value!r} is not known: choose one of "
+                    f"{', '.join(allowed)}."
                 )
         for name, least in (
             ("workers", 0),

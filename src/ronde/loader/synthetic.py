@@ -149,7 +149,8 @@ def _count(batch: Any) -> int:
     }
     if len(sizes) != 1 or min(sizes) < 1:
         raise ArgumentError(
-            "synthetic(like=batch): the tensors of the batch do not all have one first dimension, samples, so it cannot be taken apart "
+            "synthetic(like=batch): the tensors of the batch do not all have one first "
+            "dimension, samples, so it cannot be taken apart "
             f"(found {sorted(sizes) or 'no tensor'}). Give the data set or the loader instead."
         )
     return sizes.pop()
@@ -392,7 +393,8 @@ def synthetic(
             (hasattr(data, "__getitem__") or hasattr(data, "read")) and hasattr(data, "__len__")
         ):
             raise ArgumentError(
-                f"synthetic(like={type(like).__name__}): expected a data set, a pipeline, a loader or a collated batch."
+                f"synthetic(like={type(like).__name__}): expected a data set, a pipeline, "
+                "a loader or a collated batch."
             )
         chosen = batch_size or 32
         try:

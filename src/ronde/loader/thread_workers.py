@@ -277,9 +277,9 @@ class Threads:
             if not whole:
                 for job in flight:
                     job.cancelled = True
-                if (
-                    mine == self._runs
-                ):  # one that was left half way, and is collected now, must not end what others wait for
+                # one that was left half way, and is collected now, must not end what others wait
+                # for
+                if mine == self._runs:
                     self.stop()
 
 

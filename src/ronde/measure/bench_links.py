@@ -245,8 +245,10 @@ def _attempt(
         0.0 if len(kept) >= 2 else 1 - len(kept) / rounds,
     )
     told = (
-        f"{rounds - len(kept)} of {rounds} rounds were disturbed, fixed work of {best * 1e3:.1f} ms moved by {drift:.0%} from before to "
-        f"after, two halves of the same measurements differ by {repeats:.0%}, other processes took {others:.0%} of the cores' time"
+        f"{rounds - len(kept)} of {rounds} rounds were disturbed, fixed work of "
+        f"{best * 1e3:.1f} ms moved by {drift:.0%} from before to "
+        f"after, two halves of the same measurements differ by {repeats:.0%}, other "
+        f"processes took {others:.0%} of the cores' time"
     )
     return _Measured(points, overlap, interference, level, told)
 
@@ -343,7 +345,8 @@ def calibrate(
                     break
             if worst > TOLERANCE and not accept_noise:
                 raise NoisyMachine(
-                    f"the machine is too busy for its links to be measured: {measured.told}. Stop what else runs on it, and try again.",
+                    "the machine is too busy for its links to be measured: "
+                    f"{measured.told}. Stop what else runs on it, and try again.",
                     worst,
                 )
             level = max(level, worst)
@@ -397,7 +400,7 @@ def _from_main(me: World, value: Any) -> Any:
 
 
 # --- A cluster without a file
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def _state_folder() -> Path:
@@ -494,10 +497,15 @@ def default_cluster(
             ]
             processes.append(
                 subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
                     preexec_fn=_die_with_parent,
                 )
-            )  # fmt: skip
+            )
         limit = time.monotonic() + timeout
         while any(p.poll() is None for p in processes):
             failed = [p for p in processes if p.poll()]
@@ -507,7 +515,8 @@ def default_cluster(
                 ) or f"it took longer than {timeout:.0f} s"
                 last = said.strip().splitlines()[-1] if said.strip() else "no error was told"
                 raise RondeError(
-                    f"the links of this machine could not be measured: {last}. Give a cluster file: ronde bench cluster writes one."
+                    f"the links of this machine could not be measured: {last}. Give a "
+                    "cluster file: ronde bench cluster writes one."
                 )
             time.sleep(0.05)
         found = Cluster.load(temporary)
@@ -538,7 +547,7 @@ def _widened(found: Cluster, workers: int) -> Cluster:
 
 
 # --- A worker
-# ------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 
 
 def run_bench(arguments: Sequence[str] | None = None) -> None:

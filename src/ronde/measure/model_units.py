@@ -82,7 +82,8 @@ def take(batch: Any, samples: int, of: int) -> Any:
     result = map_leaves(cut, batch, leaf=counts)
     if not found and samples != of:
         raise ArgumentError(
-            f"nothing in a batch of {of} samples has length {of}: give a function that makes a micro-batch of n samples."
+            f"nothing in a batch of {of} samples has length {of}: give a function that "
+            "makes a micro-batch of n samples."
         )
     return result
 
@@ -130,9 +131,8 @@ def find_chain(model: nn.Module, run: Callable[[], None]) -> list[ModelUnit]:
     """The units of a model in the order in which ``run()``, one forward pass and loss, calls
     them.
     """
-    names = {
-        module: name for name, module in model.named_modules()
-    }  # one of each, by its first name
+    # one of each, by its first name
+    names = {module: name for name, module in model.named_modules()}
     first: dict[nn.Module, int] = {}
     last: dict[nn.Module, int] = {}
     calls: dict[nn.Module, int] = {}

@@ -69,10 +69,11 @@ __all__ = [
 
 _before: int | None = None  # bytes of this process when its script began
 
+# hosts have fast and slow seconds: what is usual shows after some
 _LOADED_ROUNDS, _LOADED_SECONDS = (
     7,
     8.0,
-)  # hosts have fast and slow seconds: what is usual shows after some
+)
 _LEAST_FACTOR = 0.5  # what was timed alone was disturbed then
 
 
@@ -178,7 +179,8 @@ def _cut_as_followed(costs: Costs, work: Work, plan: Plan) -> Costs:
     if plan.sync_batchnorm and batchnorms(work.model):
         return _uncut(
             costs,
-            "sync_batchnorm=True normalises over the global batch, a pipeline's micro-batches come one by one",
+            "sync_batchnorm=True normalises over the global batch, a pipeline's "
+            "micro-batches come one by one",
         )
     if (line := own_loop()) is not None:
         return _uncut(
@@ -244,9 +246,8 @@ def _under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
     device = next(p.device for p in work.model.parameters())
     own = sorted(costs.measured_samples)
     agreed = torch.tensor([own[0], own[len(own) // 2], own[-1]], device=device)
-    dist.all_reduce(
-        agreed, dist.ReduceOp.MIN
-    )  # a slower worker may have had time for smaller ones only
+    # a slower worker may have had time for smaller ones only
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
     sizes = sorted({int(n) for n in agreed})
     chain = [ModelUnit(u.name, u.alike) for u in costs.units]
     batches = [work.sample(n) for n in sizes]
@@ -408,9 +409,8 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
             if me.size > 1
             else Cluster(devices_per_node=1)
         )
-        if (
-            me.device.type == "cpu"
-        ):  # measured with the script's libraries and data there, and its model
+        # measured with the script's libraries and data there, and its model
+        if me.device.type == "cpu":
             cluster = dataclasses.replace(
                 cluster, base_bytes=max(0.0, cluster.base_bytes - _held(work))
             )

@@ -169,8 +169,10 @@ class Gate:
     def sentence(self) -> str:
         """What was seen."""
         told = (
-            f"fixed work of {self.best * 1e3:.1f} ms took {statistics.median(self.readings) / self.best - 1:+.0%} in the middle and "
-            f"{max(self.readings) / self.best - 1:+.0%} at worst, {self.share:.0%} of {len(self.readings)} readings were more than "
+            f"fixed work of {self.best * 1e3:.1f} ms took "
+            f"{statistics.median(self.readings) / self.best - 1:+.0%} in the middle and "
+            f"{max(self.readings) / self.best - 1:+.0%} at worst, {self.share:.0%} of "
+            f"{len(self.readings)} readings were more than "
             f"{TOLERANCE:.0%} slow, its best moved by {self.drift:.0%} from before to after"
         )
         return told + (
@@ -188,7 +190,8 @@ class Gate:
             else ""
         )
         return NoisyMachine(
-            f"the machine is too busy for {what} to be relied on ({why}{self.sentence()}{again}). Stop what else runs on it, and try again.",
+            f"the machine is too busy for {what} to be relied on "
+            f"({why}{self.sentence()}{again}). Stop what else runs on it, and try again.",
             max(
                 self.level(repeats),
                 self.share if too_few else 0.0,

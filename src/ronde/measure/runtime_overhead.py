@@ -51,7 +51,8 @@ def fit_added(rows: Sequence[tuple[float, float, float, float]]) -> Added:
         rows: bytes, tensors, seconds beyond the collective's, seconds with it.
 
     Example:
-        >>> rows = [(size, n, 1e-3 + 1e-5 * n + 1e-9 * size, 1.0) for size in (1e4, 1e6, 1e7) for n in (2, 16)]
+        >>> rows = [(size, n, 1e-3 + 1e-5 * n + 1e-9 * size, 1.0) for size in (1e4, 1e6,
+        ...     1e7) for n in (2, 16)]
         >>> fit = fit_added(rows)
         >>> round(fit.call, 6), round(fit.tensor, 8), round(fit.byte, 12)
         (0.001, 1e-05, 1e-09)
@@ -108,9 +109,8 @@ class _Layer(nn.Module):
 
     def __init__(self, size: int, tensors: int, marks: _Marks, index: int) -> None:
         super().__init__()
-        rows = max(
-            64, size // (4 * 16 * tensors) // 64 * 64
-        )  # divides evenly over up to 64 workers
+        # divides evenly over up to 64 workers
+        rows = max(64, size // (4 * 16 * tensors) // 64 * 64)
         self.weights = nn.ParameterList(torch.zeros(rows, 16) for _ in range(tensors))
         self.size = rows * 64 * tensors
         self.marks, self.index = marks, index
@@ -350,10 +350,11 @@ def _divided(me: World, all_reduce: LinkFit, tries: int) -> float:
     dist.all_reduce(told)
     few, many = (float(t) for t in told / me.size)
     size = data.numel() * data.element_size()
+    # two in a block
     return max(
         0.0,
         (many - few) / (counts[1] - counts[0]) / 2.0 - all_reduce.alpha - size / all_reduce.beta,
-    )  # two in a block
+    )
 
 
 def added_by(

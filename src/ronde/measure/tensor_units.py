@@ -92,7 +92,8 @@ def divisible(
             costs,
             notes=(
                 *costs.notes,
-                f"one worker's part under tensor parallelism could not be tried ({type(error).__name__}: {error})",
+                "one worker's part under tensor parallelism could not be tried "
+                f"({type(error).__name__}: {error})",
             ),
         )
 

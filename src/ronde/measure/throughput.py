@@ -58,10 +58,11 @@ _LEARN_SHARE = (
 _LEARNT = 17  # samples that a loader makes before it replays them, see ronde.profile.replay
 _LEARNT_BATCHES = 5
 _ATTEMPTS = 3
+# how long a batch may take: so long, and so many times the first
 _PATIENCE_SECONDS, _PATIENCE = (
     15.0,
     20.0,
-)  # how long a batch may take: so long, and so many times the first
+)
 
 
 @dataclass(frozen=True)
@@ -289,9 +290,8 @@ class _Threads:
             Path("/proc/self/task").glob("*")
         )
         for thread_ in threads:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # it has ended, or this kernel does not tell
+            # it has ended, or this kernel does not tell
+            with contextlib.suppress(OSError, ValueError):
                 on_core, in_queue, _ = (thread_ / "schedstat").read_text().split()
                 ran, queued = ran + int(on_core) * 1e-9, queued + int(in_queue) * 1e-9
         return main, others, ran, queued
@@ -915,7 +915,8 @@ def measure(
         Name -> one result per round, the same on every rank.
 
     Example:
-        >>> found = measure(run, {"synthetic": Arm("synthetic"), "real": Arm("real")})  # doctest: +SKIP
+        >>> found = measure(run, {"synthetic": Arm("synthetic"),  # doctest: +SKIP
+        ...     "real": Arm("real")})
         >>> found["real"][0].samples_per_second  # doctest: +SKIP
         1520.4
     """

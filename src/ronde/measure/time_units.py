@@ -224,7 +224,8 @@ def measure(
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     if any(p.is_meta for p in model.parameters()):
         raise ArgumentError(
-            "the model's parameters are on the meta device: they have no values, so nothing can be timed."
+            "the model's parameters are on the meta device: they have no values, so "
+            "nothing can be timed."
         )
     made = batches if callable(batches) else partial(_cut, batches, batch_size)
     autocast = autocast_of(where, precision)
@@ -428,7 +429,8 @@ class Subject:
         short = size * 5 > free  # weights, gradients, the optimizer's state, and activations
         if short:
             self.notes.append(
-                "memory is too short for a copy of the model: it was timed in place, and the optimizer's step was not"
+                "memory is too short for a copy of the model: it was timed in place, and "
+                "the optimizer's step was not"
             )
         self.model, made = stack.enter_context(
             standing_in(model, torch.Tensor.detach if short else clone, refers_to(compute, model))
@@ -501,7 +503,8 @@ class Subject:
                     except Exception as error:
                         del points[level]
                         self.notes.append(
-                            f"recompute={level} could not be timed ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+                            f"recompute={level} could not be timed "
+                            f"({type(error).__name__}: {str(error).splitlines()[0][:200]})"
                         )
             for level, found in points.items():
                 found.append(
@@ -556,7 +559,8 @@ class Subject:
             kept.add(between[-1])
         if top < sizes[-1]:
             self.notes.append(
-                f"a step is long: measured at micro-batches of up to {top} samples, extrapolated beyond"
+                f"a step is long: measured at micro-batches of up to {top} samples, "
+                "extrapolated beyond"
             )
         return sorted(kept)
 

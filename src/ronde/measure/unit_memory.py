@@ -268,9 +268,8 @@ def _one_size(
     def returned(_: nn.Module, __: Any, output: Any) -> None:
         if ledger.phase == "backward":
             again.add(ledger.unit)
-        if (
-            ledger.phase == "forward" or ledger.unit in without
-        ):  # else it has been counted, and runs again
+        # else it has been counted, and runs again
+        if ledger.phase == "forward" or ledger.unit in without:
             put_off[ledger.unit] += sum(
                 bytes_of(t) for t in tensors_in(output, attributes=True) if t.requires_grad
             )
@@ -465,9 +464,8 @@ def _count(
     except RuntimeError:
         if differentiates:
             raise
-        return _count(
-            model, chain, compute, batch, True
-        )  # a model may need gradients in its forward pass
+        # a model may need gradients in its forward pass
+        return _count(model, chain, compute, batch, True)
     finally:
         probe.close()
     return flops.counted
@@ -550,7 +548,8 @@ def optimizer_bytes(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, i
         except Exception as error:
             errors.append(error)
     raise RondeError(
-        f"optimizer {type(optimizer).__name__} cannot take a step on copies of the parameters, so its memory is not known: "
+        f"optimizer {type(optimizer).__name__} cannot take a step on copies of the "
+        "parameters, so its memory is not known: "
         f"{type(errors[-1]).__name__}: {errors[-1]}"
     ) from errors[-1]
 
@@ -625,7 +624,8 @@ def weigh(
         []
         if found.faked
         else [
-            f"memory was counted in a real run, as the model does not run on fake tensors ({found.reason})"
+            "memory was counted in a real run, as the model does not run on fake tensors "
+            f"({found.reason})"
         ]
     )
     try:
@@ -705,7 +705,8 @@ def weigh(
     if any(unit.runs_again for unit in found.sizes[sizes[0]]):
         # All that runs again then stays until the other half of the backward pass.
         refused["zero-bubble"] = (
-            "what the model computes again itself stays until the weights' half of the backward pass: how much is not known"
+            "what the model computes again itself stays until the weights' half of the "
+            "backward pass: how much is not known"
         )
     rest = state.get("", 0)
     if rest:

@@ -110,9 +110,8 @@ def spectral_norms(model: nn.Module) -> list[str]:
 
 
 def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    if (
-        not self.training
-    ):  # evaluation exchanges nothing: a worker whose share is empty does not take part
+    # evaluation exchanges nothing: a worker whose share is empty does not take part
+    if not self.training:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     self._check_input_dim(x)
     axes = [0, *range(2, x.dim())]

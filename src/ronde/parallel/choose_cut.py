@@ -254,8 +254,10 @@ def choose_cut(
     if len(points) < stages - 1:
         why = f" {refused[0].name}: {refused[0].why_not}." if refused else ""
         raise ArgumentError(
-            f"{type(model).__name__} cannot be cut into {stages} stages: it has {len(points)} places where a stage may begin"
-            f"{' (' + ', '.join(p.name for p in points[:8]) + ')' if points else ''}.{why} Use fewer stages, or another plan."
+            f"{type(model).__name__} cannot be cut into {stages} stages: it has "
+            f"{len(points)} places where a stage may begin"
+            f"{' (' + ', '.join(p.name for p in points[:8]) + ')' if points else ''}.{why} "
+            "Use fewer stages, or another plan."
         )
     if plan.split_at:
         plan = dataclasses.replace(

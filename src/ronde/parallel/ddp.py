@@ -178,7 +178,8 @@ class Replicate(Strategy):
             for name, value in theirs.items():
                 if value != sums.get(name):
                     raise WorldError(
-                        f"After rank 0's weights were sent to all, {name!r} of rank {rank} still differs from that of rank "
+                        f"After rank 0's weights were sent to all, {name!r} of rank {rank} "
+                        "still differs from that of rank "
                         f"{self.me.rank}. Is it a view into another tensor, or changed by a hook?"
                     )
 
@@ -235,9 +236,8 @@ class Replicate(Strategy):
             return
         value, weight = self._ddp(compute)
         self._weighted = weight is not None
-        factor = (
-            self.me.size / part.global_samples
-        )  # DDP divides by the number of workers: multiply by it
+        # DDP divides by the number of workers: multiply by it
+        factor = self.me.size / part.global_samples
         if weight is not None:
             self._weight_slot.add_(weight, alpha=factor)
         else:
@@ -285,9 +285,8 @@ class Replicate(Strategy):
         if unused:
             summed = self._carrier.grad
             assert summed is not None
-            nobody = (
-                summed[_UNUSED:] > 1 - 0.5 / self.me.size
-            )  # the mean of ones: no worker reached it
+            # the mean of ones: no worker reached it
+            nobody = summed[_UNUSED:] > 1 - 0.5 / self.me.size
             for i in unused:
                 if nobody[i]:
                     self.parameters[i].grad = None

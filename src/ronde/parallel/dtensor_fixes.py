@@ -73,9 +73,8 @@ _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli")
 
 def mend() -> None:
     """From now on, for this process. Doing it again changes nothing."""
-    handlers: Any = getattr(
-        DTensor._op_dispatcher, "_custom_op_handlers", {}
-    )  # of another torch: then as torch has it
+    # of another torch: then as torch has it
+    handlers: Any = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
     handlers[_aten._local_scalar_dense.default] = _item
     for names, handler in ((_INTO, _drawn_into), (_LIKE, _drawn_like)):
         for name in names:
@@ -145,8 +144,10 @@ def _meet(mesh: DeviceMesh) -> None:
         store.wait([f"{key}/{count}/all"], datetime.timedelta(seconds=_MEET_SECONDS))
     except dist.DistStoreError as error:
         raise PlanError(
-            f"rank {dist.get_rank()} reads a number of parameters that lie in parts on {len(ranks)} workers, and not all of them have come to read "
-            f"it in {_MEET_SECONDS:g} s. Read it on every worker, and print it on rank 0: outside of 'if run.is_main'."
+            f"rank {dist.get_rank()} reads a number of parameters that lie in parts on "
+            f"{len(ranks)} workers, and not all of them have come to read "
+            f"it in {_MEET_SECONDS:g} s. Read it on every worker, and print it on rank 0: "
+            "outside of 'if run.is_main'."
         ) from error
 
 
@@ -166,9 +167,8 @@ def _drawn_into(op: Any, args: Any, kwargs: Any) -> Any:
 @torch.no_grad()
 def _drawn_like(op: Any, args: Any, kwargs: Any) -> Any:
     like, *others = args
-    given = (
-        _whole(like) if op.overloadpacket is _aten.bernoulli else _room(like)
-    )  # that one reads probabilities
+    # that one reads probabilities
+    given = _whole(like) if op.overloadpacket is _aten.bernoulli else _room(like)
     return _part(op(given, *others, **kwargs), like)
 
 
@@ -299,7 +299,8 @@ class _Copy(DTensor):
         )
         if into is None:
             raise PlanError(
-                f"{func} writes into parts of parameters that are divided over workers: write into one at a time, or into the whole parameter."
+                f"{func} writes into parts of parameters that are divided over workers: "
+                "write into one at a time, or into the whole parameter."
             )
         into._write(func, tree_map(_whole, args[1:]), tree_map(_whole, kwargs))
         return into

@@ -72,6 +72,7 @@ _LOOKED_AT_FIRST, _LOOKED_AT_FIRST_GPU = 16, 3
 _LOOK_EVERY = 50  # steps
 _WAYS = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
+# torch's own
 _BY_NUMBER = (
     "ASGD",
     "Adadelta",
@@ -83,12 +84,13 @@ _BY_NUMBER = (
     "RAdam",
     "RMSprop",
     "SGD",
-)  # torch's own
+)
 
+# torch 2.13 has no fused step of theirs for shards; the plain one computes the same
 _NOT_FUSED = (
     "SGD",
     "Adagrad",
-)  # torch 2.13 has no fused step of theirs for shards; the plain one computes the same
+)
 
 
 def _let_gradients_miss() -> None:
@@ -134,7 +136,8 @@ def replica_mesh(plan: Plan, me: World) -> DeviceMesh:
     layout, within = plan.layout, plan.shard_within
     if within is not None and (within < 2 or layout.replicas % within):
         raise ArgumentError(
-            f"shard_within={within}: expected a divisor, 2 or more, of the {layout.replicas} replicas that this plan has ({plan.spec!r}). "
+            f"shard_within={within}: expected a divisor, 2 or more, of the "
+            f"{layout.replicas} replicas that this plan has ({plan.spec!r}). "
             f"With {layout.replicas}, or without shard_within, all of them share one copy."
         )
     within = within or layout.replicas
@@ -184,7 +187,8 @@ def _part_like(value: torch.Tensor, like: DTensor) -> torch.Tensor:
             mine = chunks[place] if place < len(chunks) else mine.narrow(placement.dim, 0, 0)
         elif not isinstance(placement, Whole):
             raise ArgumentError(
-                "the optimizer has state already, which cannot be divided over shards and tensor parallel workers at once: build it fresh, "
+                "the optimizer has state already, which cannot be divided over shards and "
+                "tensor parallel workers at once: build it fresh, "
                 "and resume from a checkpoint of Ronde."
             )
     return DTensor.from_local(
@@ -233,7 +237,8 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], plan: str, within: str 
     for name, p in parameters.items():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ArgumentError(
-                f"{plan}: {name.removeprefix(within)!r} has a hook on its gradient, which this plan keeps in parts. Do in run.backward(…), before "
+                f"{plan}: {name.removeprefix(within)!r} has a hook on its gradient, which "
+                "this plan keeps in parts. Do in run.backward(…), before "
                 "run.update(), what the hook does, or use shard='none' or 'optimizer'."
             )
 
@@ -408,8 +413,10 @@ def _check_types(
                 for dtype, name in by_type.items()
             )
             raise ArgumentError(
-                f"shard={level!r}: FSDP2 exchanges what is trained in {where} in one type, but {shown}. Give them one type "
-                "(model.float(), with precision='bf16' for speed), freeze one of them, or use shard='optimizer'."
+                f"shard={level!r}: FSDP2 exchanges what is trained in {where} in one type, "
+                f"but {shown}. Give them one type "
+                "(model.float(), with precision='bf16' for speed), freeze one of them, or "
+                "use shard='optimizer'."
             )
 
 
@@ -483,7 +490,8 @@ def fully_shard_model(
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ArgumentError(
-                f"shard={level!r}: {name.removeprefix(within)!r} has sparse=True, and FSDP2 cannot divide sparse gradients. Build it with sparse=False, or use "
+                f"shard={level!r}: {name.removeprefix(within)!r} has sparse=True, and "
+                "FSDP2 cannot divide sparse gradients. Build it with sparse=False, or use "
                 "shard='none' or 'optimizer'."
             )
     chosen = _alone(
@@ -493,7 +501,8 @@ def fully_shard_model(
     lazy = [name for name, p in before.items() if is_lazy(p)]
     if lazy:
         raise ArgumentError(
-            f"shard={level!r}: {lazy[0].removeprefix(within)!r} has no shape yet: run one batch through the model before ronde.distribute."
+            f"shard={level!r}: {lazy[0].removeprefix(within)!r} has no shape yet: run one "
+            "batch through the model before ronde.distribute."
         )
     whole = {p for p in before.values() if p.dim() == 0}
     inside = {
@@ -518,9 +527,8 @@ def fully_shard_model(
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": whole}
     for block in chosen.values():
-        block.register_forward_hook(
-            lambda _module, _inputs, output: _clone_views(output)
-        )  # before FSDP2's own
+        # before FSDP2's own
+        block.register_forward_hook(lambda _module, _inputs, output: _clone_views(output))
         fully_shard(block, reshard_after_forward=level == "parameters", **options)
         _Containers(block)
     fully_shard(model, reshard_after_forward=False, **options)
@@ -553,9 +561,8 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(
-            result, torch.Tensor | tuple | list
-        ):  # a shape, a type or a device is known of a shard too
+        # a shape, a type or a device is known of a shard too
+        if isinstance(result, torch.Tensor | tuple | list):
             for value in tree_leaves((args, kwargs)):
                 name = self.holder.get(id(value))
                 if (
@@ -607,9 +614,9 @@ def called(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             always &= set(uses.calls)
     except Exception:
         if always == set(blocks):
-            return dict(
-                blocks
-            )  # a script that owns its loop may have another way through the model; a data set may be smaller
+            # a script that owns its loop may have another way through the model; a data set may be
+            # smaller
+            return dict(blocks)
     finally:
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
@@ -650,9 +657,8 @@ class _Containers:
         self._copies.append([(old, new, dict(_items(new))) for old, new in pairs if old is not new])
 
     def _ended(self, *_: Any) -> None:
-        copies = (
-            self._copies.pop() if len(self._copies) == len(self._given) else []
-        )  # FSDP2's own hook may have failed
+        # FSDP2's own hook may have failed
+        copies = self._copies.pop() if len(self._copies) == len(self._given) else []
         self._given.pop()
         for old, new, before in copies:
             if [(k, id(v)) for k, v in _items(new)] == [(k, id(v)) for k, v in before.items()]:
@@ -734,7 +740,8 @@ class Shard(Replicate):
             isinstance(p, DTensor) for p in work.model.parameters()
         ):
             raise ArgumentError(
-                "model, or a part of it, is divided over workers already (FSDP2 or DTensor): give ronde.distribute the plain module, it divides it. "
+                "model, or a part of it, is divided over workers already (FSDP2 or "
+                "DTensor): give ronde.distribute the plain module, it divides it. "
                 "Two trainings that share a part go under replicate or shard='optimizer'."
             )
         _from_first([*work.model.parameters(), *work.model.buffers()], self._mesh)
@@ -792,9 +799,8 @@ class Shard(Replicate):
         for index, module in enumerate([*self.sharded.blocks.values(), self._root]):
             module.register_forward_pre_hook(partial(self._hear, places.get(module, [])))
             if self._order is not None and module is not self._root:
-                module.register_forward_pre_hook(
-                    partial(self._compare, index), prepend=True
-                )  # before it is gathered
+                # before it is gathered
+                module.register_forward_pre_hook(partial(self._compare, index), prepend=True)
         if self._order is not None:
             self._root.register_forward_pre_hook(self._next_pass, prepend=True)
             self._root.register_forward_hook(partial(self._compare, -1))
@@ -822,9 +828,8 @@ class Shard(Replicate):
                 continue
 
             def reached(parameter: torch.Tensor, name: str = name) -> None:
-                if (
-                    parameter.grad is not None
-                ):  # it is called too where the pass came by without a gradient
+                # it is called too where the pass came by without a gradient
+                if parameter.grad is not None:
                     self._reached_names.add(name)
 
             self._watched[id(p)] = (p, p.register_post_accumulate_grad_hook(reached))  # type: ignore[no-untyped-call]
@@ -862,8 +867,10 @@ class Shard(Replicate):
 
     def _astray(self, shown: str) -> PlanError:
         return PlanError(
-            f"shard={self._level!r}: the workers' forward passes go different ways ({shown}). FSDP2 gathers a block when it is called, so "
-            "all must call the same ones: which are called must not depend on a worker's samples or randomness (layer dropping, early "
+            f"shard={self._level!r}: the workers' forward passes go different ways "
+            f"({shown}). FSDP2 gathers a block when it is called, so "
+            "all must call the same ones: which are called must not depend on a worker's "
+            "samples or randomness (layer dropping, early "
             "exits). Use shard='optimizer', or compute the block and multiply its result by zero."
         )
 
@@ -889,8 +896,10 @@ class Shard(Replicate):
                 if "storage of size 0" not in str(error):
                     raise
                 raise PlanError(
-                    f"shard={self._level!r}: a gathered parameter was read after it had been let go. The forward pass or the loss differentiates by itself "
-                    "(torch.autograd.grad, a gradient penalty), which FSDP2 takes for the backward pass; or a block hands on what it makes in a list or a "
+                    f"shard={self._level!r}: a gathered parameter was read after it had "
+                    "been let go. The forward pass or the loss differentiates by itself "
+                    "(torch.autograd.grad, a gradient penalty), which FSDP2 takes for the "
+                    "backward pass; or a block hands on what it makes in a list or a "
                     "dictionary only, and returns nothing. Use shard='optimizer', or 'none'."
                 ) from error
 
@@ -925,8 +934,10 @@ class Shard(Replicate):
         self._backward(value, factor, scale)
         if self._is_whole():
             raise RondeError(
-                f"shard={self._level!r}: the backward pass ended without the exchange. In a loop of its own a script must call the model itself, "
-                "run.model(…), and that must return tensors, or lists, tuples, dictionaries or dataclasses of them. Or use run.step(batch)."
+                f"shard={self._level!r}: the backward pass ended without the exchange. In "
+                "a loop of its own a script must call the model itself, "
+                "run.model(…), and that must return tensors, or lists, tuples, "
+                "dictionaries or dataclasses of them. Or use run.step(batch)."
             )
 
     def _is_whole(self) -> bool:
@@ -949,9 +960,8 @@ class Shard(Replicate):
                 payload[i] = p.grad
         payload[_WAY], payload[_LEFT_OUT] = self._way, self._left_out
         self.sharded.add_up(payload)
-        looked_at = (
-            self.me.device.type == "cpu" or self._steps % _LOOK_EVERY == 1
-        )  # to look, on a GPU, is to wait for it
+        # to look, on a GPU, is to wait for it
+        looked_at = self.me.device.type == "cpu" or self._steps % _LOOK_EVERY == 1
         if looked_at and payload[_WAY] != self._way * self.me.size:
             raise self._astray(f"found after step {self._steps}")
         self._always = self._always or (looked_at and bool(payload[_LEFT_OUT]))

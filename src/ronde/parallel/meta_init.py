@@ -63,7 +63,8 @@ def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoi
     files = sorted(f.name for f in place.glob("*.safetensors")) if place.is_dir() else []
     if not files:
         raise ArgumentError(
-            f"init={str(path)!r}: expected a function, 'reset', a checkpoint's folder, a .safetensors file or a folder of such; there is none."
+            f"init={str(path)!r}: expected a function, 'reset', a checkpoint's folder, a "
+            ".safetensors file or a folder of such; there is none."
         )
     return checkpoint.PieceSource.of_files(place, files)
 
@@ -214,7 +215,8 @@ def _initialise(
     missing = [k for _, k, t in own if id(t) in wanted]
     if init is None and reset is None:
         raise ArgumentError(
-            f"init: {what} owns {', '.join(map(repr, missing))} on the meta device and has no reset_parameters(): give it one, or "
+            f"init: {what} owns {', '.join(map(repr, missing))} on the meta device and has "
+            "no reset_parameters(): give it one, or "
             "init=a function of a module, which fills what the module itself owns."
         )
     scratch: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
@@ -252,7 +254,8 @@ def _initialise(
         if value is None or value.shape != t.shape or not _was_given(value, before, version):
             how = "reset_parameters()" if init is None else "the function"
             raise ArgumentError(
-                f"init: {how} left {k!r} of {what} without values. It is on the meta device, so what the constructor computed is not there: "
+                f"init: {how} left {k!r} of {what} without values. It is on the meta "
+                "device, so what the constructor computed is not there: "
                 "fill it in init, for every parameter and buffer that the module itself owns."
             )
         _fill(t, value.detach(), device)
@@ -267,7 +270,8 @@ def _read(
         return False
     if source.entries[name].shape != tuple(tensor.shape):
         raise CheckpointError(
-            f"{name!r} has shape {list(source.entries[name].shape)} in {source.folder}, {list(tensor.shape)} in the model"
+            f"{name!r} has shape {list(source.entries[name].shape)} in {source.folder}, "
+            f"{list(tensor.shape)} in the model"
         )
     _put(tensor, source.read(name, checkpoint.box_of(tensor, name)).to(tensor.dtype), device)
     return True
@@ -301,6 +305,8 @@ def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ArgumentError(
-            f"a tensor of shape {list(tensor.shape)} on the meta device cannot be given values in place ({error}): something else holds on "
-            "to it. Build the model right before ronde.distribute, and do nothing with it in between."
+            f"a tensor of shape {list(tensor.shape)} on the meta device cannot be given "
+            f"values in place ({error}): something else holds on "
+            "to it. Build the model right before ronde.distribute, and do nothing with it "
+            "in between."
         ) from error

@@ -27,9 +27,8 @@ def _moved(value: Any, device: torch.device | None) -> Any:
         return value
     if device is not None:
         return value.to(device, non_blocking=True)
-    if hasattr(
-        value, "to_local"
-    ):  # a DTensor cannot be pinned from outside: it waits in plain memory
+    # a DTensor cannot be pinned from outside: it waits in plain memory
+    if hasattr(value, "to_local"):
         return value.to("cpu")
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return host.copy_(value, non_blocking=True)
@@ -64,12 +63,14 @@ def apply(plan: Plan, work: Work, me: World) -> None:
         return
     if me.device.type == "cpu":
         raise ArgumentError(
-            f"offload={plan.offload!r}: this worker trains on the CPU, whose memory is the host's already: there is nothing to offload to. Leave it out."
+            f"offload={plan.offload!r}: this worker trains on the CPU, whose memory is the "
+            "host's already: there is nothing to offload to. Leave it out."
         )
     if plan.offload == "parameters":
         if plan.shard not in ("gradients", "parameters"):
             raise ArgumentError(
-                f"offload='parameters' needs shard='gradients' or 'parameters', found shard={plan.shard!r}."
+                "offload='parameters' needs shard='gradients' or 'parameters', found "
+                f"shard={plan.shard!r}."
             )
         # FSDP2's CPUOffloadPolicy moves parameters and gradients, and the optimizer then works,
         # with its state, on the host

@@ -25,7 +25,8 @@ __all__ = ["REFUSED", "check_coupling", "coupling", "ways_refused"]
 
 # Optimizers that cannot compute on parts of a parameter, and why.
 REFUSED = {
-    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 cannot compute on shards",
+    "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 "
+    "cannot compute on shards",
     "Rprop": "torch 2.13 cannot run it on shards",
     "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
     "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
@@ -43,11 +44,12 @@ _COUPLED = (
     "DAdaptLion",
     "DAdaptAdan",
 )
+# parameters of a group, groups, and numbers along each dimension that take part in a trial
 _EACH, _GROUPS, _LARGEST = (
     3,
     4,
     4,
-)  # parameters of a group, groups, and numbers along each dimension that take part in a trial
+)
 _STEPS = 3
 _SIZES = (1e-3, 1e3, 1.0)  # of gradients: whatever is clipped at is in between
 
@@ -97,7 +99,8 @@ def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
         if name in _COUPLED:
             cure = "another optimizer"
         raise ArgumentError(
-            f"{which}: {name} derives what it does to one parameter from all of them (a norm of all gradients, say), and here a worker "
+            f"{which}: {name} derives what it does to one parameter from all of them (a "
+            "norm of all gradients, say), and here a worker "
             f"updates a part of them. Use plan='replicate' (shard='none'), or {cure}."
         )
     if found and me.is_main:
@@ -107,7 +110,8 @@ def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
             else f"its step could not be tried: {found}"
         )
         warnings.warn(
-            f"{which}: a worker updates a part of the parameters, and whether {name} does to them what it does where it has all is not known "
+            f"{which}: a worker updates a part of the parameters, and whether {name} does "
+            "to them what it does where it has all is not known "
             f"({why}). plan='replicate' gives it all.",
             stacklevel=2,
         )
@@ -164,9 +168,8 @@ def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tenso
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(1)
     step = type(made).step
-    step = (
-        getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
-    )  # without hooks of all optimizers
+    # without hooks of all optimizers
+    step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
     for n in range(_STEPS):
         for i, p in enumerate(chosen):
             gradient = (

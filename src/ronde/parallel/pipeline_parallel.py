@@ -130,17 +130,15 @@ class PipelineParallel(Strategy):
             mesh = mesh_of(me.device.type, {"pipeline": workers, replicas: plan.replicas})
             self.along, self.data = mesh.get_group("pipeline"), mesh.get_group(replicas)
         self._ranks = self.layout.along_pipeline(me.rank)
-        self._was: dict[
-            int, nn.Parameter
-        ] = {}  # identity of a parameter -> the one that the model was followed with, where it is another
+        # By identity: the parameter that the model was followed with, where it is another.
+        self._was: dict[int, nn.Parameter] = {}
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._sharded: list[nn.Module] = []
         self._programs: dict[Any, list[_Path]] = {}
         self._keeper = Keeper(plan.spec)  # open: modules are called for a stage, or to be followed
         self._stage_of: dict[int, int] = {}  # identity in that pass -> the first stage that uses it
-        self._holders: dict[
-            int, set[int]
-        ] = {}  # identity of a parameter in the pass that was followed -> workers; none before the cut
+        # By identity in the followed pass: the workers that hold it; empty before the cut.
+        self._holders: dict[int, set[int]] = {}
         self._unsplit: set[tuple[Program, int]] = set()
         self._same_weights()
         self._cut()
@@ -482,8 +480,10 @@ class PipelineParallel(Strategy):
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if not keeper.open:
                     raise PlanError(
-                        f"the script calls {name or 'model'!r} itself, and under plan={keeper.plan!r} this worker does not hold its weights. Let "
-                        "run.step() and run.evaluate() call the model, or use a plan under which the script can: replicate, shard or tensor."
+                        f"the script calls {name or 'model'!r} itself, and under "
+                        f"plan={keeper.plan!r} this worker does not hold its weights. Let "
+                        "run.step() and run.evaluate() call the model, or use a plan under "
+                        "which the script can: replicate, shard or tensor."
                     )
                 return (
                     given(*args, **kwargs)
@@ -540,8 +540,10 @@ class PipelineParallel(Strategy):
                         if self._key(q) == self._key(p)
                     )
                     raise Diverged(
-                        f"stage {stage} of the pipeline uses {name!r} for this batch. It did not when the model was cut, and another worker "
-                        "holds it. Let the first batches use all of the model, cut elsewhere with split_at, or use another plan."
+                        f"stage {stage} of the pipeline uses {name!r} for this batch. It "
+                        "did not when the model was cut, and another worker "
+                        "holds it. Let the first batches use all of the model, cut "
+                        "elsewhere with split_at, or use another plan."
                     )
 
     def _check_written(self, made: Program) -> None:
@@ -556,8 +558,10 @@ class PipelineParallel(Strategy):
                     if self._key(q) == self._key(p)
                 )
                 raise PlanError(
-                    f"the forward pass writes into {name!r}, in stage {stage} of the pipeline, and under plan={self.plan.spec!r} another worker holds it. "
-                    "Scale what the layer makes, not its weights; or use a plan under which every worker holds them all: replicate."
+                    f"the forward pass writes into {name!r}, in stage {stage} of the "
+                    f"pipeline, and under plan={self.plan.spec!r} another worker holds it. "
+                    "Scale what the layer makes, not its weights; or use a plan under "
+                    "which every worker holds them all: replicate."
                 )
 
     def _stage_buffers(self, made: Program) -> None:
@@ -649,9 +653,8 @@ class PipelineParallel(Strategy):
         self._loss.zero_()
         self._reached = set()
         if scale is not None:
-            scale(
-                torch.zeros((), device=self.me.device)
-            )  # a scaler begins with its first use, and not every stage has the loss
+            # a scaler begins with its first use, and not every stage has the loss
+            scale(torch.zeros((), device=self.me.device))
         self._samples = parts[0].global_samples
         programs = [self._program(m) for m in micros]
         for made in programs:
@@ -798,10 +801,11 @@ class PipelineParallel(Strategy):
                 part_gradients([*weights, *inputs])
             return
         if not inputs:
+            # nobody waits for it: all of it goes where a bubble would be
             flight.later = (
                 roots,
                 starts,
-            )  # nobody waits for it: all of it goes where a bubble would be
+            )
             return
         for root, start in zip(roots, starts, strict=True):
             if root.is_leaf:  # handed on as it came
@@ -836,9 +840,8 @@ class PipelineParallel(Strategy):
                 if g is not None:
                     w.grad = g if w.grad is None else w.grad + g
         for given in inputs:
-            if (
-                given.grad is not None
-            ):  # sent while the other half of the pass goes on from the same memory
+            # sent while the other half of the pass goes on from the same memory
+            if given.grad is not None:
                 given.grad = given.grad.clone()
 
     def _weights(self, flight: _Flight, stage: int) -> None:
@@ -1024,8 +1027,10 @@ def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> li
         value, found = made.values[v], sent[v]
         if tuple(found.shape) != value.shape or found.dtype != value.dtype:
             raise RondeError(
-                f"stage {stage} made a tensor of shape {list(found.shape)}, {found.dtype}, where {list(value.shape)}, {value.dtype} was seen "
-                "when the forward pass was followed: a pipeline needs shapes that depend on the batch's own shapes alone."
+                f"stage {stage} made a tensor of shape {list(found.shape)}, {found.dtype}, "
+                f"where {list(value.shape)}, {value.dtype} was seen "
+                "when the forward pass was followed: a pipeline needs shapes that depend "
+                "on the batch's own shapes alone."
             )
     return [sent[v] for v in made.sends[stage]]
 
@@ -1080,16 +1085,19 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
 
     if plan.sync_batchnorm and batchnorms(model):
         raise ArgumentError(
-            "sync_batchnorm=True does not go with a pipeline: its micro-batches are normalised one by one. Use group or layer "
+            "sync_batchnorm=True does not go with a pipeline: its micro-batches are "
+            "normalised one by one. Use group or layer "
             "normalisation, or plan='replicate' or 'shard'."
         )
     if plan.tensor > 1:
         raise ArgumentError(
-            f"plan={plan.spec!r}: a pipeline's stages are not split by layers as well. Use pipeline with shard, or tensor with shard."
+            f"plan={plan.spec!r}: a pipeline's stages are not split by layers as well. Use "
+            "pipeline with shard, or tensor with shard."
         )
     if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
         raise ArgumentError(
-            f"plan={plan.spec!r}: {plan.schedule} puts part of the backward pass off, when sharded parameters have been let go. Use "
+            f"plan={plan.spec!r}: {plan.schedule} puts part of the backward pass off, when "
+            "sharded parameters have been let go. Use "
             "schedule=1f1b or interleaved, or shard=optimizer."
         )
     why = allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)

@@ -163,8 +163,11 @@ class _Buffers:
                 changed.add(place)
                 if place not in before:
                     raise RondeError(
-                        f"recompute: buffer {place[1]!r} in block {self.name!r} ({type(m).__name__}) was constant in the first forward pass and has "
-                        "changed now, so this pass cannot be computed again as it was. Use recompute='none'."
+                        f"recompute: buffer {place[1]!r} in block {self.name!r} "
+                        f"({type(m).__name__}) was constant in the first forward pass and "
+                        "has "
+                        "changed now, so this pass cannot be computed again as it was. Use "
+                        "recompute='none'."
                     )
         self.changing = changed | (self.changing or set())
         kept.update({place: before[place] for place in changed})
@@ -327,7 +330,8 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
     chosen = dict(blocks) if blocks is not None else _chosen(model)
     if not chosen:
         warnings.warn(
-            f"recompute={level!r} changes nothing: {type(model).__name__} has no block of several layers to compute again. Put its layers "
+            f"recompute={level!r} changes nothing: {type(model).__name__} has no block of "
+            "several layers to compute again. Put its layers "
             "into modules of their own, in an nn.ModuleList or nn.Sequential.",
             stacklevel=2,
         )

@@ -24,12 +24,49 @@ __all__ = ["Keeper", "absent", "element", "make_remote"]
 # Attributes of a tensor that show its values, and functions that do not.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
 _ABOUT = {
-    "__hash__", "__len__", "_has_compatible_shallow_copy_type", "_is_view", "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous",
-    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "ndimension", "nelement", "numel",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "untyped_storage",
-    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
-    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
-}  # fmt: skip
+    "__hash__",
+    "__len__",
+    "_has_compatible_shallow_copy_type",
+    "_is_view",
+    "data_ptr",
+    "dim",
+    "element_size",
+    "get_device",
+    "has_names",
+    "is_complex",
+    "is_conj",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_neg",
+    "is_pinned",
+    "is_same_size",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "retain_grad",
+    "size",
+    "storage_offset",
+    "stride",
+    "untyped_storage",
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+}
 # What Module.to() and state_dict() call: the result has no values either.
 _ALIKE = {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
 
@@ -121,7 +158,10 @@ class _Absent:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
-            return f"<{self._ronde_name!r}, {list(self.shape)}: held by another worker, stage {self._ronde_stage}>"  # type: ignore[attr-defined]
+            return (
+                f"<{self._ronde_name!r}, {list(self.shape)}: held by another worker, stage "
+                f"{self._ronde_stage}>"
+            )  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -158,9 +198,12 @@ def _absent_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def _refusal(one: Any) -> PlanError:
     return PlanError(
-        f"The script reads or writes {one._ronde_name!r} itself, which belongs to stage {one._ronde_stage}: under "
-        f"plan={one._ronde_keeper.plan!r} another worker holds its values. model.state_dict(keep_vars=True) has the parameters of this "
-        "worker (a moving average: docs/checkpoints.md), run.export(path) writes the whole model; or use a plan under which every worker "
+        f"The script reads or writes {one._ronde_name!r} itself, which belongs to stage "
+        f"{one._ronde_stage}: under "
+        f"plan={one._ronde_keeper.plan!r} another worker holds its values. "
+        "model.state_dict(keep_vars=True) has the parameters of this "
+        "worker (a moving average: docs/checkpoints.md), run.export(path) writes the whole "
+        "model; or use a plan under which every worker "
         "holds all: replicate, or shard='optimizer'."
     )
 

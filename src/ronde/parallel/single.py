@@ -41,9 +41,8 @@ class Single(Strategy):
         value, weight = compute()
         self._samples = part.global_samples
         if weight is not None:
-            loss = (
-                value / part.global_samples
-            )  # keeps its size near one until the true weight is known
+            # keeps its size near one until the true weight is known
+            loss = value / part.global_samples
             self._weight = weight if self._weight is None else self._weight + weight
         elif part.samples == part.global_samples:
             loss = value  # the whole batch at once: exactly the plain loop, bit for bit

@@ -228,9 +228,8 @@ class StageRun(Interceptor):
         for value, tensor in received.items():
             tensor._ronde_run = self._token  # type: ignore[attr-defined]
             at: int | None = value
-            while (
-                at is not None
-            ):  # what it was before earlier stages changed it in place is the same object
+            # what it was before earlier stages changed it in place is the same object
+            while at is not None:
                 self._objects[at] = tensor
                 old, where = program.replaced.get(at, (-1, stage))
                 at = old if where < stage and not self._values[old].shared else None
@@ -243,9 +242,8 @@ class StageRun(Interceptor):
         """
         for value in self._wanted:
             if value in self.received:
-                self.sent[value] = self.received[
-                    value
-                ]  # made by an earlier stage, read by a later one
+                # made by an earlier stage, read by a later one
+                self.sent[value] = self.received[value]
         if not self._last and (
             self._stop == 0 or (self.stage and self._stop == self.program.bounds[self.stage - 1])
         ):
@@ -262,7 +260,8 @@ class StageRun(Interceptor):
                     _put_back(module, name, was)
         if self._at < (len(self._events) if self._last else self._stop):
             raise Diverged(
-                f"the forward pass ended where {self._events[self._at][1].where} was expected. {_ADVICE}"
+                f"the forward pass ended where {self._events[self._at][1].where} was "
+                f"expected. {_ADVICE}"
             )
         return self.result
 
@@ -297,9 +296,8 @@ class StageRun(Interceptor):
             return function(*args, **kwargs)
         stage, event = self._events[self._at]
         if not counted and (event.name != name or not self._unmarked(event, args)):
-            result = function(
-                *args, **kwargs
-            )  # from the batch and constants: every stage computes it
+            # from the batch and constants: every stage computes it
+            result = function(*args, **kwargs)
             if self.program.loose:
                 for tensor in tensors_in(result):
                     if getattr(tensor, "_ronde_run", 0) != self._token:
@@ -332,7 +330,8 @@ class StageRun(Interceptor):
             raise _Left
         if event.name != name or not event.sized:
             raise Diverged(
-                f"the forward pass looks at the {name} of a tensor where {event.where} was expected. {_ADVICE}"
+                f"the forward pass looks at the {name} of a tensor where {event.where} was "
+                f"expected. {_ADVICE}"
             )
         self._at += 1
         if stage == self.stage:
@@ -416,7 +415,8 @@ class StageRun(Interceptor):
             for tensor in tensors_in(result):
                 if isinstance(tensor, FakeTensor):
                     raise Diverged(
-                        f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                        f"{event.where} reads a tensor that an earlier stage made and that "
+                        f"was not sent. {_ADVICE}"
                     )
                 if not isinstance(tensor, nn.Parameter):
                     tensor._ronde_run = token  # type: ignore[attr-defined]
@@ -461,12 +461,14 @@ class StageRun(Interceptor):
                     and (leaf != mark and leaf == leaf if value is None else value.kind == "tensor")
                 ):
                     raise Diverged(
-                        f"{event.where} returns {leaf!r}; when the pass was followed it was {_told(mark)}. {_ADVICE}"
+                        f"{event.where} returns {leaf!r}; when the pass was followed it "
+                        f"was {_told(mark)}. {_ADVICE}"
                     )
                 continue
             if isinstance(leaf, FakeTensor):
                 raise Diverged(
-                    f"{event.where} reads a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                    f"{event.where} reads a tensor that an earlier stage made and that was "
+                    f"not sent. {_ADVICE}"
                 )
             if isinstance(leaf, nn.Parameter) or (value is not None and value.shared):
                 continue
@@ -474,7 +476,8 @@ class StageRun(Interceptor):
             if value is None:
                 if strict:
                     raise Diverged(
-                        f"{event.where} returns a tensor; when the pass was followed it was {_told(mark)}. {_ADVICE}"
+                        f"{event.where} returns a tensor; when the pass was followed it "
+                        f"was {_told(mark)}. {_ADVICE}"
                     )
             elif value.data_shaped:
                 leaf._ronde_sized = self._token  # type: ignore[attr-defined]
@@ -483,7 +486,8 @@ class StageRun(Interceptor):
 
     def _another_shape(self, event: TraceEvent, made: torch.Tensor, value: Value) -> NoReturn:
         raise Diverged(
-            f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; when the pass was followed it had "
+            f"{event.where} makes a tensor of shape {tuple(made.shape)} and type "
+            f"{made.dtype}; when the pass was followed it had "
             f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
         )
 
@@ -508,7 +512,8 @@ class StageRun(Interceptor):
                         event.kind == "op" or self._handed_out.get(id(tensor), -1) in event.reads
                     ):
                         raise Diverged(
-                            f"{event.where} takes a tensor that an earlier stage made and that was not sent. {_ADVICE}"
+                            f"{event.where} takes a tensor that an earlier stage made and "
+                            f"that was not sent. {_ADVICE}"
                         )
 
     def _mark(self, tensor: torch.Tensor) -> None:
@@ -635,8 +640,10 @@ def has_guards(trace: Trace) -> bool:
 
 
 _ADVICE = (
-    "A pipeline needs a forward pass whose path depends on the batch alone, not on randomness, on activations, or on how often "
-    "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of one stage, or use another plan."
+    "A pipeline needs a forward pass whose path depends on the batch alone, not on "
+    "randomness, on activations, or on how often "
+    "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of "
+    "one stage, or use another plan."
 )
 
 

@@ -84,15 +84,12 @@ class Recognised:
 class _Trace:
     """What one pass left behind."""
 
-    nodes: dict[Any, str] = field(
-        default_factory=dict
-    )  # autograd node of a layer's output -> its name
-    calls: list[tuple[str, Any, torch.Tensor, Any]] = field(
-        default_factory=list
-    )  # name, input's node, input, output's node
-    inputs: dict[str, list[torch.Tensor]] = field(
-        default_factory=dict
-    )  # what each layer was given, call by call
+    # autograd node of a layer's output -> its name
+    nodes: dict[Any, str] = field(default_factory=dict)
+    # name, input's node, input, output's node
+    calls: list[tuple[str, Any, torch.Tensor, Any]] = field(default_factory=list)
+    # what each layer was given, call by call
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
@@ -214,9 +211,8 @@ def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
             key, index = node.next_functions[1]
             return _shape(node)[-3], (_shape(key, index) if key is not None else _shape(node))[-3]
     for node in nodes:
-        if (
-            _ATTENTION.search(node.name()) and len(shape := _shape(node)) > 2
-        ):  # (samples, heads, …) or (samples × heads, …)
+        # (samples, heads, …) or (samples × heads, …)
+        if _ATTENTION.search(node.name()) and len(shape := _shape(node)) > 2:
             heads = shape[-3] if len(shape) > 3 else shape[0] // samples
             return heads, heads
     return 0, 0
@@ -280,9 +276,8 @@ def _ways(model: nn.Module, block: Block, trace: _Trace, linears: set[str]) -> l
         return [block]
     pieces: list[tuple[int, ...]] = [block.pieces]
     if max(block.pieces) > 1:
-        pieces.append(
-            tuple(1 for _ in block.pieces)
-        )  # query, key and value of each head stand together
+        # query, key and value of each head stand together
+        pieces.append(tuple(1 for _ in block.pieces))
     heads = {block.heads, block.kv_heads}
     widths = {
         features(model.get_submodule(n))[1] // p
@@ -684,7 +679,8 @@ def _select(
             if not c.block.why_not:
                 c.block = dataclasses.replace(
                     c.block,
-                    why_not=f"no way of narrowing its forward code agrees: {first_reason[signature]}",
+                    why_not="no way of narrowing its forward code agrees: "
+                    f"{first_reason[signature]}",
                 )
         active = [c for c in active if not c.block.why_not]
 
@@ -711,7 +707,10 @@ def _select(
                     # Attributes that several blocks read, of which not all can be narrowed.
                     wide = [c for c, way in chosen if way.attributes]
                     ill = min(wide or [chosen[0][0]], key=lambda c: len(c.block.path))
-                    why = "what counts its heads is read by other layers as well, which cannot be split"
+                    why = (
+                        "what counts its heads is read by other layers as well, which cannot "
+                        "be split"
+                    )
                 else:
                     ill = next((c for c, way in chosen if way is blamed), chosen[0][0])
                 fail(ill.signature, why)

@@ -280,9 +280,8 @@ def _install(
                 continue
             whole = model.get_parameter(name)
             part = distribute_tensor(whole.detach(), mesh, [Split(dim)], src_data_rank=None)
-            local = part.to_local().clone(
-                memory_format=torch.contiguous_format
-            )  # not a view into the whole, which is to be let go of
+            # not a view into the whole, which is to be let go of
+            local = part.to_local().clone(memory_format=torch.contiguous_format)
             part = DTensor.from_local(
                 local,
                 mesh,
@@ -341,7 +340,8 @@ def _checked(
         AssertionError,
     ) as error:
         return {
-            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+            "error": f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}",
             "read": sorted(reads.names),
         }
 
@@ -416,12 +416,15 @@ def _why_nothing(plan: Plan, found: Recognised, model: nn.Module) -> ArgumentErr
     shown = _reasons(found.refused, model)
     if not shown:
         shown = (
-            f"no attention and no MLP was found in {type(model).__name__}: two nn.Linear with only element-wise operations in between, "
+            f"no attention and no MLP was found in {type(model).__name__}: two nn.Linear "
+            "with only element-wise operations in between, "
             "or query, key and value before a softmax"
         )
     return ArgumentError(
-        f"tensor={plan.tensor}: nothing in the model can be split by {plan.tensor}. {shown}. Choose another number, say how with "
-        "tensor_plan={module name: a torch.distributed.tensor.parallel style}, or split the data or the layers (replicate, shard, pipeline)."
+        f"tensor={plan.tensor}: nothing in the model can be split by {plan.tensor}. "
+        f"{shown}. Choose another number, say how with "
+        "tensor_plan={module name: a torch.distributed.tensor.parallel style}, or split "
+        "the data or the layers (replicate, shard, pipeline)."
     )
 
 
@@ -446,8 +449,10 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         AssertionError,
     ) as error:
         raise ArgumentError(
-            f"tensor={plan.tensor}: what can be split is found by a forward pass and a loss over two samples, which failed "
-            f"({type(error).__name__}: {error}). Give ronde.distribute the loss (and forward) that training uses, or a tensor_plan."
+            f"tensor={plan.tensor}: what can be split is found by a forward pass and a "
+            "loss over two samples, which failed "
+            f"({type(error).__name__}: {error}). Give ronde.distribute the loss (and "
+            "forward) that training uses, or a tensor_plan."
         ) from error
     # Rank 0's verdict holds: rounding may differ between devices.
     verdict = broadcast_json(me, [dataclasses.asdict(b) for b in found.blocks])
@@ -470,8 +475,10 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             if not ill:
                 names = ", ".join(repr(b.path or type(model).__name__) for b in blocks[:4])
                 raise ArgumentError(
-                    f"tensor={plan.tensor}: with {names} split, a forward and backward pass over two samples fails ({failed['error']}). Say with "
-                    "tensor_plan what to split, or split the data or the layers (replicate, shard, pipeline)."
+                    f"tensor={plan.tensor}: with {names} split, a forward and backward "
+                    f"pass over two samples fails ({failed['error']}). Say with "
+                    "tensor_plan what to split, or split the data or the layers "
+                    "(replicate, shard, pipeline)."
                 )
             for b in ill:
                 name = next(n for n in split_dims(model, b)[0] if n in read)
@@ -514,7 +521,8 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     said = ""
     if refused:
         said = (
-            f"tensor={plan.tensor}: {len(blocks)} blocks are split, {len(refused)} are not and stay whole on every worker: "
+            f"tensor={plan.tensor}: {len(blocks)} blocks are split, {len(refused)} are not "
+            "and stay whole on every worker: "
             f"{_reasons(refused, model)}"
         )
     return Divided(mesh, blocks, partials, said)
@@ -556,7 +564,9 @@ def _as_told(plan: Plan, work: Work, mesh: DeviceMesh) -> Divided:
     refuse_hooks({n: p for n, p in before.items() if p in changed}, f"tensor={plan.tensor}")
     if not any(isinstance(p, DTensor) for p in after.values()):
         raise ArgumentError(
-            f"tensor_plan splits nothing: none of {', '.join(map(repr, list(work.tensor_plan)[:5]))} has a parameter that its style divides."
+            "tensor_plan splits nothing: none of "
+            f"{', '.join(map(repr, list(work.tensor_plan)[:5]))} has a parameter that its "
+            "style divides."
         )
     for old, new in changed.items():
         new.requires_grad_(old.requires_grad)
@@ -701,15 +711,13 @@ class Tensor(_Together, Replicate):
                 and isinstance(p, DTensor)
                 and p.grad.placements != p.placements
             ):
-                p.grad = p.grad.redistribute(
-                    placements=p.placements
-                )  # of a whole one, used on parts of a sequence
+                # of a whole one, used on parts of a sequence
+                p.grad = p.grad.redistribute(placements=p.placements)
         if self._replicas.size() > 1:
             self._exchange()
         self._complete()
-        self._lenient.enter_context(
-            implicit_replication()
-        )  # an optimizer may take all parameters at once
+        # an optimizer may take all parameters at once
+        self._lenient.enter_context(implicit_replication())
         loss = self._payload[_LOSS].clone()
         weight = self._payload[_WEIGHT]
         if self._weighted if self._weighted is not None else bool(weight != 0):
@@ -735,7 +743,8 @@ class Tensor(_Together, Replicate):
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
                 raise ArgumentError(
-                    "a gradient is sparse: tensor= with replicas adds up dense ones. Build the embedding with sparse=False."
+                    "a gradient is sparse: tensor= with replicas adds up dense ones. Build "
+                    "the embedding with sparse=False."
                 )
             dense.append(_local(p.grad))
         _add_up_over(self._replicas, dense)
@@ -799,9 +808,8 @@ class TensorShard(_Together, Shard):
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
         me = self.me
-        self.me = dataclasses.replace(
-            me, size=self._mesh.size()
-        )  # those among whom gradients are exchanged
+        # those among whom gradients are exchanged
+        self.me = dataclasses.replace(me, size=self._mesh.size())
         try:
             loss = super().finish()
         finally:
@@ -818,7 +826,8 @@ def _meshes(plan: Plan, me: World) -> tuple[DeviceMesh, DeviceMesh]:
         return both["data"], both["tensor"]
     if within < 2 or replicas % within:
         raise ArgumentError(
-            f"shard_within={within}: expected a divisor, 2 or more, of the {replicas} replicas that this plan has ({plan.spec!r})."
+            f"shard_within={within}: expected a divisor, 2 or more, of the {replicas} "
+            f"replicas that this plan has ({plan.spec!r})."
         )
     whole = mesh_of(
         me.device.type, {"replicate": replicas // within, "shard": within, "tensor": plan.tensor}
@@ -835,12 +844,14 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
     """
     if plan.shard == "optimizer":
         raise ArgumentError(
-            f"plan={plan.spec!r}: shard='optimizer' does not go with tensor={plan.tensor}: use shard='gradients', which divides the optimizer's state as well."
+            f"plan={plan.spec!r}: shard='optimizer' does not go with tensor={plan.tensor}: "
+            "use shard='gradients', which divides the optimizer's state as well."
         )
     sharded = plan.shard != "none" and plan.replicas > 1
     if any(isinstance(p, DTensor) for p in work.model.parameters()):
         raise ArgumentError(
-            "model, or a part of it, is divided over workers already (DTensor): give ronde.distribute the plain module, it divides it. Two trainings that "
+            "model, or a part of it, is divided over workers already (DTensor): give "
+            "ronde.distribute the plain module, it divides it. Two trainings that "
             "share a part go under replicate or shard='optimizer'."
         )
     if type(work.optimizer).__name__ != "SparseAdam":  # embeddings stay whole

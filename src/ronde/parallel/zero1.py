@@ -33,7 +33,8 @@ def buckets(
     empty.
 
     Example:
-        >>> [len(b) for b in buckets([torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(1).double()], 16)]
+        >>> [len(b) for b in buckets([torch.zeros(2), torch.zeros(2), torch.zeros(2),
+        ...     torch.zeros(1).double()], 16)]
         [2, 1, 1]
     """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -98,7 +98,8 @@ def read_bytes(where: str, value: Any) -> float:
     found = _number(value) if found is None else found
     if found is None or found < 0:
         raise ArgumentError(
-            f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, 80GB or 512MiB."
+            f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, "
+            "80GB or 512MiB."
         )
     return found
 

@@ -238,9 +238,12 @@ class Plan:
                 near = difflib.get_close_matches(name, [*_ALIASES, "replicate", *_SPLITS], 1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise ArgumentError(
-                    f"plan={text!r}: {word!r} is not known.{hint} Expected 'auto', a plan's file, or words joined by commas: replicate, "
-                    f"shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, virtual=N, schedule={'|'.join(get_args(Schedule))}, "
-                    "tensor=N, recompute=selective|full, offload=optimizer|parameters, micro_batch=N."
+                    f"plan={text!r}: {word!r} is not known.{hint} Expected 'auto', a "
+                    "plan's file, or words joined by commas: replicate, "
+                    "shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, "
+                    f"virtual=N, schedule={'|'.join(get_args(Schedule))}, "
+                    "tensor=N, recompute=selective|full, offload=optimizer|parameters, "
+                    "micro_batch=N."
                 )
             if name in values:
                 raise ArgumentError(f"plan={text!r}: {name} is said twice.")
@@ -260,7 +263,8 @@ class Plan:
         alone = [name for name in ("schedule", "virtual", "split_at") if name in values]
         if plan.pipeline == 1 and alone:
             raise ArgumentError(
-                f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add pipeline=N."
+                f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add "
+                "pipeline=N."
             )
         return plan
 
@@ -269,7 +273,8 @@ class Plan:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
-                    f"plan: {name}={getattr(self, name)!r} is not known: choose one of {', '.join(map(repr, allowed))}."
+                    f"plan: {name}={getattr(self, name)!r} is not known: choose one of "
+                    f"{', '.join(map(repr, allowed))}."
                 )
         for name in ("pipeline", "virtual", "tensor", "workers", "accumulation"):
             value = getattr(self, name)
@@ -287,8 +292,10 @@ class Plan:
         together = self.pipeline * self.tensor
         if workers % together:
             raise ArgumentError(
-                f"plan={self.spec!r} needs workers in multiples of {together} (pipeline {self.pipeline} × tensor {self.tensor}), here "
-                f"{'is' if workers == 1 else 'are'} {workers}: start it with ronde run --workers {-(-workers // together) * together}."
+                f"plan={self.spec!r} needs workers in multiples of {together} (pipeline "
+                f"{self.pipeline} × tensor {self.tensor}), here "
+                f"{'is' if workers == 1 else 'are'} {workers}: start it with ronde run "
+                f"--workers {-(-workers // together) * together}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -301,9 +308,8 @@ class Plan:
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """The plan of plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
-        values = {
-            k: v for k, v in values.items() if not (k == "strategy" and v == "data")
-        }  # written before 0.2
+        # written before 0.2
+        values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}
         unknown = sorted(str(name) for name in set(values) - known)
         if unknown:
             raise ArgumentError(
@@ -362,7 +368,8 @@ class Plan:
             raise ArgumentError(f"{path} holds no plan: it is not YAML: {error}") from None
         if not isinstance(values, dict) or not values:
             raise ArgumentError(
-                f"{path} holds no plan: expected YAML with names and values, as 'ronde plan --save' writes"
+                f"{path} holds no plan: expected YAML with names and values, as 'ronde "
+                "plan --save' writes"
             )
         if "plan" not in values and "plans" in values:
             values = _winner(values, path)
@@ -381,11 +388,18 @@ class Plan:
         text = f"global batch {self.batch_size}"
         if self.replicas > 1:
             approx = "" if self.batch_size % self.replicas == 0 else "at most "
-            text += f" = {self.replicas} {'workers' if self.replicas == self.workers else 'replicas'} × {approx}{per_worker}"
+            text += (
+                f" = {self.replicas} "
+                f"{'workers' if self.replicas == self.workers else 'replicas'} × "
+                f"{approx}{per_worker}"
+            )
         if self.accumulation > 1:
             text += f", in {self.accumulation} micro-batches of at most {self.micro_batch}"
         if self.batch == "grow" and self.workers > 1:
-            text += f"; grown with the workers, learning rate × {self.lr_factor:g} ({self.lr_rule}, warm-up {self.warmup_steps} steps)"
+            text += (
+                f"; grown with the workers, learning rate × {self.lr_factor:g} "
+                f"({self.lr_rule}, warm-up {self.warmup_steps} steps)"
+            )
         else:
             text += (
                 "; the same training whatever the number of workers"
@@ -403,7 +417,8 @@ def _winner(answer: dict[str, Any], path: str | Path) -> dict[str, Any]:
         return {**best["plan"], "split_at": cut or best["plan"]["split_at"]}
     except (KeyError, IndexError, TypeError):
         raise ArgumentError(
-            f"{path} holds no plan: expected what 'ronde plan --save' writes, or the answer of 'ronde plan --json'"
+            f"{path} holds no plan: expected what 'ronde plan --save' writes, or the "
+            "answer of 'ronde plan --json'"
         ) from None
 
 

@@ -60,7 +60,8 @@ def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
     (``"zbv"``).
 
     Example:
-        >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2, "zbv") for s in range(4)]
+        >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2,
+        ...     "zbv") for s in range(4)]
         ([0, 1, 0, 1], [0, 1, 1, 0])
     """
     turn, at = divmod(stage, workers)
@@ -86,21 +87,21 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
         samples: of the largest share that a replica gets.
 
     Example:
-        >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2, workers=2), 64)
+        >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2,
+        ...     workers=2), 64)
         (3, 8)
-        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4), 20)  # in rounds of four
+        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4),
+        ...     20)  # in rounds of four
         8
     """
     if plan.micro_batch is not None:
         count = -(-samples // plan.micro_batch)
     else:
-        count = (
-            min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1
-        )  # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+        # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+        count = min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1
     if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
-        count = (
-            -(-count // plan.pipeline) * plan.pipeline
-        )  # these go round in groups of as many as there are workers
+        # these go round in groups of as many as there are workers
+        count = -(-count // plan.pipeline) * plan.pipeline
     if plan.pipeline > 1 and plan.schedule == "zbv":
         count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
     return count
@@ -113,9 +114,10 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
     written here does not).
 
     Example:
-        >>> allowed("interleaved", 4, 2, 10), allowed("interleaved", 4, 2, 9)  # doctest: +NORMALIZE_WHITESPACE
-        (None, 'interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found
-        9: take 8 or 10')
+        >>> allowed("interleaved", 4, 2, 10)
+        >>> print(allowed("interleaved", 4, 2, 9))  # doctest: +NORMALIZE_WHITESPACE
+        interleaved needs micro-batches that divide into 2 equal rounds for 4 workers, found
+        9: take 8 or 10
     """
     if schedule not in get_args(Schedule):
         return f"schedule {schedule!r} is not known: choose one of {', '.join(get_args(Schedule))}"
@@ -127,7 +129,10 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
         if value < 1:
             return f"{schedule} needs {name} of 1 or more, found {value}"
     if schedule in ("gpipe", "1f1b") and virtual != 1:
-        return f"{schedule} has one stage per worker, found virtual={virtual}: choose interleaved or looped"
+        return (
+            f"{schedule} has one stage per worker, found virtual={virtual}: choose interleaved "
+            "or looped"
+        )
     if schedule == "interleaved" and virtual < 2:
         return "interleaved needs two stages per worker or more, found virtual=1: choose 1f1b"
     if schedule == "zbv" and virtual != 2:
@@ -138,7 +143,10 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
             near = sorted({micro_batches // rounds * rounds, -(-micro_batches // rounds) * rounds})
             fine = [str(m) for m in near if m % max(1, m // workers) == 0]
             take = f": take {' or '.join(fine)}" if fine else ""
-            return f"{schedule} needs micro-batches that divide into {rounds} equal rounds for {workers} workers, found {micro_batches}{take}"
+            return (
+                f"{schedule} needs micro-batches that divide into {rounds} equal rounds for "
+                f"{workers} workers, found {micro_batches}{take}"
+            )
     return None
 
 

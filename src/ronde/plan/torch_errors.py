@@ -6,7 +6,10 @@ from ronde.plan.plan import Plan
 
 __all__ = ["meaning"]
 
-_AVERAGE = "A moving average of the weights: keep one of the values of model.state_dict(), as docs/checkpoints.md shows"
+_AVERAGE = (
+    "A moving average of the weights: keep one of the values of model.state_dict(), as "
+    "docs/checkpoints.md shows"
+)
 
 
 def meaning(text: str, plan: Plan) -> str | None:
@@ -16,17 +19,23 @@ def meaning(text: str, plan: Plan) -> str | None:
         text: the error's.
         plan: that was carried out.
 
-    >>> meaning("aten.lerp_.Scalar got mixed torch.Tensor and DTensor, need to", Plan.parse("shard=gradients"))[:56]
+    >>> meaning("aten.lerp_.Scalar got mixed torch.Tensor and DTensor, need to",
+    ...     Plan.parse("shard=gradients"))[:56]
     "the script computes with the model's parameters itself, "
     """
     parts = plan.shard in ("gradients", "parameters") or plan.tensor > 1
     if parts and "mixed torch.Tensor and DTensor" in text:
-        return f"the script computes with the model's parameters itself, which this plan keeps in parts (DTensor), or its layers run again in a backward pass of their own (reversible ones). {_AVERAGE}"
+        return (
+            "the script computes with the model's parameters itself, which this plan keeps in "
+            "parts (DTensor), or its layers run again in a backward pass of their own "
+            f"(reversible ones). {_AVERAGE}"
+        )
     if parts and "does not support deepcopy" in text:
         return f"the script copies the model, of which this plan keeps parts (DTensor). {_AVERAGE}"
     if parts and "out of bounds for storage of size 0" in text:
         return (
-            "the script differentiates by itself (torch.autograd.grad, a gradient penalty), which FSDP2 takes for the backward pass: the parameters are "
+            "the script differentiates by itself (torch.autograd.grad, a gradient "
+            "penalty), which FSDP2 takes for the backward pass: the parameters are "
             "gone when they are needed once more. Use shard='optimizer' or replicate."
         )
     if (
@@ -35,7 +44,8 @@ def meaning(text: str, plan: Plan) -> str | None:
         in text
     ):
         return (
-            "the script writes into the model's parameters itself, and under this plan a worker holds those of its own stages only. Write into "
+            "the script writes into the model's parameters itself, and under this plan a "
+            "worker holds those of its own stages only. Write into "
             f"those that run.optimizer has. {_AVERAGE}"
         )
     return None

@@ -77,7 +77,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.predict.corrections": "corrected record",
             "ronde.predict.costs": "Costs LinearCost Unit",
             "ronde.predict.datasheets": "cluster_of device_named",
-            "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap nodes_of plateau walls",
+            "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap "
+            "nodes_of plateau walls",
             "ronde.predict.partition": "Cut cut cut_at",
             "ronde.predict.predict": "Predictor",
             "ronde.predict.prediction": "Prediction",

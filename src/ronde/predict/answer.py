@@ -72,7 +72,10 @@ class Flip:
             return f"{self.variable}: no flip {self.direction} to {show(self.limit)}{unit}{plural}"
         low, high = sorted((self.holds, self.at))
         between = f"between {show(low)} and {show(high)}{unit and unit + 's'}"
-        return f"{self.variable}: flips to {self.to or 'no plan at all'} {between} (now {show(self.now)})"
+        return (
+            f"{self.variable}: flips to {self.to or 'no plan at all'} {between} (now "
+            f"{show(self.now)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
     if best.verdict == "does not fit":
         least = _least(found)
         return (
-            f"Nothing fits {found.workers} workers of {answer_tables.format_bytes(cluster.memory_bytes)}: the least is {answer_tables.format_bytes(least.memory_bytes)}, "
+            f"Nothing fits {found.workers} workers of "
+            f"{answer_tables.format_bytes(cluster.memory_bytes)}: the least is "
+            f"{answer_tables.format_bytes(least.memory_bytes)}, "
             f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
         )
     if found.workers == 1:
@@ -188,7 +193,8 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
             or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
         )
         return (
-            f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} micro-batches{with_recompute}) need {needs} and "
+            f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} "
+            f"micro-batches{with_recompute}) need {needs} and "
             f"{reach}; {tail}."
         )
     if plan.tensor > 1:
@@ -196,7 +202,10 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
             _too_big(found, "one copy")
             or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
         )
-        shape = f"{plan.tensor} workers a layer × {plan.replicas} {'shards' if plan.shard != 'none' else 'replicas'}"
+        shape = (
+            f"{plan.tensor} workers a layer × {plan.replicas} "
+            f"{'shards' if plan.shard != 'none' else 'replicas'}"
+        )
         return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}."
     if plan.shard != "none":
         what = {
@@ -210,10 +219,14 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
             else f"{plan.replicas} workers"
         )
         return (
-            f"Split the data, and share out {what} over {over}{_not_whole(found)}: that needs {needs}{with_recompute}; "
+            f"Split the data, and share out {what} over {over}{_not_whole(found)}: that "
+            f"needs {needs}{with_recompute}; "
             f"{plan.replicas} workers {reach}; {tail}."
         )
-    return f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas {reach}; {tail}."
+    return (
+        f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas "
+        f"{reach}; {tail}."
+    )
 
 
 def _least(found: SearchResult) -> Prediction:
@@ -234,7 +247,9 @@ def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str
             "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
         )
         return (
-            f"{answer} One device alone would {speed}, but needs {answer_tables.format_bytes(alone.memory_bytes)} of {answer_tables.format_bytes(alone.capacity_bytes)} "
+            f"{answer} One device alone would {speed}, but needs "
+            f"{answer_tables.format_bytes(alone.memory_bytes)} of "
+            f"{answer_tables.format_bytes(alone.capacity_bytes)} "
             f"({alone.verdict}): {found.workers} are worth it for the memory only."
         )
     if times > _NO_FASTER:
@@ -249,7 +264,10 @@ def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str
         if alone.capacity_bytes
         else f", if its memory has room for {answer_tables.format_bytes(alone.memory_bytes)}"
     )
-    return f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For {found.workers}: {answer[0].lower()}{answer[1:]}"
+    return (
+        f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For "
+        f"{found.workers}: {answer[0].lower()}{answer[1:]}"
+    )
 
 
 def _why_slow(best: Prediction, alone: Prediction) -> str:
@@ -278,7 +296,10 @@ def _not_whole(found: SearchResult) -> str:
     if whole is None:
         return ""
     if found.optimize == "memory":
-        return f", which takes less memory than whole replicas ({answer_tables.format_bytes(whole.memory_bytes)})"
+        return (
+            ", which takes less memory than whole replicas "
+            f"({answer_tables.format_bytes(whole.memory_bytes)})"
+        )
     if whole.step_seconds > found.best.step_seconds:
         how = (
             f" with {_WORDS[whole.plan.recompute]}, as they would fit"
@@ -286,7 +307,10 @@ def _not_whole(found: SearchResult) -> str:
             else ""
         )
         return f", which is faster than whole replicas{how}"
-    return f", since a whole replica needs {answer_tables.format_bytes(whole.memory_bytes)} of {answer_tables.format_bytes(whole.capacity_bytes)} ({whole.verdict})"
+    return (
+        f", since a whole replica needs {answer_tables.format_bytes(whole.memory_bytes)} of "
+        f"{answer_tables.format_bytes(whole.capacity_bytes)} ({whole.verdict})"
+    )
 
 
 def _too_big(found: SearchResult, what: str) -> str:
@@ -294,7 +318,10 @@ def _too_big(found: SearchResult, what: str) -> str:
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
         how = f" even with {_WORDS[least.plan.recompute]}" if least.plan.recompute in _WORDS else ""
-        return f"{what} needs {answer_tables.format_bytes(least.memory_bytes)} of {answer_tables.format_bytes(least.capacity_bytes)}{how}"
+        return (
+            f"{what} needs {answer_tables.format_bytes(least.memory_bytes)} of "
+            f"{answer_tables.format_bytes(least.capacity_bytes)}{how}"
+        )
     if not whole and found.workers > found.best.plan.batch_size:
         return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
     return ""
@@ -323,10 +350,17 @@ def _decided(found: SearchResult) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        return f"memory: {answer_tables.format_bytes(_least(found).memory_bytes)} of {answer_tables.format_bytes(best.capacity_bytes)} at best"
+        return (
+            f"memory: {answer_tables.format_bytes(_least(found).memory_bytes)} of "
+            f"{answer_tables.format_bytes(best.capacity_bytes)} at best"
+        )
     if second is None:
         if best.capacity_bytes:
-            return f"memory: {answer_tables.format_bytes(best.memory_bytes)} of {answer_tables.format_bytes(best.capacity_bytes)}, the only family of plans there is"
+            return (
+                f"memory: {answer_tables.format_bytes(best.memory_bytes)} of "
+                f"{answer_tables.format_bytes(best.capacity_bytes)}, the only family of plans "
+                "there is"
+            )
         return "the only family of plans there is"
     if _verdict_decided(best, second):
         # As the sentence has it: the one of its family that needs least.
@@ -334,13 +368,27 @@ def _decided(found: SearchResult) -> str:
             (p for p in found.plans if p.plan.family == second.plan.family),
             key=lambda p: p.memory_bytes,
         )
-        return f"memory: {least.plan.family} needs {answer_tables.format_bytes(least.memory_bytes)} of {answer_tables.format_bytes(least.capacity_bytes)} at least ({least.verdict})"
+        return (
+            f"memory: {least.plan.family} needs "
+            f"{answer_tables.format_bytes(least.memory_bytes)} of "
+            f"{answer_tables.format_bytes(least.capacity_bytes)} at least ({least.verdict})"
+        )
     if found.optimize == "memory":
-        return f"memory: {answer_tables.format_bytes(best.memory_bytes)} against {answer_tables.format_bytes(second.memory_bytes)} of {second.plan.family}"
+        return (
+            f"memory: {answer_tables.format_bytes(best.memory_bytes)} against "
+            f"{answer_tables.format_bytes(second.memory_bytes)} of {second.plan.family}"
+        )
     name = _largest_difference(best, second)
     if second.step_seconds <= best.step_seconds:
-        return f"step time is equal within {100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
-    return f"{_TERM_WORDS[name]}: {answer_tables.format_seconds(second.terms[name])} a step in {second.plan.family}, {answer_tables.format_seconds(best.terms[name])} in {best.plan.family}"
+        return (
+            "step time is equal within "
+            f"{100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
+        )
+    return (
+        f"{_TERM_WORDS[name]}: {answer_tables.format_seconds(second.terms[name])} a step in "
+        f"{second.plan.family}, {answer_tables.format_seconds(best.terms[name])} in "
+        f"{best.plan.family}"
+    )
 
 
 def _lost(found: SearchResult) -> str:
@@ -348,9 +396,15 @@ def _lost(found: SearchResult) -> str:
     if second is None:
         return "There is no other family of plans for these workers and this batch."
     if _verdict_decided(best, second):
-        return f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
+        return (
+            f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: "
+            f"{_memory_words(second)}."
+        )
     if best.verdict == "does not fit":
-        return f"{second.plan.family} ({second.plan.spec}) needs {_memory_words(second)}: it does not fit either."
+        return (
+            f"{second.plan.family} ({second.plan.spec}) needs {_memory_words(second)}: it does "
+            "not fit either."
+        )
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
     if found.optimize == "memory" and second.memory_bytes > best.memory_bytes:
         faster = (
@@ -358,9 +412,15 @@ def _lost(found: SearchResult) -> str:
             if slower < 0
             else f"is {100 * slower:.0f} % slower, and"
         )
-        return f"{second.plan.family} ({second.plan.spec}) {faster} needs {_memory_words(second)}; here {answer_tables.format_bytes(best.memory_bytes)}."
+        return (
+            f"{second.plan.family} ({second.plan.spec}) {faster} needs "
+            f"{_memory_words(second)}; here {answer_tables.format_bytes(best.memory_bytes)}."
+        )
     if slower <= 0:
-        return f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} %, and less simple."
+        return (
+            f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} "
+            "%, and less simple."
+        )
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
     much = 0.1 * (second.step_seconds - best.step_seconds)
     up, down = (
@@ -375,7 +435,10 @@ def _lost(found: SearchResult) -> str:
         [f"the rest −{answer_tables.format_seconds(-rest)}"] if -rest > much else []
     )
     gains = f"; it gains {', '.join(less)}" if less else ""
-    return f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: {', '.join(more) or 'a little of everything'}{gains}."
+    return (
+        f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: "
+        f"{', '.join(more) or 'a little of everything'}{gains}."
+    )
 
 
 def _verdict_decided(best: Prediction, second: Prediction) -> bool:
@@ -390,7 +453,8 @@ def _largest_difference(best: Prediction, second: Prediction) -> str:
 def _memory_words(prediction: Prediction) -> str:
     kinds = sorted(((v, k) for k, v in prediction.memory.items() if v > 0), reverse=True)[:3]
     return (
-        f"{answer_tables.format_bytes(prediction.memory_bytes)} of {answer_tables.format_bytes(prediction.capacity_bytes)}, "
+        f"{answer_tables.format_bytes(prediction.memory_bytes)} of "
+        f"{answer_tables.format_bytes(prediction.capacity_bytes)}, "
         + ", ".join(f"{k} {answer_tables.format_bytes(v)}" for v, k in kinds)
     )
 
@@ -425,7 +489,9 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
     rows.extend(best.notes)
     if best.correction != 1.0:
         rows.append(
-            f"step time is corrected by {best.correction:.3g} from earlier runs here: {answer_tables.format_seconds(best.raw_step_seconds)} → {answer_tables.format_seconds(best.step_seconds)}"
+            f"step time is corrected by {best.correction:.3g} from earlier runs here: "
+            f"{answer_tables.format_seconds(best.raw_step_seconds)} → "
+            f"{answer_tables.format_seconds(best.step_seconds)}"
         )
     return tuple(rows)
 
@@ -549,7 +615,8 @@ def find_flip(
         note: how the change is modelled.
 
     Example:
-        >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""), "down").at
+        >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""),
+        ...     "down").at
         2.0
     """
     here = (now or winner(value))[0]

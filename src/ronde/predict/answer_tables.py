@@ -104,7 +104,8 @@ def format_bytes(count: float) -> str:
     """Bytes, with three digits and the unit that suits them.
 
     Example:
-        >>> format_bytes(232), format_bytes(1020 * 1024), format_bytes(1010 * 1024), format_bytes(1.5 * 2**30)
+        >>> format_bytes(232), format_bytes(1020
+        ...     * 1024), format_bytes(1010 * 1024), format_bytes(1.5 * 2**30)
         ('232 B', '0.996 MiB', '1010 KiB', '1.5 GiB')
     """
     for unit, scale in _UNITS:

@@ -137,8 +137,8 @@ class Cluster:
 
         Example:
             >>> here = Cluster(corrections={"replicate": 4.0, "shard": 1.0})
-            >>> here.correction("replicate"), here.correction("pipeline"), Cluster().correction("pipeline")
-            (4.0, 2.0, 1.0)
+            >>> [c.correction("pipeline") for c in (here, Cluster())], here.correction("replicate")
+            ([2.0, 1.0], 4.0)
         """
         if workers == 1:
             return 1.0
@@ -167,7 +167,8 @@ class Cluster:
                 f", {_PLANS[kind]}" for kind in _PLANS if kind in free
             )
             told.append(
-                f"links lack {', '.join(absent)}: taken as free, so these plans cannot be judged: {plans}"
+                f"links lack {', '.join(absent)}: taken as free, so these plans cannot be "
+                f"judged: {plans}"
             )
         elif absent:
             told.append(f"links lack {', '.join(absent)}: estimated from all_reduce")
@@ -217,7 +218,8 @@ class Cluster:
             raise ArgumentError(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise ArgumentError(
-                f"{path} holds no cluster: expected YAML with names and values, as 'ronde bench cluster' writes"
+                f"{path} holds no cluster: expected YAML with names and values, as 'ronde "
+                "bench cluster' writes"
             )
         return cls.from_dict(values, str(path))
 
@@ -253,9 +255,8 @@ def _fit(where: str, value: Any) -> LinkFit:
     fields.known(where, "the field", given, _FIT)
     for name in ("alpha", "beta"):
         if name not in given:
-            raise ArgumentError(
-                f"{where} has no {name}: expected {'seconds before the first byte' if name == 'alpha' else 'bytes a second'}."
-            )
+            meaning = "seconds before the first byte" if name == "alpha" else "bytes per second"
+            raise ArgumentError(f"{where} has no {name}. Expected {meaning}.")
     return LinkFit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
 
 

@@ -120,7 +120,8 @@ def groups(layout: Layout, cluster: Cluster, shard_within: int | None = None) ->
     if any is.
 
     Example:
-        >>> at = groups(Layout(pipeline=2, replicas=4, tensor=2), Cluster(nodes=2, devices_per_node=8))
+        >>> at = groups(Layout(pipeline=2, replicas=4, tensor=2), Cluster(nodes=2,
+        ...     devices_per_node=8))
         >>> at["tensor"].sentence(), at["replicas"].sentence(), at["stages"].sentence()
         ('2 inside a node', '4 inside a node', '2 across nodes, 1 in each')
     """

@@ -91,7 +91,8 @@ def device_named(name: str) -> Device:
             kinds = [d for d in DEVICES.values() if d.name.startswith(family)]
             return next((d for d in kinds if "40" in plain and "40" in d.name), kinds[-1])
     raise ArgumentError(
-        f"device {name!r} is not known: choose one of {', '.join(DEVICES)}, or measure the cluster with 'ronde bench cluster'."
+        f"device {name!r} is not known: choose one of {', '.join(DEVICES)}, or measure the "
+        "cluster with 'ronde bench cluster'."
     )
 
 
@@ -109,7 +110,8 @@ def efficiency(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
     """Part of its peak that a unit reaches by :func:`unit_seconds`.
 
     Example:
-        >>> round(efficiency(DEVICES["H100-80GB"], 1e13), 2), round(efficiency(DEVICES["H100-80GB"], 1e9), 2)
+        >>> round(efficiency(DEVICES["H100-80GB"], 1e13),
+        ...     2), round(efficiency(DEVICES["H100-80GB"], 1e9), 2)
         (0.6, 0.05)
     """
     return flops / device.flops_per_second / unit_seconds(device, flops, moved_bytes)
@@ -133,12 +135,12 @@ def speed_of(device: Device, costs: Costs, samples: int = 0) -> float:
         work = unit.flops * at
         if work > 0:
             seconds += unit.forward_seconds.at(at)
-            there += unit_seconds(
-                device, work, 2.0 * unit.saved_bytes.at(at)
-            )  # what is kept was written, and read by the next
+            # what is kept was written, and read by the next
+            there += unit_seconds(device, work, 2.0 * unit.saved_bytes.at(at))
     if seconds <= 0 or there <= 0:
         raise ArgumentError(
-            "the model's floating-point operations are not known, so its speed on another device cannot be estimated."
+            "the model's floating-point operations are not known, so its speed on another "
+            "device cannot be estimated."
         )
     return seconds / there
 

@@ -160,7 +160,8 @@ class Capacities:
         for stage in self.stages:
             if not (math.isfinite(stage.cpu_seconds) and stage.cpu_seconds >= 0):
                 raise ArgumentError(
-                    f"stage {stage.name!r}: cpu_seconds={stage.cpu_seconds!r} must be a number, 0 or more."
+                    f"stage {stage.name!r}: cpu_seconds={stage.cpu_seconds!r} must be a "
+                    "number, 0 or more."
                 )
             _positive(f"stage {stage.name!r}: samples_per_second", stage.samples_per_second)
 
@@ -347,9 +348,8 @@ def _rate(
             # Each device's own: all wait for the slowest of them.
             supply /= 1.0 + _SLOWEST * variance * _slowest(devices) / c.buffer_batches
             if what == "loaders" and c.serial:
-                through = (
-                    supply * demand / (supply + demand)
-                )  # one after the other: their times add up
+                # one after the other: their times add up
+                through = supply * demand / (supply + demand)
             else:
                 through = _through(supply, demand, variance, c.buffer_batches + 1)
         else:
@@ -384,7 +384,8 @@ def predict(capacities: Capacities, devices: int, nodes: int | None = None) -> P
         ArgumentError: fewer devices than nodes, or less than 1.
 
     Example:
-        >>> blog = Capacities(250.0, storage_samples_per_second=4640.0, devices_per_node=8, overhead=0.05)
+        >>> blog = Capacities(250.0, storage_samples_per_second=4640.0, devices_per_node=8,
+        ...     overhead=0.05)
         >>> [round(predict(blog, n).gap, 2) for n in (1, 16, 32)]
         [0.05, 0.05, 0.42]
     """
@@ -552,7 +553,8 @@ def from_runs(
         ArgumentError: no run, or rates that are not above 0.
 
     Example:
-        >>> found = from_runs([Measured(1, 250.0, 249.0), Measured(2, 500.0, 498.0)], sweep=[(1, 400.0), (8, 1500.0), (16, 1510.0)])
+        >>> found = from_runs([Measured(1, 250.0, 249.0), Measured(2, 500.0, 498.0)], sweep=[(1,
+        ...     400.0), (8, 1500.0), (16, 1510.0)])
         >>> round(predict(found, 8, 1).gap, 2)
         0.24
     """
@@ -561,7 +563,8 @@ def from_runs(
     for r in runs:
         if r.devices < 1 or not (r.synthetic > 0 and r.real > 0):
             raise ArgumentError(
-                f"a run of {r.devices} devices measured {r.synthetic} synthetic and {r.real} real samples/s: both must be above 0."
+                f"a run of {r.devices} devices measured {r.synthetic} synthetic and "
+                f"{r.real} real samples/s: both must be above 0."
             )
     ordered = sorted(runs, key=lambda r: r.devices)
     first, last = ordered[0], ordered[-1]
@@ -605,9 +608,8 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
     lost = [gap(r.real, r.synthetic) for r in runs]
     own = min((r.loading / r.devices for r in runs if r.loading is not None), default=None)
     if first.loading is not None and c.serial:
-        c = _own_limit(
-            c, first.loading / first.devices
-        )  # it counts however fast they are: nothing hides it
+        # it counts however fast they are: nothing hides it
+        c = _own_limit(c, first.loading / first.devices)
     elif first.loading is not None and first.loading < first.devices * c.step_rate * 1.5:
         # Seen not far above what the device wants: the loaders' own limit, if nothing that is known
         # explains it.
@@ -621,9 +623,8 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
         and last.devices > first.devices
         and lost[-1] < lost[0] + _STARVED
     ):
-        c = _own_limit(
-            c, first.real / first.devices
-        )  # one is starved as much as two: its own loaders are too slow
+        # one is starved as much as two: its own loaders are too slow
+        c = _own_limit(c, first.real / first.devices)
         c = replace(c, variation=min(c.variation, _seen_variation(c, first, last)))
     elif left > 0.005:
         c = replace(c, overhead=min(left, 0.9))

@@ -187,11 +187,13 @@ def cut(
             "",
         )
         raise ArgumentError(
-            f"pipeline: {stages} stages were asked for, and the model can be cut into {len(made.cuts) + 1} at most{why}. "
+            f"pipeline: {stages} stages were asked for, and the model can be cut into "
+            f"{len(made.cuts) + 1} at most{why}. "
             "Ask for fewer stages, or name the places with split_at."
         )
     raise ArgumentError(
-        f"pipeline: no cut into {stages} stages keeps every worker below {(memory_bytes or 0) / 2**30:.3g} GiB. "
+        f"pipeline: no cut into {stages} stages keeps every worker below "
+        f"{(memory_bytes or 0) / 2**30:.3g} GiB. "
         'Use more stages, recompute="full", shard, or smaller micro-batches.'
     )
 
@@ -252,7 +254,8 @@ def cut_equal(
     count = workers * virtual
     if len(made.cuts) + 1 < count:
         raise ArgumentError(
-            f"pipeline: {count} stages were asked for, and the model can be cut into {len(made.cuts) + 1} at most."
+            f"pipeline: {count} stages were asked for, and the model can be cut into "
+            f"{len(made.cuts) + 1} at most."
         )
     bounds = [0]
     for s in range(1, count):
@@ -283,7 +286,8 @@ def cut_at(
     count = workers * virtual
     if len(names) != count - 1:
         raise ArgumentError(
-            f"split_at names {len(names)} modules ({', '.join(names)}); {count} stages need {count - 1}, each the first of its stage."
+            f"split_at names {len(names)} modules ({', '.join(names)}); {count} stages "
+            f"need {count - 1}, each the first of its stage."
         )
     bounds = [0]
     for name in names:
@@ -297,7 +301,8 @@ def cut_at(
         )
         if at is None:
             raise ArgumentError(
-                f"split_at: the model's chain has no {name!r}. It has {_few([u.name for u in costs.units])}."
+                f"split_at: the model's chain has no {name!r}. It has "
+                f"{_few([u.name for u in costs.units])}."
             )
         if at not in made.cuts:
             before = costs.units[at - 1] if at else None
@@ -305,7 +310,8 @@ def cut_at(
             raise ArgumentError(f"split_at: no stage can begin with {name!r}{reason}.")
         if at <= bounds[-1]:
             raise ArgumentError(
-                f"split_at: {name!r} does not come after the module named before it, in the order in which they run."
+                f"split_at: {name!r} does not come after the module named before it, in "
+                "the order in which they run."
             )
         bounds.append(at)
     return _described(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
@@ -407,9 +413,8 @@ class _Sums:
         total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
         share: Array = (alpha * flight / total) * saved
         share += (alpha / total) * states
-        share += (
-            max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * seconds
-        )  # never 0: where no stage may be it is infinite
+        # never 0: where no stage may be it is infinite
+        share += max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * seconds
         if cap is not None:
             share[states + flight * saved > cap] = np.inf
         return share
@@ -506,9 +511,8 @@ def _stages(
         shared = [
             t for t, held in zip(made.ties, holding, strict=True) if s in held and len(held) > 1
         ]
-        copies = [
-            t for t in shared if not start <= t.units[0] < stop
-        ]  # the first stage of all counts it with its units
+        # the first stage of all counts it with its units
+        copies = [t for t in shared if not start <= t.units[0] < stop]
         stages.append(
             StageCost(
                 start=start,

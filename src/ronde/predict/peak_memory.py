@@ -169,9 +169,8 @@ class PeakMemory:
         trainable = float(made.trainable.sum())
         inputs = self.costs.input_bytes * self.share
         kept = np.cumsum(made.saved)
-        so_far = np.cumsum(made.trainable[::-1])[
-            ::-1
-        ]  # gradients made until a unit's backward pass is done
+        # gradients made until a unit's backward pass is done
+        so_far = np.cumsum(made.trainable[::-1])[::-1]
         late = np.cumsum(made.late[::-1])[::-1]
         communication = np.zeros(len(made))
         several = self.micro_batches > 1
@@ -200,10 +199,11 @@ class PeakMemory:
             second = (behind >= _FIRST_BUCKET + _BUCKET) * self._ring_buffer(_BUCKET, replicas)
             communication = (first + second) * (self.micro_batches <= 2)
         elif several:
+            # made, and then added
             gradients, new = (
                 np.full(len(made), trainable),
                 made.trainable + late,
-            )  # made, and then added
+            )
             forward_gradients = full = trainable
         else:
             gradients, new = so_far, late
@@ -246,21 +246,20 @@ class PeakMemory:
         copy = 1.0 if self.cluster.device == "cpu" else 0.0
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
-        run = np.repeat(
-            np.arange(len(starts)), np.diff([*starts, n])
-        )  # unit -> which run of units it is in
+        # unit -> which run of units it is in
+        run = np.repeat(np.arange(len(starts)), np.diff([*starts, n]))
 
         def of_runs(values: Array) -> Array:
             return np.asarray(np.add.reduceat(values, starts), dtype=float) * inside
 
         whole, grads = of_runs(made.parameters), of_runs(made.trainable)
+        # of the block before a run, its parameters; after it, its gradients
         before, after = (
             np.zeros(len(starts)),
             np.zeros(len(starts)),
-        )  # of the block before a run, its parameters; after it, its gradients
-        last_gathered = np.zeros(
-            len(starts)
-        )  # the buffer of the block that was gathered last before a run, or of itself
+        )
+        # the buffer of the block that was gathered last before a run, or of itself
+        last_gathered = np.zeros(len(starts))
         rest = float(made.parameters.sum() - whole.sum())
         held, behind_it = 0.0, 0.0
         for r in range(len(starts)):
@@ -290,9 +289,8 @@ class PeakMemory:
         gathered_forward = (whole[run] if again else until[run]) + rest
         gathered_backward = whole[run] if again else until[run]
         kept_before = kept - made.saved
-        earlier = np.concatenate(
-            [[0.0], made.crossing_grad[:-1]]
-        )  # gradient of what a block was given
+        # gradient of what a block was given
+        earlier = np.concatenate([[0.0], made.crossing_grad[:-1]])
         forward: _Moment = {
             "parameters": gathered_forward,
             "gradients": sharded * (self.micro_batches > 1),
@@ -554,9 +552,8 @@ class PeakMemory:
         ] = {}  # and of a stage's first backward pass: gradients
         later: dict[int, tuple[float, float, float, float]] = {}
         split = plan.schedule in ("zero-bubble", "zbv")
-        tied = np.zeros(
-            len(made)
-        )  # gradients of what several units share, where the pass makes them
+        # gradients of what several units share, where the pass makes them
+        tied = np.zeros(len(made))
         owned, weights = made.trainable.copy(), made.parameters.copy()
         for_a_moment = made.transient_backward.copy()
         for tie in made.ties:
@@ -645,9 +642,8 @@ class PeakMemory:
                     later if stage in done else first
                 )[stage]
                 others = gradients_held - (float(held[stage]) if stage in done else 0.0)
-                kept_most = (
-                    float(stages.saved[stage]) if split and stage else kept_most
-                )  # the first stage's whole pass is in its later part
+                # the first stage's whole pass is in its later part
+                kept_most = float(stages.saved[stage]) if split and stage else kept_most
                 look(
                     others + gradients_most,
                     activations - float(stages.saved[stage]) + kept_most,

@@ -140,7 +140,8 @@ class Predictor:
         """
         if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
             raise ArgumentError(
-                f"plan: {plan.workers} workers do not divide into pipeline={plan.pipeline} × tensor={plan.tensor}; "
+                f"plan: {plan.workers} workers do not divide into pipeline={plan.pipeline} "
+                f"× tensor={plan.tensor}; "
                 f"take a multiple of {plan.pipeline * plan.tensor}."
             )
         if plan.shard_within and plan.replicas % plan.shard_within:
@@ -318,7 +319,8 @@ class Predictor:
         notes = []
         if self.cluster.speed_is_estimate:
             notes.append(
-                f"computation is scaled by {self.cluster.speed:.3g} to {self.cluster.device}: an estimate"
+                f"computation is scaled by {self.cluster.speed:.3g} to "
+                f"{self.cluster.device}: an estimate"
             )
         if plan.workers > 1 and not self.cluster.links:
             notes.append("no link was measured: exchange is taken as free")
@@ -332,7 +334,8 @@ class Predictor:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
         if plan.recompute == "selective" and "selective" not in self.costs.again:
             notes.append(
-                "selective recomputation was not measured: half of the activations for 15 % of a forward pass is assumed"
+                "selective recomputation was not measured: half of the activations for 15 "
+                "% of a forward pass is assumed"
             )
         if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
             notes.append("the two parts of a backward pass are taken as equal")

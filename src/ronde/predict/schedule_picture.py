@@ -68,7 +68,8 @@ def terminal(timeline: Timeline, width: int = 100) -> Text:
         " (input), A–Z backward (weights)" if "W" in kinds else ""
     )
     text.append(
-        f"{legend}, · waits. Each worker waits {100 * timeline.mean_bubble:.0f} % of the step on average."
+        f"{legend}, · waits. Each worker waits {100 * timeline.mean_bubble:.0f} % of the "
+        "step on average."
     )
     return text
 
@@ -86,16 +87,19 @@ def svg(timeline: Timeline, title: str = "") -> str:
     height = bottom + 70
     scale = wide / timeline.seconds
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 24:.0f} {height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 24:.0f} '
+        f'{height:.0f}" '
         'font-family="system-ui, sans-serif" font-size="12" role="img">',
         f"<title>{escape(title or 'schedule of a pipeline')}</title>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{left}" y="24" font-size="14" font-weight="600" fill="#202124">{escape(title)}</text>',
+        f'<text x="{left}" y="24" font-size="14" font-weight="600" '
+        f'fill="#202124">{escape(title)}</text>',
     ]
     for w in range(workers):
         y = top + w * (row + gap)
         out.append(
-            f'<text x="{left - 10}" y="{y + row / 2 + 4:.1f}" text-anchor="end" fill="#202124">worker {w}</text>'
+            f'<text x="{left - 10}" y="{y + row / 2 + 4:.1f}" text-anchor="end" '
+            f'fill="#202124">worker {w}</text>'
         )
         out.append(f'<rect x="{left}" y="{y:.1f}" width="{wide}" height="{row}" fill="#f1f3f4"/>')
     stages = max(e.action.stage for e in timeline.events) + 1
@@ -107,14 +111,19 @@ def svg(timeline: Timeline, title: str = "") -> str:
         fade = (
             1.0 - 0.45 * turn / max(1, math.ceil(stages / workers) - 1) if stages > workers else 1.0
         )
-        tip = f"{_NAMES[kind]}, micro-batch {micro}, stage {stage}: {_seconds(event.start)} to {_seconds(event.end)}"
+        tip = (
+            f"{_NAMES[kind]}, micro-batch {micro}, stage {stage}: {_seconds(event.start)} to "
+            f"{_seconds(event.end)}"
+        )
         out.append(
-            f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(long, 0.5):.2f}" height="{row}" fill="{_FILLS[kind]}" fill-opacity="{fade:.2f}" '
+            f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(long, 0.5):.2f}" height="{row}" '
+            f'fill="{_FILLS[kind]}" fill-opacity="{fade:.2f}" '
             f'stroke="#ffffff" stroke-width="0.6"><title>{escape(tip)}</title></rect>'
         )
         if long > 7.0 * len(str(micro)) + 2:
             out.append(
-                f'<text x="{x + long / 2:.2f}" y="{y + row / 2 + 4:.1f}" text-anchor="middle" fill="#202124" '
+                f'<text x="{x + long / 2:.2f}" y="{y + row / 2 + 4:.1f}" '
+                'text-anchor="middle" fill="#202124" '
                 f'pointer-events="none">{micro}</text>'
             )
     out.append(
@@ -126,13 +135,15 @@ def svg(timeline: Timeline, title: str = "") -> str:
             f'<line x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 5}" stroke="#5f6368"/>'
         )
         out.append(
-            f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle" fill="#5f6368">{_seconds(tick)}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle" '
+            f'fill="#5f6368">{_seconds(tick)}</text>'
         )
     x = left
     for kind in ("F", "B", "I", "W"):
         if any(e.action.kind == kind for e in timeline.events):
             out.append(
-                f'<rect x="{x:.0f}" y="{bottom + 38}" width="14" height="14" fill="{_FILLS[kind]}"/>'
+                f'<rect x="{x:.0f}" y="{bottom + 38}" width="14" height="14" '
+                f'fill="{_FILLS[kind]}"/>'
             )
             out.append(
                 f'<text x="{x + 20:.0f}" y="{bottom + 50}" fill="#202124">{_NAMES[kind]}</text>'
@@ -142,7 +153,8 @@ def svg(timeline: Timeline, title: str = "") -> str:
         ", paler: later stages of the same worker" if stages > workers else ""
     )
     out.append(
-        f'<text x="{left + wide}" y="{bottom + 50}" text-anchor="end" fill="#5f6368">{note}; each worker waits '
+        f'<text x="{left + wide}" y="{bottom + 50}" text-anchor="end" '
+        f'fill="#5f6368">{note}; each worker waits '
         f"{100 * timeline.mean_bubble:.0f} % on average</text>"
     )
     out.append("</svg>")

@@ -173,16 +173,16 @@ def search(
         _climb(ladder, look, optimize)
     if not kept:
         raise ArgumentError(
-            f"plan: no plan gives each of {workers} workers a sample of a global batch of {costs.batch_size}: "
+            f"plan: no plan gives each of {workers} workers a sample of a global batch of "
+            f"{costs.batch_size}: "
             "use fewer workers or a larger batch."
         )
     full: list[Prediction] = []
     shortest = math.inf
     chosen = _choose(kept, simulate)
     if prune:
-        chosen.sort(
-            key=lambda p: rank_key(p, optimize, noise)
-        )  # the likely winner first: it rules out the most
+        # the likely winner first: it rules out the most
+        chosen.sort(key=lambda p: rank_key(p, optimize, noise))
     for quick in chosen:
         least = (
             max(
@@ -252,9 +252,15 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
     """Why the runtime does not carry a plan out, or None where it does."""
     share = plan.batch_size / plan.replicas
     if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
-        return f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × tensor={plan.tensor}"
+        return (
+            f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × "
+            f"tensor={plan.tensor}"
+        )
     if share < 1:
-        return f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than one sample each"
+        return (
+            f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than "
+            "one sample each"
+        )
     if plan.pipeline > 1 and plan.tensor > 1:
         return "pipeline and tensor are not carried out together"
     if plan.shard != "none" and plan.replicas < 2:
@@ -281,13 +287,22 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         and plan.shard in ("gradients", "parameters")
         and plan.schedule in ("zero-bubble", "zbv")
     ):
-        return f"{plan.schedule} puts part of the backward pass off, when sharded parameters have been let go"
+        return (
+            f"{plan.schedule} puts part of the backward pass off, when sharded parameters have "
+            "been let go"
+        )
     if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
-        return f"{plan.schedule} puts part of the backward pass off, and what is computed again stays until then: nothing is gained"
+        return (
+            f"{plan.schedule} puts part of the backward pass off, and what is computed again "
+            "stays until then: nothing is gained"
+        )
     if plan.pipeline > 1:
         places = sum(u.cut_after for u in costs.units[:-1]) + 1
         if plan.pipeline * plan.virtual > places:
-            return f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be cut into {places} at most"
+            return (
+                f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be "
+                f"cut into {places} at most"
+            )
         return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
     if plan.virtual > 1:
         return "virtual needs a pipeline"

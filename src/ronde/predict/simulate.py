@@ -221,7 +221,8 @@ def simulate(
     if stuck:
         first = work[stuck[0]][at[stuck[0]]]
         raise ArgumentError(
-            f"pipeline: the lists of actions wait for each other; worker {stuck[0]} waits at {first.kind} of micro-batch {first.micro} "
+            f"pipeline: the lists of actions wait for each other; worker {stuck[0]} waits "
+            f"at {first.kind} of micro-batch {first.micro} "
             f"on stage {first.stage}."
         )
     events.sort(key=lambda e: (e.start, e.worker))
@@ -285,9 +286,8 @@ def run_step(
     """
     each = 3 if schedule in ("zero-bubble", "zbv") else 2
     shorter = max(2 * workers, _ACTIONS // (2 * each * workers * virtual) // workers * workers)
-    rounds = (
-        schedule in ("interleaved", "zero-bubble") and micro_batches % workers
-    )  # rounds of another size than in the shorter steps
+    # rounds of another size than in the shorter steps
+    rounds = schedule in ("interleaved", "zero-bubble") and micro_batches % workers
     if (
         not exact
         and not keep_events

@@ -34,9 +34,8 @@ class StepPrediction(PeakMemory):
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
         terms = dict.fromkeys(TERMS, 0.0)
-        alone = (
-            self.costs.contention if self.plan.workers == 1 else 1.0
-        )  # nobody else computes meanwhile
+        # nobody else computes meanwhile
+        alone = self.costs.contention if self.plan.workers == 1 else 1.0
         further = (times - 1) * self._accumulated(float(made.trainable.sum()))
         terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
         terms["recompute"] = times * recompute / alone
@@ -165,9 +164,10 @@ class StepPrediction(PeakMemory):
         nothing = np.zeros(1)
         again = self.plan.shard == "parameters"
         forward_wire = np.concatenate([gather[1:], nothing])  # the next block's parameters
+        # before it, after it
         backward_wire = np.concatenate([nothing, gather[:-1]]) * again + np.concatenate(
             [reduce[1:], nothing]
-        )  # before it, after it
+        )
         first = rest_gather + float(gather[0])
         last = float(reduce[0]) + rest_reduce
 
@@ -234,7 +234,8 @@ class StepPrediction(PeakMemory):
         )
         if bounds is None:
             raise ArgumentError(
-                f"pipeline: {workers * virtual} stages were asked for, and the model can be cut into {len(self.made.cuts) + 1} at most."
+                f"pipeline: {workers * virtual} stages were asked for, and the model can "
+                f"be cut into {len(self.made.cuts) + 1} at most."
             )
         stages = stage_arrays(self.made, bounds, plan)
         count = workers * virtual

@@ -323,9 +323,8 @@ def chain(
                 else float(before[units.start])
             )
             kept[units.start] = min(all_of_it, first)
-            transient_backward[units] += (
-                all_of_it - kept[units.start]
-            )  # all of the block's activations are back at once
+            # all of the block's activations are back at once
+            transient_backward[units] += all_of_it - kept[units.start]
         saved = kept
         ways = 3.0
     elif recompute == "selective":

@@ -83,9 +83,8 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
             found = probe.earlier(account, place, args)
             if found is not MISSING:
                 if first == "path" and stage == "decode":
-                    read_for(
-                        args[0] if args else None
-                    )  # taking out the decoding leaves the reading
+                    # taking out the decoding leaves the reading
+                    read_for(args[0] if args else None)
                 return found
         account.enter(number)
         try:
@@ -485,9 +484,8 @@ def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
                 account.leave()
         if account.opened:
             for i, (image, place) in enumerate(account.opened):
-                if (
-                    image is self and not self.tile and not getattr(self, "fp", None)
-                ):  # one that has more pictures to come is left alone
+                # one that has more pictures to come is left alone
+                if image is self and not self.tile and not getattr(self, "fp", None):
                     del account.opened[i]
                     account.probe.learn(account, place, _Picture(self), final=True)
                     break

@@ -147,9 +147,8 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 
-_TRANSFORMS = re.compile(
-    r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz"
-)  # of a name in small letters
+# of a name in small letters
+_TRANSFORMS = re.compile(r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz")
 _MOST_FUNCTIONS = 2000
 _READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 
@@ -220,9 +219,8 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
         codes, names = [function.__code__], function.__globals__
         while codes:
             code = codes.pop()
-            codes += [
-                constant for constant in code.co_consts if isinstance(constant, CodeType)
-            ]  # comprehensions
+            # comprehensions
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
             waiting += [inspect.getattr_static(kind, name, None) for name in code.co_names]
             modules = [
                 vars(m)

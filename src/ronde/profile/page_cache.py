@@ -177,7 +177,8 @@ def storage_sweep(
         raise ArgumentError("storage_sweep: no files to read.")
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in in_flight):
         raise ArgumentError(
-            f"storage_sweep(in_flight={tuple(in_flight)!r}): expected numbers of readers, 1 or more."
+            f"storage_sweep(in_flight={tuple(in_flight)!r}): expected numbers of readers, "
+            "1 or more."
         )
     found = {}
     for readers in in_flight:

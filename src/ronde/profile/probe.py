@@ -106,7 +106,8 @@ class Probe:
         self.threads = threads
         if "python" in self.remove:
             raise ArgumentError(
-                "remove='python': what is left of making a sample has no results to replay; 'sample' removes all of it."
+                "remove='python': what is left of making a sample has no results to "
+                "replay; 'sample' removes all of it."
             )
         if threads is not None and (
             isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
@@ -195,9 +196,8 @@ class Probe:
                 return
             if _active is not None and _active is not self and _active._installed_in == here:
                 raise RondeError("two probes at once: uninstall the first one.")
-            if (
-                _active is not None
-            ):  # inherited from the parent of this process, with what it has replaced
+            # inherited from the parent of this process, with what it has replaced
+            if _active is not None:
                 _active._undo_all()
             if self._installed_in != here:
                 self._reset()
@@ -228,9 +228,8 @@ class Probe:
         if limit is not None:
             self._undo.append(limit.uninstall)
         while self._undo:
-            with suppress(
-                Exception
-            ):  # one that cannot be put back must not keep the others from it
+            # one that cannot be put back must not keep the others from it
+            with suppress(Exception):
                 self._undo.pop()()
         self._patched.clear()
         self._named.clear()
@@ -263,9 +262,8 @@ class Probe:
                 self._watched.append(dataset)
                 for one in nested(dataset):
                     for owner, name, stage in found.transforms(one):
-                        with suppress(
-                            Exception
-                        ):  # an object that does not let itself be changed keeps what it has
+                        # an object that does not let itself be changed keeps what it has
+                        with suppress(Exception):
                             self._name(owner, name, stage)
                 for owner, name, value in list(held(dataset)):
                     where = self._named.get(id(value))
@@ -415,7 +413,8 @@ class Probe:
         account = self.account()
         if name in self.remove:
             account.slot.note(
-                f"{name}: a block of lines (with stage(...)) cannot be taken out; make it a function."
+                f"{name}: a block of lines (with stage(...)) cannot be taken out; make it "
+                "a function."
             )
         account.enter(account.slot.stage(name), BLOCK)
 
@@ -508,7 +507,8 @@ class Probe:
                     account.pending.append(kept)
             if self._rings.full:
                 account.slot.note(
-                    f"{what[0]}: its results are large: only the first of them are replayed, or none."
+                    f"{what[0]}: its results are large: only the first of them are "
+                    "replayed, or none."
                 )
         finally:
             account.leave()
@@ -583,7 +583,8 @@ class Probe:
             self._given_up |= blamed
             names = ", ".join(sorted(blamed))
             account.slot.note(
-                f"{names}: not taken out, since the data set fails on results of earlier samples ({type(error).__name__}: {error})."
+                f"{names}: not taken out, since the data set fails on results of earlier "
+                f"samples ({type(error).__name__}: {error})."
             )
             return value
 

@@ -117,9 +117,8 @@ class Slot:
             page = place - place % mmap.ALLOCATIONGRANULARITY  # a page may be larger than a slot
             return memoryview(mmap.mmap(file, place - page + _SLOT, offset=page))[place - page :]
         finally:
-            fcntl.flock(
-                file, fcntl.LOCK_UN
-            )  # mmap holds a copy of the descriptor, and with it the lock
+            # mmap holds a copy of the descriptor, and with it the lock
+            fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
 
     def stage(self, name: str) -> int:

@@ -392,17 +392,15 @@ def _tensors(
             b2 = held.get(name)
             if b2 is None and (a is None or (ranks and name in merged)):
                 continue  # another rank has it
-            if (
-                gradients
-            ):  # no gradient and a gradient of zeros train alike, or the weights will tell
+            # no gradient and a gradient of zeros train alike, or the weights will tell
+            if gradients:
                 a2 = np.zeros_like(b2) if a is None and b2 is not None else a
                 b2 = np.zeros_like(a) if b2 is None and a is not None else b2
             else:
                 a2 = a
             if a2 is None or b2 is None:
-                if (
-                    phase != "clipped" and name in expected
-                ):  # what no worker has was not compared: that is no proof
+                # what no worker has was not compared: that is no proof
+                if phase != "clipped" and name in expected:
                     bad.append(Difference(word, step, name, None, "there", "missing"))
                 break
             apart = judge.differs(

@@ -128,7 +128,8 @@ def _of_seeds(case: Case) -> Cause | None:
     if left is not None and left.place <= d.place:
         return None
     told = (
-        f"where all workers begin with the same seed, the next difference is: {left.phase}, step {left.step}, {left.name}"
+        "where all workers begin with the same seed, the next difference is: "
+        f"{left.phase}, step {left.step}, {left.name}"
         if left
         else SEEDED
     )
@@ -215,7 +216,10 @@ def _drift(case: Case) -> str | None:
                 atol=1e-9 * float(np.abs(mine).max(initial=0.0)),
                 equal_nan=True,
             ):
-                return f"after step {d.step} the workers' own weights differ: {name!r} of rank {rank} is not that of rank 0"
+                return (
+                    f"after step {d.step} the workers' own weights differ: {name!r} of rank "
+                    f"{rank} is not that of rank 0"
+                )
     return None
 
 
@@ -280,7 +284,10 @@ def _of_uneven_shares(case: Case) -> Cause | None:
     uneven = next((k for k, sizes in enumerate(_shares(case)) if len(set(sizes)) > 1), None)
     if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
         return None
-    told = f"until step {uneven} all workers have equally many samples, and it is equal; in step {uneven + 1} they have {_shares(case)[uneven]}"
+    told = (
+        f"until step {uneven} all workers have equally many samples, and it is equal; in step "
+        f"{uneven + 1} they have {_shares(case)[uneven]}"
+    )
     return cause("mean-of-means", told, f"the script calls {', '.join(exchanges[:3])}")
 
 
@@ -361,9 +368,8 @@ def _of_data(case: Case) -> Cause:
     if case.difference.name.startswith(BATCH) and not _loads_elsewhere(case):
         return _of_batch(case)
     reads = _asks(case, "setup", "between", "step")
-    return cause(
-        "data-depends-on-rank" if reads else "data-not-by-index", reads
-    )  # one process twice has read the same
+    # one process twice has read the same
+    return cause("data-depends-on-rank" if reads else "data-not-by-index", reads)
 
 
 def _loads_elsewhere(case: Case) -> bool:
@@ -484,7 +490,10 @@ def _of_outputs(case: Case) -> Cause:
             if parent
             else f"the model ({opening['modules'].get('')})"
         )
-        what = f"what {name!r} is given differs already: it is computed in the forward pass of {holder}"
+        what = (
+            f"what {name!r} is given differs already: it is computed in the forward pass of "
+            f"{holder}"
+        )
         if functional:
             return cause("batchnorm", what, f"torch.nn.functional.batch_norm at {functional[0]}")
     k = d.step - 1
@@ -498,7 +507,10 @@ def _of_outputs(case: Case) -> Cause:
     if splitting is False and name not in opening.get("batchnorms", []):
         return _not_of_splitting(case, "rank-dependent-forward")
     if name in opening.get("batchnorms", []) and opening.get("contract", {}).get("sync_batchnorm"):
-        text = "sync_batchnorm=True is on: what it normalises over is not the global batch, but a micro-batch or a piece of it"
+        text = (
+            "sync_batchnorm=True is on: what it normalises over is not the global batch, but a "
+            "micro-batch or a piece of it"
+        )
         return cause("batchnorm", what, text)
     if name in opening.get("batchnorms", []):
         cured = case.again("sync_batchnorm")
@@ -508,7 +520,8 @@ def _of_outputs(case: Case) -> Cause:
             told = (
                 "with sync_batchnorm=True it is equal"
                 if left is None
-                else f"with sync_batchnorm=True the next difference is: {left.phase}, step {left.step}, {left.name}"
+                else f"with sync_batchnorm=True the next difference is: {left.phase}, step "
+                f"{left.step}, {left.name}"
             )
         return cause("batchnorm", what, told)
     related = _related(case)
@@ -547,7 +560,10 @@ def _moves(case: Case) -> str | None:
     found = compare(case.one, twice).difference if twice is not None and twice.steps() else None
     if found is None or found.phase != "outputs" or found.step > case.difference.step:
         return None
-    return f"computed twice from the same samples, the output of {_module_of(found.name)!r} is another one"
+    return (
+        f"computed twice from the same samples, the output of {_module_of(found.name)!r} is "
+        "another one"
+    )
 
 
 def _padded(case: Case) -> str | None:
@@ -574,7 +590,10 @@ def _reshaped(case: Case) -> Iterator[tuple[str, bool]]:
             if key not in one or one[key] == shape:
                 continue
             theirs_is = "one or another" if isinstance(shape, str) else str(shape)
-            told = f"a sample of {key.removeprefix('out|')!r} has shape {one[key]} with one process, {theirs_is} on rank {rank}"
+            told = (
+                f"a sample of {key.removeprefix('out|')!r} has shape {one[key]} with one "
+                f"process, {theirs_is} on rank {rank}"
+            )
             if isinstance(shape, str) or isinstance(one[key], str):
                 yield told, "samples" in (shape, one[key])
                 continue
@@ -597,11 +616,16 @@ _LOSSES = {
 _LOSS_ANSWERS = {
     "sum": "asked about parts of a batch, the loss answers like a sum",
     "weighted": "asked about parts of a batch, the loss answers like a mean with weights",
-    "over-batch": "asked about parts of a batch, the loss or its gradient answers like neither a mean nor a sum",
-    "pair-mean": "asked about parts of a batch, the first of the pair answers like a mean, not a sum",
-    "pair-weight": "asked about parts of a batch, the weights of the parts do not add up to that of all",
-    "pair-other": "asked about parts of a batch, the first of the pair answers like neither a sum nor a mean",
-    "state": "asked about the same samples again, the loss answers otherwise: it keeps a state, computed from what it was given before",
+    "over-batch": "asked about parts of a batch, the loss or its gradient answers like neither a "
+    "mean nor a sum",
+    "pair-mean": "asked about parts of a batch, the first of the pair answers like a mean, not a "
+    "sum",
+    "pair-weight": "asked about parts of a batch, the weights of the parts do not add up to that "
+    "of all",
+    "pair-other": "asked about parts of a batch, the first of the pair answers like neither a sum "
+    "nor a mean",
+    "state": "asked about the same samples again, the loss answers otherwise: it keeps a state, "
+    "computed from what it was given before",
 }
 
 
@@ -661,9 +685,8 @@ def _loss_by_gradients(case: Case) -> Cause | None:
     found = _asked_of_gradients(case, case.difference.step - 1)
     if found is None:
         return None
-    if (
-        case.difference.step > 1 and found[0] == "loss-over-the-batch"
-    ):  # it was a mean over samples before
+    # it was a mean over samples before
+    if case.difference.step > 1 and found[0] == "loss-over-the-batch":
         return cause(
             "state-outside-the-model",
             f"the loss of {_count(case.difference.step - 1)} is equal, with the same weights",
@@ -712,7 +735,8 @@ def _asked_of_gradients(case: Case, k: int) -> tuple[str, str] | None:
     if np.allclose(ratios, 1.0, rtol=1e-6):
         return (
             "loss-is-a-sum",
-            "the loss's gradient at a sample's output is the same, however many samples are with it",
+            "the loss's gradient at a sample's output is the same, however many samples "
+            "are with it",
         )
     if np.allclose(ratios, shares, rtol=1e-6):
         return "loss-over-the-batch", _MEAN
@@ -729,7 +753,8 @@ def _asked_of_gradients(case: Case, k: int) -> tuple[str, str] | None:
         )
     return (
         "loss-over-the-batch",
-        "its gradient at the model's output is neither that of a sum nor of a mean, weighted or not",
+        "its gradient at the model's output is neither that of a sum nor of a mean, "
+        "weighted or not",
     )
 
 
@@ -805,9 +830,8 @@ def _of_gradients(case: Case) -> Cause:
         if n in (d.name, *d.others) or any(x.startswith(f"{n}.") for x in (d.name, *d.others))
     ]
     names = set(opening.get("names", []))
-    hooked += [
-        n for n in opening.get("hooked", []) if n not in names and n not in hooked
-    ]  # a module's changes what is below it too
+    # a module's changes what is below it too
+    hooked += [n for n in opening.get("hooked", []) if n not in names and n not in hooked]
     if splitting is False and not hooked:
         return _not_of_splitting(case, "rank-dependent-gradients")
     if reads and splitting is not False:
@@ -836,9 +860,8 @@ def _of_rate(case: Case) -> Cause:
         for r in range(t.size)
         if k < len(t.steps(r))
     }
-    if (
-        (scheduled or stepped) and len(alike) == 1 and reads
-    ):  # it is stepped as it should be, and gives what the workers' number says
+    # it is stepped as it should be, and gives what the workers' number says
+    if (scheduled or stepped) and len(alike) == 1 and reads:
         first = {tuple(t.steps(r)[0]["lr"]) for t in (case.one, case.many) for r in range(t.size)}
         return cause(
             "scheduler-depends-on-workers"
@@ -882,7 +905,8 @@ def _of_buffers(case: Case) -> Cause:
     ).get("sync_batchnorm"):
         return cause(
             "batchnorm",
-            f"{module!r} is a batch normalisation, and sync_batchnorm=True is on: it is called with less than the batch",
+            f"{module!r} is a batch normalisation, and sync_batchnorm=True is on: it is "
+            "called with less than the batch",
         )
     if module in case.one.first("opening").get("batchnorms", []):
         return cause("batchnorm", f"{module!r} is a batch normalisation")
@@ -918,7 +942,8 @@ def _of_evaluation(case: Case) -> Cause:
     if _mixes(case, "evaluate", d.step) is False:
         return cause(
             "state-outside-the-model",
-            "a sample's output in evaluation does not depend on the others: on what a worker has kept of its own",
+            "a sample's output in evaluation does not depend on the others: on what a "
+            "worker has kept of its own",
         )
     return cause("evaluation-depends-on-batch")
 

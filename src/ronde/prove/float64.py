@@ -208,9 +208,8 @@ def _patch_dropout(watch: Watch) -> None:
         "alpha_dropout",
         "feature_alpha_dropout",
     ):
-        setattr(
-            functional, name, keeps("alpha" not in name)
-        )  # these two are off unless told otherwise
+        # these two are off unless told otherwise
+        setattr(functional, name, keeps("alpha" not in name))
     attention = functional.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:

@@ -227,7 +227,8 @@ class Pool:
     def _refuse(self, place: int) -> None:
         log = (self.folder / "pool.log").read_text(errors="replace").strip().splitlines()
         raise RondeError(
-            f"the process for worker {place} could not be started: {log[-1] if log else 'it ended without a word'}"
+            f"the process for worker {place} could not be started: "
+            f"{log[-1] if log else 'it ended without a word'}"
         )
 
     def wait(self, *launches: Launch) -> None:

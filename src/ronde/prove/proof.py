@@ -284,13 +284,17 @@ class Study:
                 if written:
                     found.notes.insert(
                         0,
-                        f"The script writes {', '.join(written[:3])}{', …' if len(written) > 3 else ''} in the current folder: if it also reads "
-                        "that (to resume, say), what one run has written is what the next one begins with. Prove it where it writes elsewhere.",
+                        "The script writes "
+                        f"{', '.join(written[:3])}{', …' if len(written) > 3 else ''} in "
+                        "the current folder: if it also reads "
+                        "that (to resume, say), what one run has written is what the next "
+                        "one begins with. Prove it where it writes elsewhere.",
                     )
             if len(begun) > 1 and found.difference is None:
                 compared = "each" if len(begun) <= _TRAININGS else f"the first {_TRAININGS}"
                 found.notes.append(
-                    f"The script calls ronde.distribute {len(begun)} times: {compared} was compared, one after the other."
+                    f"The script calls ronde.distribute {len(begun)} times: {compared} was "
+                    "compared, one after the other."
                 )
         finally:
             self._training = 0
@@ -315,9 +319,8 @@ class Study:
             "rounded", "replicate", [1], reference=True, perturb=True, clock=_CLOCK_SECONDS
         )
         self.pool.wait(first, second)
-        if (
-            first.failure or second.failure
-        ):  # both write the script's files, which one process alone would have to itself
+        # both write the script's files, which one process alone would have to itself
+        if first.failure or second.failure:
             first = self._start("one", "replicate", [0], reference=True, probe=True)
             self.pool.wait(first)
             second = self._start(
@@ -415,8 +418,10 @@ class Study:
             if same is None:
                 self._chaos = apart
                 found.notes.append(
-                    f"This training magnifies rounding: one unit in the last place of the weights becomes {apart.relative or 0:.1e} in the "
-                    f"{apart.phase} of {apart.name!r} in step {apart.step}. Smaller errors than that cannot be seen."
+                    "This training magnifies rounding: one unit in the last place of the "
+                    f"weights becomes {apart.relative or 0:.1e} in the "
+                    f"{apart.phase} of {apart.name!r} in step {apart.step}. Smaller errors "
+                    "than that cannot be seen."
                 )
                 return
             apart, id = same, "nondeterministic-kernel"
@@ -491,7 +496,8 @@ class Study:
         if lost is not None and (d is None or d.step >= lost):
             verdict = _verdict(plan, "cannot", result, launch.seconds)
             error = (
-                f"from step {lost} on the loss or every weight is not finite (nan or infinite), with one process and with {self.pool.workers} workers: "
+                f"from step {lost} on the loss or every weight is not finite (nan or "
+                f"infinite), with one process and with {self.pool.workers} workers: "
                 f"nothing is left to compare.{' What comes before is equal.' if lost > 1 else ''}"
             )
             return dataclasses.replace(verdict, difference=None, error=error)
@@ -505,8 +511,10 @@ class Study:
         ):
             verdict = _verdict(plan, "cannot", result, launch.seconds)
             error = (
-                f"from step {d.step} on rounding cannot be told from error: one unit in the last place of the weights changes the "
-                f"{self._chaos.phase} of {self._chaos.name!r} by {self._chaos.relative or 0:.1e}, {self.pool.workers} workers change the "
+                f"from step {d.step} on rounding cannot be told from error: one unit in "
+                "the last place of the weights changes the "
+                f"{self._chaos.phase} of {self._chaos.name!r} by "
+                f"{self._chaos.relative or 0:.1e}, {self.pool.workers} workers change the "
                 f"{d.phase} of {d.name!r} by {d.relative or 0:.1e}. What comes before is equal."
             )
             return dataclasses.replace(verdict, difference=None, error=error)
@@ -553,14 +561,15 @@ class Study:
         if meant is not None:
             return PlanVerdict(plan, "refused", error=meant, seconds=seconds)
         begun = any(many.steps(r) for r in range(many.size))
-        beforehand = (
-            Plan.parse(plan).family != "replicate" and failure.kind == "LossError"
-        )  # in the pass by which such a plan is laid out
-        shared = (
-            failure.kind == "ArgumentError" and "divided over workers already" in failure.text
-        )  # by an earlier ronde.distribute
+        # in the pass by which such a plan is laid out
+        beforehand = Plan.parse(plan).family != "replicate" and failure.kind == "LossError"
+        # by an earlier ronde.distribute
+        shared = failure.kind == "ArgumentError" and "divided over workers already" in failure.text
         if Plan.parse(plan).family != "replicate" and _in_layout(failure, many):
-            told_why = f"in the pass by which ronde.distribute lays this plan out, the script fails: {failure.kind}: {failure.text}"
+            told_why = (
+                "in the pass by which ronde.distribute lays this plan out, the script "
+                f"fails: {failure.kind}: {failure.text}"
+            )
             return PlanVerdict(plan, "refused", error=told_why, seconds=seconds)
         if (
             failure.kind in ("PlanError", "Diverged")
@@ -621,7 +630,10 @@ class Study:
         if exchanges and "collective mismatch" in failure.text:
             step = min(c[0] for c in counts) + 1
             d = Difference("steps", step, "what the workers exchange", None, None, failure.text)
-            asks = f"the script calls {', '.join(exchanges[:3])}; a worker without samples of a batch does not call the model in run.step()"
+            asks = (
+                f"the script calls {', '.join(exchanges[:3])}; a worker without samples of a "
+                "batch does not call the model in run.step()"
+            )
             return PlanVerdict(
                 plan,
                 "differs",
@@ -630,9 +642,8 @@ class Study:
                 error=failure.text,
                 seconds=seconds,
             )
-        if (
-            _reads_rank(many) and failure.kind != "killed"
-        ):  # who was killed by something else is not the loop's doing
+        # who was killed by something else is not the loop's doing
+        if _reads_rank(many) and failure.kind != "killed":
             blind = self._again(plan, "blind")
             if blind is not None and blind.steps() and compare(one, blind).difference is None:
                 step = min(c[0] for c in counts) + 1
@@ -701,32 +712,38 @@ class Study:
         if "dropout" in noted:
             where = f" ({', '.join(places[:3])})" if places else ""
             found.append(
-                f"Dropout was switched off{where}: N workers draw other masks than one, the same in distribution."
+                f"Dropout was switched off{where}: N workers draw other masks than one, "
+                "the same in distribution."
             )
         if "precision" in noted or "autocast" in noted:
             found.append("Autocast was switched off: everything was computed in float64.")
         if "float32" in noted:
             found.append(
-                "Something insists on single precision: differences below 1e-3 were taken for rounding."
+                "Something insists on single precision: differences below 1e-3 were taken "
+                "for rounding."
             )
         if "evaluates" in noted:
             found.append(
-                "The script evaluates the model by itself: that was not compared. run.evaluate() counts each sample once."
+                "The script evaluates the model by itself: that was not compared. "
+                "run.evaluate() counts each sample once."
             )
         if len(one.steps()) < self.steps:
             found.append(
-                f"The script ended after {len(one.steps())} of {self.steps} steps: those were compared."
+                f"The script ended after {len(one.steps())} of {self.steps} steps: those "
+                "were compared."
             )
         short, whole = opening.get("short"), opening.get("epoch_samples")
         if short is not None and short < whole:
             last = f"a last batch of {opening['last']} and " if opening.get("last") else ""
             found.append(
-                f"Epochs were cut to {short} of {whole} samples, to have {last}ends of epochs among the steps."
+                f"Epochs were cut to {short} of {whole} samples, to have {last}ends of "
+                "epochs among the steps."
             )
         left = sorted(set(opening.get("names", [])) - set(opening.get("held", [])))
         if left:
             found.append(
-                f"The optimizer does not hold {', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained."
+                "The optimizer does not hold "
+                f"{', '.join(left[:3])}{', …' if len(left) > 3 else ''}: it is not trained."
             )
         return found
 
@@ -755,7 +772,8 @@ def _replace(found: Verdict, other: Verdict, number: int, of: int) -> None:
     found.steps, found.error = other.steps, other.error
     found.notes.insert(
         0,
-        f"The difference is one of training {number} of {of} (the script calls ronde.distribute {of} times).",
+        f"The difference is one of training {number} of {of} (the script calls "
+        f"ronde.distribute {of} times).",
     )
 
 
@@ -782,8 +800,10 @@ def _logged_otherwise(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str |
                 again - value
             ):
                 return (
-                    f"The training is the same, what the script logs is not: {name!r} after step {a['step']} is {value:.6g} with one process and "
-                    f"{there:.6g} on rank 0 of {many.size}, the only one that writes it. run.evaluate() and the loss that run.step() returns "
+                    f"The training is the same, what the script logs is not: {name!r} "
+                    f"after step {a['step']} is {value:.6g} with one process and "
+                    f"{there:.6g} on rank 0 of {many.size}, the only one that writes it. "
+                    "run.evaluate() and the loss that run.step() returns "
                     "are of all workers."
                 )
     return None
@@ -819,7 +839,8 @@ def _ended_with(run: RunTrace) -> str | None:
         if error is not None:
             who = "one process" if run.size == 1 else f"rank {rank} of {run.size}"
             return (
-                f"After the last step that was compared the script failed ({who}): {error.rstrip(': ')}. prove ends a training early, which a script may "
+                f"After the last step that was compared the script failed ({who}): "
+                f"{error.rstrip(': ')}. prove ends a training early, which a script may "
                 "not expect; what comes after it was not compared."
             )
     return None
@@ -873,7 +894,10 @@ def _ended_early(command: list[str], failure: Failure, log: Path) -> str:
     """
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
     printed = log.read_text(errors="replace").splitlines()[-20:] if log.is_file() else []
-    told = f"{script} ended by itself before ronde.distribute: {failure.text}. Its own arguments go after its name: ronde prove {script} ARGS…"
+    told = (
+        f"{script} ended by itself before ronde.distribute: {failure.text}. Its own arguments "
+        f"go after its name: ronde prove {script} ARGS…"
+    )
     return "\n".join([told, *(["What it printed last:"] if printed else []), *printed])
 
 
@@ -885,5 +909,9 @@ def _failed_alone(failure: Failure) -> str:
     )
     told = f"the script fails with one process, in float64 on the CPU: {text}"
     if "dtype" in failure.text or "scalar type" in failure.text or "Double" in failure.text:
-        told += "\nA type is fixed to single precision somewhere: let it follow the input's or the weights' (x.dtype)."
+        told += (
+            "\nA type is fixed to single precision somewhere: let it follow the input's or "
+            "the "
+            "weights' (x.dtype)."
+        )
     return told + (f"\n{failure.trace.rstrip()}" if failure.trace else "")

@@ -173,7 +173,8 @@ def _last_batch(samples: int, size: int, workers: int) -> int:
     that is a whole batch, as nearly half of one as workers cannot share evenly.
 
     Example:
-        >>> _last_batch(63, 10, 2), _last_batch(49, 8, 2), _last_batch(64, 8, 2), _last_batch(60, 6, 4)
+        >>> _last_batch(63, 10, 2), _last_batch(49, 8, 2), _last_batch(64, 8, 2), _last_batch(60,
+        ...     6, 4)
         (3, 1, 5, 3)
     """
     uneven = [n for n in range(1, size) if n % workers]
@@ -227,9 +228,8 @@ class _Loss(LossCall):
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         """See :meth:`LossCall.arguments`."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # a plan may follow the forward pass: it is not to see this
+        # a plan may follow the forward pass: it is not to see this
+        with torch._C.DisableTorchFunction():
             batch = cast(batch)
         if self._watch.computes_twice():
             with torch.no_grad(), self._watch.unseen():
@@ -338,10 +338,11 @@ class Watch(hooks.Observer):
         model, optimizer, settings = given.model, given.optimizer, self.settings
         with torch.no_grad():
             model.double()
+            # which double() leaves as they are
             for held in (
                 *model.parameters(),
                 *model.buffers(),
-            ):  # which double() leaves as they are
+            ):
                 if held.dtype == torch.complex64:
                     held.data = held.data.to(torch.complex128)
         for state in optimizer.state.values():
@@ -481,9 +482,9 @@ class Watch(hooks.Observer):
         """See :meth:`hooks.Observer.ready`."""
         if self._mine and self.run is None:
             self.run = run
-            if (
-                run.dir is None
-            ):  # the script may write into it: into one that goes with the study. Nothing is saved there.
+            # the script may write into it: into one that goes with the study. Nothing is saved
+            # there.
+            if run.dir is None:
                 run.dir = RunDir(Path(self.settings.folder) / "run")
                 run.dir.path.mkdir(exist_ok=True)
                 run.save = lambda: None  # type: ignore[method-assign]
@@ -840,9 +841,8 @@ class Watch(hooks.Observer):
             ids = {id(p) for g in run.optimizer.param_groups for p in g["params"]}
             now = dict(run.model.named_parameters())
             mine = {id(p) for p in now.values()}
-            others = (
-                not ids <= mine
-            )  # alone it is no fault: a head that was replaced may stay in the optimizer
+            # alone it is no fault: a head that was replaced may stay in the optimizer
+            others = not ids <= mine
             wanted = {
                 n for n, p in now.items() if p.grad is not None or (others and p.requires_grad)
             }
@@ -897,9 +897,8 @@ class Watch(hooks.Observer):
         if run is self.run:
             self._evaluation_samples = order.epoch_samples
         if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
-            left_over = (_EVALUATE_SAMPLES - order.epoch_samples) % (
-                taken.batch_size or 1
-            )  # the last batch stays as large as it is
+            # the last batch stays as large as it is
+            left_over = (_EVALUATE_SAMPLES - order.epoch_samples) % (taken.batch_size or 1)
             order = dataclasses.replace(order, length=max(_EVALUATE_SAMPLES - left_over, 1))
         loader = _wide_loader(taken.settings, taken.dataset, lambda found: None)
         dataset = taken.dataset

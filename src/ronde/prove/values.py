@@ -28,9 +28,8 @@ __all__ = [
 ]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
-_WHOLE = (
-    1 << 14
-)  # elements up to which a tensor is written as it is; a larger one as this many sums of blocks
+# elements up to which a tensor is written as it is; a larger one as this many sums of blocks
+_WHOLE = 1 << 14
 HALVES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -290,9 +289,8 @@ def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> st
         return "mean" if _mean_of_any(loss, values, samples, f["abc"]) else "weighted"
     if near(f["abc"], f["ab"] + f["c"]) and near(f["ab"], f["a"] + f["b"]):
         return "sum"
-    more = (
-        f["ab"] + f["c"] - f["abc"]
-    )  # what does not depend on the samples: a penalty on the weights
+    # what does not depend on the samples: a penalty on the weights
+    more = f["ab"] + f["c"] - f["abc"]
     if math.isclose(more, f["a"] + f["bc"] - f["abc"], rel_tol=1e-9) and math.isclose(
         more, f["a"] + f["b"] - f["ab"], rel_tol=1e-9
     ):

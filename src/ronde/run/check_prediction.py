@@ -111,8 +111,10 @@ class PredictionCheck:
             else f", {_ms(f.step_seconds)} as corrected by earlier runs"
         )
         text = (
-            f"predicted {_ms(f.raw_seconds)} a step{corrected}, measured {_ms(whole)} ({whole / f.step_seconds - 1:+.0%}): "
-            f"passes and exchange {_ms(early)} → {_ms(passes)} ({inside}), optimizer {_ms(late)} → {_ms(optimizer)}, "
+            f"predicted {_ms(f.raw_seconds)} a step{corrected}, measured {_ms(whole)} "
+            f"({whole / f.step_seconds - 1:+.0%}): "
+            f"passes and exchange {_ms(early)} → {_ms(passes)} ({inside}), optimizer "
+            f"{_ms(late)} → {_ms(optimizer)}, "
             f"data and the rest 0 → {_ms(max(0.0, whole - passes - optimizer))}"
         )
         return text, whole

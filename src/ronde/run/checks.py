@@ -48,8 +48,10 @@ def check_init(init: Any, model: nn.Module) -> None:
     if init is None:
         if meta:
             raise ArgumentError(
-                f"model is on the meta device ({meta[0]!r} has no values): give ronde.distribute(…, init=…) what fills it: a function of a "
-                "module, 'reset' for each module's own reset_parameters(), or the path of a checkpoint or of safetensors."
+                f"model is on the meta device ({meta[0]!r} has no values): give "
+                "ronde.distribute(…, init=…) what fills it: a function of a "
+                "module, 'reset' for each module's own reset_parameters(), or the path of "
+                "a checkpoint or of safetensors."
             )
         return
     if not callable(init) and not isinstance(init, str | os.PathLike):
@@ -58,7 +60,8 @@ def check_init(init: Any, model: nn.Module) -> None:
         )
     if not meta:
         raise ArgumentError(
-            f"init is for a model that was built under torch.device('meta'), and this one ({type(model).__name__}) has its values already: "
+            "init is for a model that was built under torch.device('meta'), and this one "
+            f"({type(model).__name__}) has its values already: "
             "leave init out, or build it under meta."
         )
 
@@ -69,7 +72,8 @@ def check_model(model: Any, me: World) -> None:
         raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ArgumentError(
-            f"model is wrapped in {type(model).__name__} already: give the module inside it (model.module), ronde distributes it."
+            f"model is wrapped in {type(model).__name__} already: give the module inside "
+            "it (model.module), ronde distributes it."
         )
     named = list(model.named_parameters())
     if not named:
@@ -78,7 +82,8 @@ def check_model(model: Any, me: World) -> None:
         )
     if not any(p.requires_grad for _, p in named):
         raise ArgumentError(
-            f"every parameter of model ({type(model).__name__}) is frozen (requires_grad=False): there is nothing to train."
+            f"every parameter of model ({type(model).__name__}) is frozen "
+            "(requires_grad=False): there is nothing to train."
         )
     places: dict[torch.device, str] = {}
     for name, tensor in [*named, *model.named_buffers()]:
@@ -90,13 +95,15 @@ def check_model(model: Any, me: World) -> None:
         if device in allowed:
             continue
         raise ArgumentError(
-            f"model is on another device: {name!r} is on {device}, this worker (rank {me.rank}) trains on {me.device}. Leave the "
+            f"model is on another device: {name!r} is on {device}, this worker (rank "
+            f"{me.rank}) trains on {me.device}. Leave the "
             "model on the CPU; ronde moves it to the worker's device."
         )
     if len(places) > 1:
         pairs = ", ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ArgumentError(
-            f"model is spread over several devices ({pairs}): leave it whole on the CPU; ronde moves it to the worker's device."
+            f"model is spread over several devices ({pairs}): leave it whole on the CPU; "
+            "ronde moves it to the worker's device."
         )
 
 
@@ -110,7 +117,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
         )
     if type(optimizer).__name__ == "LBFGS":
         raise ArgumentError(
-            "optimizer is LBFGS, which evaluates the model several times a step by itself: that is not supported. Use a first-order one."
+            "optimizer is LBFGS, which evaluates the model several times a step by itself: "
+            "that is not supported. Use a first-order one."
         )
     named = dict(model.named_parameters())
     by_id = {id(p): n for n, p in named.items()}
@@ -123,8 +131,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
         )
         more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
         raise ArgumentError(
-            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the model's (shapes {shapes}{more}). It would "
-            "train something else. Build it from model.parameters() of this very model, after any copy, wrap or replacement of its "
+            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are "
+            f"not the model's (shapes {shapes}{more}). It would "
+            "train something else. Build it from model.parameters() of this very model, "
+            "after any copy, wrap or replacement of its "
             "layers; parameters of the loss belong into the model."
         )
     ids = {id(p) for p in held}
@@ -137,7 +147,8 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ArgumentError(
-            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call scheduler.step(value) yourself after run.evaluate()."
+            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, "
+            "call scheduler.step(value) yourself after run.evaluate()."
         )
     if not isinstance(scheduler, LRScheduler) and not callable(getattr(scheduler, "step", None)):
         raise ArgumentError(

@@ -77,15 +77,18 @@ def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[s
                 forward.arguments(model, feed.finish(share, micros)[0])
     except Exception as error:
         raise ArgumentError(
-            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not be given their shape by running one sample "
-            f"({type(error).__name__}: {error}). Run one batch through the model before ronde.distribute."
+            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not "
+            "be given their shape by running one sample "
+            f"({type(error).__name__}: {error}). Run one batch through the model before "
+            "ronde.distribute."
         ) from error
     finally:
         model.train(was_training)
     still = checks.lazy_names(model)
     if still:
         raise ArgumentError(
-            f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was run: it is never used. Remove it."
+            f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was "
+            "run: it is never used. Remove it."
         )
 
 
@@ -310,7 +313,8 @@ def _resume(run: Run, me: World, directory: RunDir) -> str:
     if answer["path"] is None:
         if answer["refused"]:
             raise CheckpointError(
-                f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. {answer['refused'][0]}"
+                f"nothing to resume in {directory.checkpoints}: no checkpoint there is "
+                f"whole. {answer['refused'][0]}"
             )
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
     if held_whole(run):
@@ -333,7 +337,10 @@ def _resume(run: Run, me: World, directory: RunDir) -> str:
         )
     )
     others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
-    return f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample {state['epoch_samples']}{others}"
+    return (
+        f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
+        f"{state['epoch_samples']}{others}"
+    )
 
 
 def _writer(directory: RunDir | None, asked: bool, me: World) -> Any:
@@ -347,7 +354,8 @@ def _writer(directory: RunDir | None, asked: bool, me: World) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ArgumentError(
-            "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' in a clone of Ronde."
+            "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' "
+            "in a clone of Ronde."
         ) from error
     return SummaryWriter(str(directory.path / "tensorboard"))
 
@@ -363,7 +371,8 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
         }[plan.lr_rule]
         warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
         run._watcher.say(
-            f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = {plan.batch_size} samples per step; "
+            f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
+            f"{plan.batch_size} samples per step; "
             f"learning rate × {plan.lr_factor:g} ({cite}){warm}"
         )
     for note in taken.notes:
@@ -371,7 +380,8 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
     if left_out:
         shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
         run._warn(
-            f"{len(left_out)} trainable parameters are not in the optimizer and stay as they are: {shown}"
+            f"{len(left_out)} trainable parameters are not in the optimizer and stay as "
+            f"they are: {shown}"
         )
     norms = batchnorms(model)
     if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
@@ -383,12 +393,16 @@ def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None
             else ""
         )
         run._warn(
-            f"batch normalisation ({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} samples at a time, not the "
-            f"global batch of {plan.batch_size}: this is not the same training as on one device{cure}"
+            "batch normalisation "
+            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees "
+            f"{size} samples at a time, not the "
+            f"global batch of {plan.batch_size}: this is not the same training as on one "
+            f"device{cure}"
         )
     if plan.accumulation > 1 and (iterating := spectral_norms(model)):
         run._warn(
-            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward pass, and a step has {plan.accumulation} of them: this is "
+            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward "
+            f"pass, and a step has {plan.accumulation} of them: this is "
             "not the same training as without micro-batches"
         )
 
@@ -497,7 +511,8 @@ def distribute(
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-        >>> run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=16)
+        >>> run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss,
+        ...     batch_size=16)
         >>> for epoch in run.epochs(2):
         ...     for batch in run.batches():
         ...         loss = run.step(batch)
@@ -563,7 +578,8 @@ def distribute(
     taken = apply_settings(taken, fetched, me.local_size)
     if batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError(
-            "feed setting echo cannot be used with batch='grow': what is repeated would depend on the number of workers."
+            "feed setting echo cannot be used with batch='grow': what is repeated would "
+            "depend on the number of workers."
         )
     calls = LossCall(loss, forward)
     # Made for GPUs by torch's own function: the same computation, carried out by Ronde where
@@ -594,7 +610,8 @@ def distribute(
         )
     if taken.batch_size is None:
         raise ArgumentError(
-            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of samples per optimizer step over all "
+            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global "
+            "number of samples per optimizer step over all "
             "workers, or a DataLoader that has one."
         )
     lazy = checks.lazy_names(model)
@@ -635,7 +652,8 @@ def distribute(
     chosen = _accumulate(chosen)
     if chosen.drop_last and taken.order.epoch_samples < chosen.batch_size:
         raise ArgumentError(
-            f"drop_last=True leaves nothing to train on: an epoch has {taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
+            "drop_last=True leaves nothing to train on: an epoch has "
+            f"{taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
         )
 
     in_here = dataclasses.replace(taken.settings, num_workers=0)

@@ -88,13 +88,15 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
         if value.shape[0] == samples:
             return float(value.double().sum()), float(value.numel())
         raise ArgumentError(
-            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} samples: expected a mean (0-d), one value per "
+            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for "
+            f"{samples} samples: expected a mean (0-d), one value per "
             "sample, or (sum, weight)."
         )
     if isinstance(value, int | float):
         return float(value) * samples, float(samples)
     raise ArgumentError(
-        f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or (sum, weight)."
+        f"metric {name!r} returned {type(value).__name__}: expected a number, a tensor, or "
+        "(sum, weight)."
     )
 
 
@@ -185,7 +187,8 @@ class Evaluation:
         for name, metric in plain.items():
             if not callable(metric):
                 raise ArgumentError(
-                    f"metric {name!r} is {type(metric).__name__}: expected a callable or a torchmetrics object."
+                    f"metric {name!r} is {type(metric).__name__}: expected a callable or a "
+                    "torchmetrics object."
                 )
         for metric in objects.values():
             metric.to(me.device)
@@ -270,9 +273,8 @@ class Evaluation:
             result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
         for name, metric in objects.items():
             if strategy.counts:
-                result[name] = map_tensors(
-                    torch.Tensor.tolist, metric.compute()
-                )  # it exchanges its own states over all ranks
+                # it exchanges its own states over all ranks
+                result[name] = map_tensors(torch.Tensor.tolist, metric.compute())
             metric.reset()
         if objects and self.counting is not None:
             result = next(r for r in gather_json(me, result if strategy.counts else {}) if r)

@@ -49,7 +49,8 @@ class LossCall:
             inputs, target = batch
         except (TypeError, ValueError):
             raise LossError(
-                f"a batch is {_shape(batch)}, not (inputs, target): say how it goes through the model with "
+                f"a batch is {_shape(batch)}, not (inputs, target): say how it goes "
+                "through the model with "
                 "forward=lambda model, batch: (model(…), …), which returns what loss() takes."
             ) from None
         return model(inputs), target
@@ -82,6 +83,7 @@ class LossCall:
                     torch.promote_types(total.dtype, torch.float32)
                 )
         raise LossError(
-            f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over the samples given (reduction='mean'), or "
+            f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over "
+            "the samples given (reduction='mean'), or "
             "(sum, weight) for a weighted mean. Add .mean(), or return (losses.sum(), weight)."
         )

@@ -48,7 +48,8 @@ def hold_in_parts(
             else f"{shards} of {of} tensors as this worker's shard"
         )
         say(
-            f"model.state_dict() has what this worker holds: {what}. It loads again under this plan; run.export(path), called on every "
+            f"model.state_dict() has what this worker holds: {what}. It loads again under "
+            "this plan; run.export(path), called on every "
             "worker, writes the whole model, and run.save() a checkpoint for any plan."
         )
 
@@ -70,7 +71,8 @@ def say_in_parts(optimizer: Optimizer, say: Callable[[str], None]) -> None:
         if not told:
             told = True
             say(
-                "optimizer.state_dict() has the state of what this worker updates, and no other's. It loads again under this plan; run.save() "
+                "optimizer.state_dict() has the state of what this worker updates, and no "
+                "other's. It loads again under this plan; run.save() "
                 "writes the whole, for any plan."
             )
 
@@ -92,9 +94,10 @@ def _hold(
         shards = sum(
             is_sharded(value) for value in state.values() if isinstance(value, torch.Tensor)
         )
+        # ours are asked for with keep_vars
         if (theirs or shards) and not any(
             isinstance(value, nn.Parameter) for value in state.values()
-        ):  # ours are asked for with keep_vars
+        ):
             tell(len(state) - len(theirs), len(state), shards)
         for name in theirs:
             del state[name]

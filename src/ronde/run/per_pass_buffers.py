@@ -65,8 +65,10 @@ class Passes:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         cure = "without micro_batch, or " if self._plan.pipeline == 1 else ""
         return (
-            f"the forward pass changes the buffer {found[0]!r}{more}, and a step has {self._plan.accumulation} forward passes, one for each "
-            f"micro-batch: it changes as often. This is not the same training as on one device; it would be {cure}where the script changes it once a step"
+            f"the forward pass changes the buffer {found[0]!r}{more}, and a step has "
+            f"{self._plan.accumulation} forward passes, one for each "
+            "micro-batch: it changes as often. This is not the same training as on one "
+            f"device; it would be {cure}where the script changes it once a step"
         )
 
     def _marks(self) -> dict[str, tuple[object, int]]:

@@ -158,23 +158,29 @@ def _check(run: RunParts, found: Mapping[str, Any]) -> None:
         then = found["data"].get(name, value)
         if name == "fingerprint" and then != value:
             raise CheckpointError(
-                f"the checkpoint cannot be continued: the data set is not the one that it was written with (its fingerprint was {then} then and "
-                f"is {value} now): samples were added, removed, renamed, changed or brought into another order, so those still to come would not "
-                "be the same. Restore the data set, or start a new run; init= the checkpoint's path keeps its weights."
+                "the checkpoint cannot be continued: the data set is not the one that it "
+                f"was written with (its fingerprint was {then} then and "
+                f"is {value} now): samples were added, removed, renamed, changed or "
+                "brought into another order, so those still to come would not "
+                "be the same. Restore the data set, or start a new run; init= the "
+                "checkpoint's path keeps its weights."
             )
         if then != value:
             raise _refuse(
-                f"{_WORDS[name]} was {_said(then)} then and is {_said(value)} now, so the samples still to come would not be the same"
+                f"{_WORDS[name]} was {_said(then)} then and is {_said(value)} now, so the "
+                "samples still to come would not be the same"
             )
     was = found["plan"]
     drop_last = was.get("drop_last", run.plan.drop_last)
     if drop_last != run.plan.drop_last and run._taken.order.epoch_samples % run.plan.batch_size:
         raise _refuse(
-            f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would not have the same samples"
+            f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch "
+            "would not have the same samples"
         )
     if run.plan.batch == "keep" and was["batch_size"] != run.plan.batch_size:
         raise _refuse(
-            f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is another training"
+            f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, "
+            "which is another training"
         )
     if (found["scheduler"] is None) != (run.scheduler is None):
         raise _refuse(

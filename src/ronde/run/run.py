@@ -235,9 +235,8 @@ class Run:
                 ):
                     self._save_quietly()
         finally:
-            if (
-                mine == self._loops
-            ):  # one that was left, and is collected now, must not end what another loop waits for
+            # one that was left, and is collected now, must not end what another loop waits for
+            if mine == self._loops:
                 self._end_loading()
         if self.state.step != self._last_saved_step:
             self._save_quietly()
@@ -319,9 +318,8 @@ class Run:
         )
         after = partial(shares, epoch + 1, 0, *mine) if follows else None
         self._watcher.rate.resume()
-        several = (
-            plan.accumulation > 1 or self._in_lists
-        )  # what a loop of the script's own finds must not depend on the workers
+        # what a loop of the script's own finds must not depend on the workers
+        several = plan.accumulation > 1 or self._in_lists
         if hooks.observer is not None:
             several = hooks.observer.several(several)
         reseed = self.world_size > 1
@@ -329,7 +327,8 @@ class Run:
             for share, micros in self._feed.read(partial(shares, epoch, offset, *mine), after):
                 if self._share is not None:
                     raise RondeError(
-                        "run.batches() went on to the next batch before run.step(batch) or run.update() was called for the last one: every "
+                        "run.batches() went on to the next batch before run.step(batch) or "
+                        "run.update() was called for the last one: every "
                         "batch takes one optimizer step."
                     )
                 if hooks.observer is not None and hooks.observer.over():
@@ -378,7 +377,8 @@ class Run:
         if skipped:
             count = f"{len(skipped)} sample{'s' if len(skipped) > 1 else ''} of {of}"
             self._warn(
-                f"{where}: {count} ({len(skipped) / of:.2%}) could not be used and {'were' if len(skipped) > 1 else 'was'} {what}: {first_few(skipped)}"
+                f"{where}: {count} ({len(skipped) / of:.2%}) could not be used and "
+                f"{'were' if len(skipped) > 1 else 'was'} {what}: {first_few(skipped)}"
             )
 
     @contextmanager
@@ -409,9 +409,14 @@ class Run:
             for p in group["params"]:
                 if id(p) not in known:
                     raise PlanError(
-                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of shape {tuple(p.shape)} that was not there when ronde.distribute divided "
-                        "the model over the workers: nothing exchanges its gradients. Build the model and load it before ronde.distribute, copy values into "
-                        "its parameters (p.copy_(…), load_state_dict without assign=True), or use plan='replicate'."
+                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of "
+                        f"shape {tuple(p.shape)} that was not there when ronde.distribute "
+                        "divided "
+                        "the model over the workers: nothing exchanges its gradients. "
+                        "Build the model and load it before ronde.distribute, copy values "
+                        "into "
+                        "its parameters (p.copy_(…), load_state_dict without assign=True), "
+                        "or use plan='replicate'."
                     )
 
     def _taken_share(self, call: str) -> Share:
@@ -419,7 +424,8 @@ class Run:
             self._refuse_new_parameters(self._divided)
         if self._share is None:
             raise RondeError(
-                f"{call} was called without a batch: take one from run.batches(), and use each once."
+                f"{call} was called without a batch: take one from run.batches(), and use "
+                "each once."
             )
         return self._share
 
@@ -441,7 +447,8 @@ class Run:
         micros = batch if isinstance(batch, MicroBatches) else (batch,)
         if len(micros) != len(share.micro):
             raise ArgumentError(
-                f"run.step() got {len(micros)} micro-batches, this step has {len(share.micro)}: pass on what run.batches() yielded."
+                f"run.step() got {len(micros)} micro-batches, this step has "
+                f"{len(share.micro)}: pass on what run.batches() yielded."
             )
         self._strategy.refresh()
         last = len(micros) - 1
@@ -475,16 +482,19 @@ class Run:
         share = self._taken_share("run.backward(loss)")
         if self._strategy.whole_step:
             raise RondeError(
-                f"run.backward(loss) cannot drive the plan {self.plan.spec!r}: the model is spread over a pipeline, whose forward and "
+                f"run.backward(loss) cannot drive the plan {self.plan.spec!r}: the model "
+                "is spread over a pipeline, whose forward and "
                 "backward passes are interleaved. Use run.step(batch), or another plan."
             )
         if self._backwards >= len(share.micro):
             raise RondeError(
-                f"run.backward() was called {self._backwards + 1} times, this step has {len(share.micro)} micro-batches."
+                f"run.backward() was called {self._backwards + 1} times, this step has "
+                f"{len(share.micro)} micro-batches."
             )
         if self._backwards == 0 and self._strategy.refresh():
             raise RondeError(
-                "requires_grad of a parameter was changed after its batch was taken: freeze and thaw before, at the end of the loop's body."
+                "requires_grad of a parameter was changed after its batch was taken: "
+                "freeze and thaw before, at the end of the loop's body."
             )
         value, weight = self._loss.check(loss)
 
@@ -516,7 +526,8 @@ class Run:
             return torch.zeros(())  # the next batch belongs to this step
         if self._backwards != len(share.micro):
             raise RondeError(
-                f"run.update() was called after {self._backwards} of {len(share.micro)} backward passes: call run.backward(loss) for every micro-batch."
+                f"run.update() was called after {self._backwards} of {len(share.micro)} "
+                "backward passes: call run.backward(loss) for every micro-batch."
             )
         return self._update(share)
 
@@ -603,11 +614,17 @@ class Run:
         ids = order.ids(share.epoch, share.start, share.stop)
         found = "The weights were not updated."
         if not self._reads_are_free:
-            found = f"On this device that is looked at every {_NAN_EVERY} steps: it may have begun in an earlier one."
+            found = (
+                f"On this device that is looked at every {_NAN_EVERY} steps: it may have "
+                "begun "
+                "in an earlier one."
+            )
         shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
         raise LossError(
-            f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, samples {share.start}–{share.stop - 1} of its order: "
-            f"indices {shown}){local}. {found} Look at these samples, lower the learning rate, or clip "
+            f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, "
+            f"samples {share.start}–{share.stop - 1} of its order: "
+            f"indices {shown}){local}. {found} Look at these samples, lower the learning "
+            "rate, or clip "
             "(clip_norm=1.0); on_nan='ignore' trains on."
         )
 
@@ -637,7 +654,8 @@ class Run:
             dict: ``"loss"`` and each metric, as numbers (or what a torchmetrics object computes).
 
         Example:
-            >>> run.evaluate(test_set, metrics={"accuracy": lambda out, y: (out.argmax(1) == y).float()})  # doctest: +SKIP
+            >>> run.evaluate(test_set, metrics={"accuracy": lambda out,  # doctest: +SKIP
+            ...     y: (out.argmax(1) == y).float()})
             {'loss': 0.31, 'accuracy': 0.92}
         """
         self._watcher.rate.pause()
@@ -655,7 +673,8 @@ class Run:
             )
             if (other := other_classes(self._taken.dataset, data)) is not None:
                 self._warn(
-                    f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), feed.table(…, like=train)."
+                    f"evaluate: {other}. Have both count the same classes: feed.folder(…, "
+                    "like=train), feed.table(…, like=train)."
                 )
             if hooks.observer is not None:
                 taken = hooks.observer.evaluating(self, taken)
@@ -811,7 +830,8 @@ class Run:
         """
         if self._share is not None and self._backwards:
             raise RondeError(
-                "run.save() was called between run.backward() and run.update(): the gradients would be lost. Call it after update()."
+                "run.save() was called between run.backward() and run.update(): the "
+                "gradients would be lost. Call it after update()."
             )
         self._last_saved_step = self.state.step
         self._last_saved_time = time.monotonic()

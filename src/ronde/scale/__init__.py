@@ -26,6 +26,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options summarise_scale",
+            "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options "
+            "summarise_scale",
         },
     )

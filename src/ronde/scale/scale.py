@@ -471,7 +471,8 @@ def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
     more than noise.
 
     Example:
-        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu", 0, computing_each=(10.0, 6.0, 11.0))
+        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu", 0,
+        ...     computing_each=(10.0, 6.0, 11.0))
         >>> slow_worker([start])
         (1, 0.5714285714285714)
     """
@@ -608,7 +609,8 @@ def summarise_scale(
     slow = slow_worker(starts[largest])
     if slow is not None:
         notes.append(
-            f"worker {slow[0]} of {largest} computes at {slow[1]:.0%} of the others' speed, and every step waits for it: what is said of more workers "
+            f"worker {slow[0]} of {largest} computes at {slow[1]:.0%} of the others' "
+            "speed, and every step waits for it: what is said of more workers "
             "supposes one as slow among them."
         )
     answer = _sentence(
@@ -659,39 +661,51 @@ def _notes(
     notes = []
     if some.batch == "keep":
         notes.append(
-            f"batch='keep' (strong scaling): every step has {some.batch_size} samples at any size, so each of {rows[-1].workers} worker{'s' * (rows[-1].workers > 1)} has "
-            f"{rows[-1].batch_per_worker:g} of them. --batch grow asks what a constant batch per worker would give."
+            f"batch='keep' (strong scaling): every step has {some.batch_size} samples at "
+            f"any size, so each of {rows[-1].workers} worker{'s' * (rows[-1].workers > 1)} "
+            "has "
+            f"{rows[-1].batch_per_worker:g} of them. --batch grow asks what a constant "
+            "batch per worker would give."
         )
         if rows[-1].batch_per_worker < 1:
             notes.append(
-                f"a batch of {some.batch_size} has fewer samples than there are workers: some of them only wait."
+                f"a batch of {some.batch_size} has fewer samples than there are workers: "
+                "some of them only wait."
             )
     else:
         notes.append(
-            f"batch='grow' (weak scaling): each worker has {rows[0].batch_per_worker:g} samples a step at any size; a step of "
-            f"{rows[-1].workers} workers has {rows[-1].batch_per_worker * rows[-1].workers:g}. That is another training than on one."
+            f"batch='grow' (weak scaling): each worker has {rows[0].batch_per_worker:g} "
+            "samples a step at any size; a step of "
+            f"{rows[-1].workers} workers has "
+            f"{rows[-1].batch_per_worker * rows[-1].workers:g}. That is another training "
+            "than on one."
         )
     if threads is not None:
         notes.append(
-            f"{threads} compute thread{'s' if threads > 1 else ''} per worker at every size, so that speed-up is that of workers, not of "
+            f"{threads} compute thread{'s' if threads > 1 else ''} per worker at every "
+            "size, so that speed-up is that of workers, not of "
             "threads; ronde run gives a single worker all cores."
         )
     if crowded:
         notes.append(
-            f"up to {rows[-1].workers} workers shared {per_node} {'core' if some.device == 'cpu' else 'device'}{'s' if per_node > 1 else ''}: "
+            f"up to {rows[-1].workers} workers shared {per_node} "
+            f"{'core' if some.device == 'cpu' else 'device'}{'s' if per_node > 1 else ''}: "
             "beyond that the figures are of this machine overfilled, not of more machines."
         )
     elif to > per_node and taken:
         notes.append(
-            f"beyond {per_node} workers: more machines like this one, as fast a connection between them; neither was measured."
+            f"beyond {per_node} workers: more machines like this one, as fast a connection "
+            "between them; neither was measured."
         )
     if len(rows) == 1:
         notes.append(
-            "one size was measured: no law can be fitted and nothing is extrapolated. Give several, as --workers 1,2,4."
+            "one size was measured: no law can be fitted and nothing is extrapolated. Give "
+            "several, as --workers 1,2,4."
         )
     elif taken and "usl" not in found["real"]:
         notes.append(
-            "the universal law needs three sizes; two are measured, and Amdahl's law through two points is not tested by them."
+            "the universal law needs three sizes; two are measured, and Amdahl's law "
+            "through two points is not tested by them."
         )
     spread = (
         max(
@@ -705,7 +719,8 @@ def _notes(
     )
     if spread > 0.2:
         notes.append(
-            f"readings of the same thing differ by up to {spread:.0%}: the machine is busy, or too short a time was measured."
+            f"readings of the same thing differ by up to {spread:.0%}: the machine is "
+            "busy, or too short a time was measured."
         )
     for name, fit in taken.items():
         notes += [f"{name}: {text}." for text in fit.notes if "parameters through" not in text]
@@ -716,7 +731,9 @@ def _notes(
     )
     if batch > some.epoch_samples:
         notes.append(
-            f"an epoch of {some.epoch_samples} samples does not fill one step of {max(to, rows[-1].workers)} workers, which has {batch:g}: part of them only wait."
+            f"an epoch of {some.epoch_samples} samples does not fill one step of "
+            f"{max(to, rows[-1].workers)} workers, which has {batch:g}: part of them only "
+            "wait."
         )
     begins = max((s.first_batch_seconds for group in starts.values() for s in group), default=0.0)
     lasts = _epoch_seconds(
@@ -724,15 +741,18 @@ def _notes(
     )
     if begins > 0.1 * lasts:
         notes.append(
-            f"from the loaders' start to their first batch it takes {begins:.1f} s, which is in none of these figures. ronde run keeps loaders from one "
-            f"epoch to the next; where they are started anew, an epoch of {lasts:.1f} s takes so much longer."
+            f"from the loaders' start to their first batch it takes {begins:.1f} s, which "
+            "is in none of these figures. ronde run keeps loaders from one "
+            f"epoch to the next; where they are started anew, an epoch of {lasts:.1f} s "
+            "takes so much longer."
         )
     plans = sorted({s.plan for group in starts.values() for s in group})
     if plans != ["replicate"]:
         notes.append(f"plan: {', '.join(plans)}.")
     if rows[-1].gap > _NO_GAP or to > rows[-1].workers:
         notes.append(
-            "a storage that was not met yet is not seen here: ronde doctor asks it for more than this machine does."
+            "a storage that was not met yet is not seen here: ronde doctor asks it for "
+            "more than this machine does."
         )
     return notes
 
@@ -754,7 +774,10 @@ def _sentence(
     """Where to stop, and what to mend to go further."""
     if "real" not in taken:
         row = rows[0]
-        return f"{row.workers} worker{'s' if row.workers > 1 else ''}: {row.real:,.0f} samples/s, {row.gap:.0%} below the synthetic rate; measure more sizes."
+        return (
+            f"{row.workers} worker{'s' if row.workers > 1 else ''}: {row.real:,.0f} samples/s, "
+            f"{row.gap:.0%} below the synthetic rate; measure more sizes."
+        )
     largest = rows[-1].workers
     sizes = {r.workers for r in rows}
     told = (
@@ -766,9 +789,15 @@ def _sentence(
     )
     share = "half" if threshold == 0.5 else f"{threshold:.0%}"
     if stop >= upto:
-        start = f"All {upto} pay ({told}): each further worker adds at least {share} of what the first gives"
+        start = (
+            f"All {upto} pay ({told}): each further worker adds at least {share} of what the "
+            "first gives"
+        )
     else:
-        start = f"Stop at {stop} ({told}): worker {stop + 1} adds less than {share} of what the first gives"
+        start = (
+            f"Stop at {stop} ({told}): worker {stop + 1} adds less than {share} of what the "
+            "first gives"
+        )
     # What costs most at the size after, or the last one that is known.
     known: list[ScaleRow | Further] = sorted([*rows, *extrapolated], key=lambda r: r.workers)
     last = next((r for r in known if r.workers > stop), known[-1])
@@ -782,8 +811,10 @@ def _sentence(
     wall = met[0] if met and met[0].devices <= last.workers else None
     if slow is not None:
         scale = (
-            f"worker {slow[0]}, which computes at {slow[1]:.0%} of the others' speed, and the exchange cost {lost_scale:.0%}",
-            f"see to worker {slow[0]}, which all wait for: its device, what else runs there, what the script does on that rank alone",
+            f"worker {slow[0]}, which computes at {slow[1]:.0%} of the others' speed, and "
+            f"the exchange cost {lost_scale:.0%}",
+            f"see to worker {slow[0]}, which all wait for: its device, what else runs "
+            "there, what the script does on that rank alone",
         )
     elif full_cores and some.device == "cpu":
         scale = (f"full cores cost {lost_scale:.0%}", "more machines, or a GPU")
@@ -820,7 +851,8 @@ def _sentence(
     answer = f"{start}; at {last.workers}, {' and '.join(why)}. To go further: {'; '.join(cures)}."
     if isinstance(last, Further) and last.real.high > _WIDE * last.real.low:
         answer += (
-            f" What was measured does not say it surely: at {last.workers} it may be {last.real.low:,.0f} to {last.real.high:,.0f} samples/s. More sizes, or "
+            f" What was measured does not say it surely: at {last.workers} it may be "
+            f"{last.real.low:,.0f} to {last.real.high:,.0f} samples/s. More sizes, or "
             "--rounds, narrow that down."
         )
     return answer

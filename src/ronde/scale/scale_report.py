@@ -29,7 +29,8 @@ def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
         RondeError: the file cannot be written.
 
     Example:
-        >>> scale_report(json.loads(Path("scale.json").read_text()), "report.html")  # doctest: +SKIP
+        >>> scale_report(json.loads(Path("scale.json").read_text()),  # doctest: +SKIP
+        ...     "report.html")
     """
     rows = list(values.get("rows") or ())
     if not rows:
@@ -57,7 +58,10 @@ def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
     # Rates per worker at the smallest size: what a speed-up is relative to.
     base = {name: first[name] / first["workers"] for name in ("synthetic", "real")}
     further = list(values.get("extrapolated") or ())
-    solid = "Each over its own rate at the smallest size. Solid: measured. Dashed, with a band: extrapolated, not measured"
+    solid = (
+        "Each over its own rate at the smallest size. Solid: measured. Dashed, with a band: "
+        "extrapolated, not measured"
+    )
     charts = [
         ("Speed-up", solid, _speedup(rows, further, base, html.show_number(values.get("stop_at")))),
         (
@@ -146,7 +150,8 @@ def _speedup(
             )
         axes.legend(loc="upper left", fontsize=9.5)
         text = "; ".join(
-            f"{r['workers']} workers: {r['speedup_real']:.2f} real, {r['speedup_synthetic']:.2f} synthetic"
+            f"{r['workers']} workers: {r['speedup_real']:.2f} real, "
+            f"{r['speedup_synthetic']:.2f} synthetic"
             for r in rows
         )
         more = "; ".join(f"{f['workers']}: {f['real'] / base['real']:.1f}" for f in further)
@@ -262,12 +267,13 @@ def _fits(values: Values) -> html.Section:
                 for k in ("contention", "coherency")
             )
             used = " (used)" if (values.get("laws") or {}).get(which) == law else ""
+            freedom = "assumed" if fit.get("error_assumed") else fit.get("degrees_of_freedom")
             cells = [
                 f"{which}: {names.get(law, law)}{used}",
                 contention,
                 coherency if law == "usl" else "–",
                 html.rate(fit.get("peak")) if fit.get("peak") else "none",
-                f"{html.number_or(fit.get('relative_error'), 0.0):.1%}, {'assumed' if fit.get('error_assumed') else fit.get('degrees_of_freedom')}",
+                f"{html.number_or(fit.get('relative_error'), 0.0):.1%}, {freedom}",
             ]
             rows.append(("", cells))
     heads = ["fit", "contention", "coherency", "best with", "error of a point, degrees of freedom"]

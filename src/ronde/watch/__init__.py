@@ -85,8 +85,10 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.watch.loss_curve": "curve thin",
-            "ronde.watch.progress": "Bar Display Lines MARK Rate Silent Stream choose_display clock",
-            "ronde.watch.record": "Checkpointed EVENTS Ended Epoch Evaluated Event Logged Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
+            "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
+            "Stream choose_display clock",
+            "ronde.watch.record": "Checkpointed EVENTS Ended Epoch Evaluated Event Logged Record "
+            "Resumed SCHEMA_VERSION Started StepRecorded Warned read",
             "ronde.watch.run_dir": "RunDir check_name claim latest script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",

@@ -93,7 +93,8 @@ def check_drawing() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ArgumentError(
-            "a report is drawn by matplotlib, which is not installed: pip install '.[report]' in a clone of Ronde."
+            "a report is drawn by matplotlib, which is not installed: pip install "
+            "'.[report]' in a clone of Ronde."
         ) from None
 
 
@@ -191,7 +192,10 @@ def draw(name: str, height: float, title: str, plot: Callable[[Any], str]) -> Ma
     # HTML understands "xlink:href" without a declaration of its namespace.
     head, rest = svg.split(">", 1)
     head = re.sub(r'\s(width|height|version|xmlns:xlink|xmlns)="[^"]*"', "", head)
-    words = f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>'
+    words = (
+        f'<title id="{name}-title">{escape(title)}</title><desc '
+        f'id="{name}-desc">{escape(description)}</desc>'
+    )
     return Markup(f'{head} role="img" aria-labelledby="{name}-title {name}-desc">{words}{rest}')
 
 

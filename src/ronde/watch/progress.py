@@ -103,9 +103,8 @@ class Stream:
 
     def _send(self, message: dict[str, Any]) -> None:
         sys.stdout.flush()
-        os.write(
-            1, (MARK + json.dumps(message) + "\n").encode()
-        )  # one write: it is not torn by other output
+        # one write: it is not torn by other output
+        os.write(1, (MARK + json.dumps(message) + "\n").encode())
 
     def update(self, state: dict[str, Any]) -> None:
         """Send the state."""

@@ -76,7 +76,8 @@ def check_name(name: str) -> None:
     """Refuse a name that is not one plain folder name."""
     if not _NAME.fullmatch(name):
         raise ArgumentError(
-            f"{name!r} is not a name for a run: use letters, digits, '.', '_' and '-', starting with a letter or digit."
+            f"{name!r} is not a name for a run: use letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit."
         )
 
 
@@ -96,13 +97,15 @@ def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
             found = latest(runs, stem)
             if found is None:
                 raise CheckpointError(
-                    f"nothing to resume: no run of {stem!r} in {runs}. Name one with --name, or run without --resume."
+                    f"nothing to resume: no run of {stem!r} in {runs}. Name one with "
+                    "--name, or run without --resume."
                 )
             return found
         check_name(name)
         if not (runs / name).is_dir():
             raise CheckpointError(
-                f"nothing to resume: {runs / name} does not exist. 'ronde runs' lists the runs; without --resume it is a new one."
+                f"nothing to resume: {runs / name} does not exist. 'ronde runs' lists the "
+                "runs; without --resume it is a new one."
             )
         return RunDir(runs / name)
     try:
@@ -112,7 +115,8 @@ def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
             run = RunDir(runs / name)
             if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
                 raise CheckpointError(
-                    f"the run directory {run.path} exists already. Continue it with --resume, choose another --name, or remove it; "
+                    f"the run directory {run.path} exists already. Continue it with "
+                    "--resume, choose another --name, or remove it; "
                     "nothing was changed."
                 )
             run.path.mkdir(exist_ok=True)

@@ -103,9 +103,10 @@ def summarise(run: RunDir) -> Summary:
         loss=steps[-1].loss if steps else None,
         evaluation=evaluated.metrics if evaluated else None,
         curve=[(e.step, e.loss) for e in steps],
+        # older ones are removed
         checkpoints=len(
             {e.path for e in events if isinstance(e, Checkpointed) and (run.path / e.path).is_dir()}
-        ),  # older ones are removed
+        ),
         warnings=list(dict.fromkeys(e.text for e in events if isinstance(e, Warned))),
         error=ended.error if ended else None,
         written=written,

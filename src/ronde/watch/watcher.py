@@ -45,7 +45,8 @@ def _guarded(method: F) -> F:
                 import sys
 
                 print(
-                    f"ronde: watching this run failed ({type(error).__name__}: {error}); training goes on",
+                    f"ronde: watching this run failed ({type(error).__name__}: {error}); "
+                    "training goes on",
                     file=sys.stderr,
                 )
             return None

@@ -46,8 +46,10 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
         if found.launcher == "mpirun" and found.local_size == found.size:
             return _local_store(found.size)
         raise WorldError(
-            f"{found.launcher} started {found.size} workers but names no meeting point: pass MASTER_ADDR (a host that every "
-            "worker reaches, where rank 0 runs) and MASTER_PORT (a free port there), with Open MPI as "
+            f"{found.launcher} started {found.size} workers but names no meeting point: "
+            "pass MASTER_ADDR (a host that every "
+            "worker reaches, where rank 0 runs) and MASTER_PORT (a free port there), with "
+            "Open MPI as "
             "'-x MASTER_ADDR=… -x MASTER_PORT=…'."
         )
     # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
@@ -66,11 +68,14 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise WorldError(
-                f"Port {found.port} on {found.address} is taken by another program, so rank 0 cannot open the meeting point. "
-                "Choose a free one: MASTER_PORT=<port>, the same for every worker (ronde run chooses one by itself)."
+                f"Port {found.port} on {found.address} is taken by another program, so "
+                "rank 0 cannot open the meeting point. "
+                "Choose a free one: MASTER_PORT=<port>, the same for every worker (ronde "
+                "run chooses one by itself)."
             ) from error
         raise WorldError(
-            f"Rank {me.rank} cannot reach the meeting point {found.address}:{found.port} of rank 0: {text.splitlines()[0]}. "
+            f"Rank {me.rank} cannot reach the meeting point {found.address}:{found.port} "
+            f"of rank 0: {text.splitlines()[0]}. "
             "Is rank 0 running there, and is MASTER_ADDR a name that this host resolves?"
         ) from error
     # Restarted workers must not read the addresses that dead ones left in the agent's store.
@@ -106,8 +111,10 @@ def connect(timeout_seconds: float = 1800.0) -> World:
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (me.rank, me.size):
             raise WorldError(
-                f"The process group that this script made says rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"{me.launcher} says rank {me.rank} of {me.size}. Leave init_process_group to ronde, or make them agree."
+                f"The process group that this script made says rank {dist.get_rank()} of "
+                f"{dist.get_world_size()}, "
+                f"{me.launcher} says rank {me.rank} of {me.size}. Leave init_process_group "
+                "to ronde, or make them agree."
             )
         return me
     interface = _identity().interface

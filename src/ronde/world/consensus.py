@@ -87,6 +87,8 @@ def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
         if len(values) > 1:
             said = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in values.items())
             raise WorldError(
-                f"The ranks disagree on {name} in {where}: {said}. Every worker must run the same script with the same "
-                "arguments, model and data: look for what depends on the rank, the host or an unseeded choice."
+                f"The ranks disagree on {name} in {where}: {said}. Every worker must run "
+                "the same script with the same "
+                "arguments, model and data: look for what depends on the rank, the host or "
+                "an unseeded choice."
             )

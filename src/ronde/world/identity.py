@@ -59,7 +59,8 @@ def _device(identity: Identity) -> torch.device:
     if local is None:
         if count > 1 and identity.size > 1:
             raise WorldError(
-                f"{identity.launcher} does not say this worker's local rank and {count} devices are visible: set LOCAL_RANK, "
+                f"{identity.launcher} does not say this worker's local rank and {count} "
+                "devices are visible: set LOCAL_RANK, "
                 "or let each worker see one device (CUDA_VISIBLE_DEVICES)."
             )
         local = 0
@@ -68,7 +69,8 @@ def _device(identity: Identity) -> torch.device:
             local = 0  # the launcher shows each worker its own single device
         else:
             raise WorldError(
-                f"More workers than devices: local rank {local} has no device of its own, {count} visible. "
+                f"More workers than devices: local rank {local} has no device of its own, "
+                f"{count} visible. "
                 f"Start at most {count} workers on this node, or set RONDE_DEVICE=cpu."
             )
     return torch.device("cuda", local)

@@ -50,7 +50,8 @@ def _number(env: Env, name: str) -> int:
         value = int(env[name])
     except ValueError:
         raise WorldError(
-            f"{name}={env[name]!r} is not a whole number. Unset it, or set it as your launcher does."
+            f"{name}={env[name]!r} is not a whole number. Unset it, or set it as your "
+            "launcher does."
         ) from None
     if value < 0:
         raise WorldError(f"{name}={value} is negative. Unset it, or set it as your launcher does.")
@@ -67,7 +68,8 @@ def _need(env: Env, launcher: str, names: tuple[str, ...], seen: tuple[str, ...]
     if missing:
         there = ", ".join(f"{n}={env[n]}" for n in seen if env.get(n))
         raise WorldError(
-            f"The environment is only partly that of {launcher}: {there} set, but {' and '.join(missing)} missing. "
+            f"The environment is only partly that of {launcher}: {there} set, but "
+            f"{' and '.join(missing)} missing. "
             f"Set {'them' if len(missing) > 1 else 'it'}, or unset the rest to run on one device."
         )
 
@@ -152,7 +154,8 @@ def expand_nodelist(text: str) -> list[str]:
                 low, dash, high = item.partition("-")
                 if dash and not (low.isdigit() and high.isdigit()):
                     raise WorldError(
-                        f"SLURM_STEP_NODELIST={text!r} is not a list of nodes: {item!r} is not a range."
+                        f"SLURM_STEP_NODELIST={text!r} is not a list of nodes: {item!r} is "
+                        "not a range."
                     )
                 if dash:
                     choices += [str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)]
@@ -238,11 +241,11 @@ def _sagemaker(env: Env) -> Identity | None:
     me = str(config.get("current_host") or env["SM_CURRENT_HOST"])
     if me not in hosts:
         raise WorldError(
-            f"SM_CURRENT_HOST={me} is not among SM_HOSTS={hosts}: the variables contradict each other."
+            f"SM_CURRENT_HOST={me} is not among SM_HOSTS={hosts}: the variables contradict "
+            "each other."
         )
-    hosts.sort(
-        key=_natural
-    )  # algo-2 before algo-10, the same on every host; the service does not promise an order
+    # algo-2 before algo-10, the same on every host; the service does not promise an order
+    hosts.sort(key=_natural)
     rank = hosts.index(me)
     return Identity(
         "sagemaker",
@@ -271,15 +274,19 @@ LAUNCHERS: dict[str, Callable[[Env], Identity | None]] = {
 def _check(found: Identity) -> None:
     if found.size < 1 or found.rank >= found.size:
         raise WorldError(
-            f"The environment of {found.launcher} contradicts itself: rank {found.rank} in a world of {found.size}. "
-            f"Ranks go from 0 to {max(found.size - 1, 0)}: look at RANK and WORLD_SIZE (or what your launcher sets)."
+            f"The environment of {found.launcher} contradicts itself: rank {found.rank} in "
+            f"a world of {found.size}. "
+            f"Ranks go from 0 to {max(found.size - 1, 0)}: look at RANK and WORLD_SIZE (or "
+            "what your launcher sets)."
         )
     if found.local_rank is not None:
         limit = found.local_size if found.local_size is not None else found.size
         if found.local_rank >= limit or limit > found.size:
             raise WorldError(
-                f"The environment of {found.launcher} contradicts itself: local rank {found.local_rank} of {limit} on this node, "
-                f"in a world of {found.size}. Look at LOCAL_RANK and LOCAL_WORLD_SIZE (or what your launcher sets)."
+                f"The environment of {found.launcher} contradicts itself: local rank "
+                f"{found.local_rank} of {limit} on this node, "
+                f"in a world of {found.size}. Look at LOCAL_RANK and LOCAL_WORLD_SIZE (or "
+                "what your launcher sets)."
             )
 
 
@@ -297,7 +304,8 @@ def identify(env: Env) -> Identity:
         WorldError: variables are partial, not numbers, out of range, or two launchers disagree.
 
     Example:
-        >>> identify({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).rank
+        >>> identify({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        ...     "MASTER_PORT": "29500"}).rank
         1
         >>> identify({}).launcher
         'python'
@@ -321,10 +329,14 @@ def identify(env: Env) -> Identity:
     for other_name, other in others.items():
         if (other.rank, other.size) != (first.rank, first.size):
             raise WorldError(
-                f"Two launchers contradict each other: {name} variables (RANK, WORLD_SIZE) say rank {first.rank} of {first.size}, "
-                f"those of {other_name} say rank {other.rank} of {other.size}. Unset the ones that are left over."
+                f"Two launchers contradict each other: {name} variables (RANK, WORLD_SIZE) "
+                f"say rank {first.rank} of {first.size}, "
+                f"those of {other_name} say rank {other.rank} of {other.size}. Unset the "
+                "ones that are left over."
                 if name == "torchrun"
-                else f"Two launchers contradict each other: {name} says rank {first.rank} of {first.size}, "
-                f"{other_name} says rank {other.rank} of {other.size}. Unset the variables that are left over."
+                else f"Two launchers contradict each other: {name} says rank {first.rank} of "
+                f"{first.size}, "
+                f"{other_name} says rank {other.rank} of {other.size}. Unset the variables "
+                "that are left over."
             )
     return first

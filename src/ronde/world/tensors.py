@@ -225,9 +225,8 @@ def _flatten(value: Any, found: list[Any]) -> Any:
     pipeline.
     """
     if not isinstance(value, _LEAF):
-        kind: Any = (
-            namedtuple if is_named_tuple(value) else type(value)
-        )  # the key that pytree has for them all
+        # the key that pytree has for them all
+        kind: Any = namedtuple if is_named_tuple(value) else type(value)
         node = pytree.SUPPORTED_NODES.get(kind)
         if node is not None:
             held, context = node.flatten_fn(value)

@@ -49,7 +49,8 @@ def npy_header(
     needed = offset + kind.itemsize * int(np.prod(shape, dtype=np.int64))
     if needed > size:
         raise ArgumentError(
-            f"{path} is truncated: it has {size:,} bytes, and {shape} of {kind} go to byte {needed:,}."
+            f"{path} is truncated: it has {size:,} bytes, and {shape} of {kind} go to byte "
+            f"{needed:,}."
         )
     return offset, tuple(shape), kind
 
@@ -184,18 +185,21 @@ class _Arrow:
                 ]
             except (pa.ArrowInvalid, OSError) as error:
                 raise ArgumentError(
-                    f"{path} cannot be read as an Arrow IPC file or stream: {str(error).splitlines()[0]}"
+                    f"{path} cannot be read as an Arrow IPC file or stream: "
+                    f"{str(error).splitlines()[0]}"
                 ) from error
             if schema is not None and not schema.equals(reader.schema):
                 raise ArgumentError(
-                    f"feed.arrays: {path} has other columns than {self.paths[0]}, or of other types."
+                    f"feed.arrays: {path} has other columns than {self.paths[0]}, or of "
+                    "other types."
                 )
             schema = reader.schema
         names = list(schema.names)
         for name in self._wanted or ():
             if name not in names:
                 raise ArgumentError(
-                    f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among {', '.join(names)}."
+                    f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among "
+                    f"{', '.join(names)}."
                 )
         self.columns = self._wanted if self._wanted is not None else names
         tables = [(path, table.select(self.columns)) for path, table in tables]
@@ -267,7 +271,10 @@ class ArraySource(BaseSource):
         return self._length
 
     def __repr__(self) -> str:
-        return f"arrays: {len(self):,} rows of {', '.join(str(c.describe()[0]) for c in self._parts())}"
+        return (
+            f"arrays: {len(self):,} rows of "
+            f"{', '.join(str(c.describe()[0]) for c in self._parts())}"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -367,7 +374,8 @@ def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
         masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
         if masked:
             raise ArgumentError(
-                f"feed.arrays: {name} is a masked array with {masked:,} masked values, which would be read as if they were not. "
+                f"feed.arrays: {name} is a masked array with {masked:,} masked values, "
+                "which would be read as if they were not. "
                 "Give filled(numpy.nan) of it, or another value in their place."
             )
         return np.asarray(given.data)
@@ -439,7 +447,8 @@ def arrays(
             return ArraySource(_Arrow([path], columns), False)
         if not path.endswith(".npz"):
             raise ArgumentError(
-                f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder of .npy or .arrow files."
+                f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder "
+                "of .npy or .arrow files."
             )
         held = _from_npz(path, store)
         for name in columns or ():

@@ -289,7 +289,8 @@ def digest_values(*parts: Any) -> str:
     """16 letters that stand for some values; equal values give equal letters on every machine.
 
     Example:
-        >>> digest_values("a", 1) == digest_values("a", 1), digest_values("a", 1) == digest_values("a1")
+        >>> digest_values("a", 1) == digest_values("a", 1), digest_values("a",
+        ...     1) == digest_values("a1")
         (True, False)
     """
     found = hashlib.sha256()
@@ -320,7 +321,8 @@ def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str]
         classes = getattr(getattr(like, "source", like), "classes", None)
         if classes is None:
             raise ArgumentError(
-                f"{what}: like= takes a source, or a pipeline of one, that has classes; this one has none."
+                f"{what}: like= takes a source, or a pipeline of one, that has classes; "
+                "this one has none."
             )
     if classes is None:
         return None
@@ -412,7 +414,8 @@ def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
         return numbers if all(map(math.isfinite, numbers)) else texts
     if len(others) < len(texts) and all(_NO_NUMBER.fullmatch(text) for text in others):
         raise ArgumentError(
-            f"{len(others):,} of {len(texts):,} labels are no number, such as {others[0]!r}; all others are numbers."
+            f"{len(others):,} of {len(texts):,} labels are no number, such as "
+            f"{others[0]!r}; all others are numbers."
         )
     return texts
 

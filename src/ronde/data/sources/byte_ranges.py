@@ -82,9 +82,8 @@ class _OpenFiles:
     def __init__(self, most: int) -> None:
         self.most = most
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[str, int | None], list[int]] = (
-            OrderedDict()
-        )  # (path, size) -> [descriptor, readers]
+        # (path, size) -> [descriptor, readers]
+        self._held: OrderedDict[tuple[str, int | None], list[int]] = OrderedDict()
         reset_after_fork(self)
 
     def reset(self) -> None:
@@ -107,7 +106,8 @@ class _OpenFiles:
                 if size is not None and found != size:
                     os.close(descriptor)
                     raise SampleError(
-                        f"{path} has changed: it has {found:,} bytes and had {size:,} when the data was opened."
+                        f"{path} has changed: it has {found:,} bytes and had {size:,} when "
+                        "the data was opened."
                     )
                 entry = self._held[key] = [descriptor, 0]
                 for old in [k for k, e in self._held.items() if e[1] == 0 and k != key][
@@ -154,7 +154,8 @@ def _pread(descriptor: int, offset: int, length: int, path: str) -> bytes:
         more = os.pread(descriptor, length - got, offset + got)
         if not more:
             raise SampleError(
-                f"{path} ends at byte {offset + got:,}; {length:,} bytes were expected at {offset:,}. It is truncated."
+                f"{path} ends at byte {offset + got:,}; {length:,} bytes were expected at "
+                f"{offset:,}. It is truncated."
             )
         parts.append(more)
         got += len(more)
@@ -208,7 +209,8 @@ class _FileSystems:
                     )
                 except (ImportError, ValueError) as error:
                     raise ArgumentError(
-                        f"{url} cannot be opened: {error}. fsspec needs the package of that protocol."
+                        f"{url} cannot be opened: {error}. fsspec needs the package of "
+                        "that protocol."
                     ) from error
             return self._held[key]
 
@@ -295,12 +297,14 @@ class Store:
                 raise SampleError(f"{place.path} cannot be read: {_said(data)}.") from data
             if place.length is not None and len(data) > place.length:
                 raise SampleError(
-                    f"{place.path} cannot be read in parts: {place.length:,} bytes were asked for and {len(data):,} came. "
+                    f"{place.path} cannot be read in parts: {place.length:,} bytes were "
+                    f"asked for and {len(data):,} came. "
                     "Its server does not know range requests."
                 )
             if place.length is not None and len(data) < place.length:
                 raise SampleError(
-                    f"{place.path} ends at byte {place.offset + len(data):,}; {place.length:,} bytes were expected at {place.offset:,}. "
+                    f"{place.path} ends at byte {place.offset + len(data):,}; "
+                    f"{place.length:,} bytes were expected at {place.offset:,}. "
                     "It is truncated."
                 )
         return found

@@ -243,7 +243,8 @@ def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None
                 continue
             what = f" ending in {', '.join(endings)}" if endings is not None else ""
             raise ArgumentError(
-                f"the class folder {root}/{entry.name} holds no file{what}. Remove it, or name the classes: like= the training set, or classes=[…]."
+                f"the class folder {root}/{entry.name} holds no file{what}. Remove it, or "
+                "name the classes: like= the training set, or classes=[…]."
             )
 
 
@@ -313,7 +314,8 @@ def _class_of(name: str, root: str) -> str:
     first, slash, _ = name.partition("/")
     if not slash:
         raise ArgumentError(
-            f'{root}/{name} lies in no class folder. Give labels="none", a CSV file, or a function of the path; or one folder a class.'
+            f'{root}/{name} lies in no class folder. Give labels="none", a CSV file, or a '
+            "function of the path; or one folder a class."
         )
     return first
 
@@ -324,7 +326,8 @@ def _from_csv(
     raw = store.whole(table) if is_remote(table) else Store().whole(local_path(table))
     if raw is None:
         raise ArgumentError(
-            f'labels={table!r}: there is no such file. Give "folder", "none", a CSV file or a function.'
+            f'labels={table!r}: there is no such file. Give "folder", "none", a CSV file '
+            "or a function."
         )
     try:
         rows = list(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline="")))
@@ -332,7 +335,8 @@ def _from_csv(
         raise ArgumentError(f"labels={table!r} is not a CSV file in UTF-8: {error}.") from None
     if len(rows) < 2:
         raise ArgumentError(
-            f"labels={table!r} needs a line of column names and a line for each file; it has {len(rows)}."
+            f"labels={table!r} needs a line of column names and a line for each file; it "
+            f"has {len(rows)}."
         )
     header = rows[0]
 
@@ -340,7 +344,8 @@ def _from_csv(
         if isinstance(which, str):
             if which not in header:
                 raise ArgumentError(
-                    f"{argument}={which!r} is no column of {table}: choose among {', '.join(header)}."
+                    f"{argument}={which!r} is no column of {table}: choose among "
+                    f"{', '.join(header)}."
                 )
             return header.index(which)
         if not 0 <= which < len(header):
@@ -351,7 +356,8 @@ def _from_csv(
     known = set(found)
     if len(header) > files and header[files].strip().removeprefix("./") in known:
         raise ArgumentError(
-            f"labels={table!r} needs a line of column names first: its first line names a file, {header[files]!r}, which would be left out."
+            f"labels={table!r} needs a line of column names first: its first line names a "
+            f"file, {header[files]!r}, which would be left out."
         )
     stems: dict[str, list[str]] = {}
     for name in found:
@@ -382,7 +388,8 @@ def _from_csv(
         label = row[labels].strip()
         if not label:  # one of them would make classes of a column of numbers
             raise ArgumentError(
-                f"{table}, line {number}: {name!r} has no label. Give it one, or leave the line out."
+                f"{table}, line {number}: {name!r} has no label. Give it one, or leave the "
+                "line out."
             )
         given[name] = label
     return given

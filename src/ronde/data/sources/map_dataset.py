@@ -73,6 +73,7 @@ def dataset(data: Any) -> DatasetSource:
         or not hasattr(data, "__len__")
     ):
         raise ArgumentError(
-            f"feed.dataset needs a map-style Dataset with __len__ and __getitem__, found {type(data).__name__}."
+            "feed.dataset needs a map-style Dataset with __len__ and __getitem__, found "
+            f"{type(data).__name__}."
         )
     return DatasetSource(data)

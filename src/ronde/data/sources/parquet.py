@@ -172,7 +172,8 @@ def to_columns(
             )
         elif (whole or listed) and name not in nulls and holds_nulls(column):
             raise SampleError(
-                f"{where}: the column {name!r} holds nulls, which its file does not say. Write it again with statistics."
+                f"{where}: the column {name!r} holds nulls, which its file does not say. "
+                "Write it again with statistics."
             )
         if listed and name not in nulls:
             found[name] = (
@@ -333,19 +334,22 @@ class ParquetSource(BaseSource):
             )
             if twice is not None:
                 raise ArgumentError(
-                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}: leave it out with columns=[…]."
+                    f"feed.parquet: {path} has {names.count(twice)} columns named "
+                    f"{twice!r}: leave it out with columns=[…]."
                 )
             if known is None:
                 known, first = names, schema
                 for name in columns or ():
                     if name not in names:
                         hint = (
-                            f" What the names of folders say ({name}=…) is not read: write it into the files."
+                            f" What the names of folders say ({name}=…) is not read: write "
+                            "it into the files."
                             if f"/{name}=" in path
                             else ""
                         )
                         raise ArgumentError(
-                            f"feed.parquet: {path} has no column {name!r}: choose among {', '.join(names)}.{hint}"
+                            f"feed.parquet: {path} has no column {name!r}: choose among "
+                            f"{', '.join(names)}.{hint}"
                         )
                 self.columns = list(columns) if columns is not None else names
                 if manifest is not None and "crc32" in names:
@@ -362,7 +366,8 @@ class ParquetSource(BaseSource):
                         or pa.types.is_large_string(kind)
                     ):
                         raise ArgumentError(
-                            f"feed.parquet: data={sample[0]!r}: the column is {kind} in {path}: expected bytes, or a struct of bytes and path."
+                            f"feed.parquet: data={sample[0]!r}: the column is {kind} in "
+                            f"{path}: expected bytes, or a struct of bytes and path."
                         )
                     self.classes = _class_names(schema, sample[1])
             else:
@@ -370,7 +375,8 @@ class ParquetSource(BaseSource):
                     if name not in names or schema.field(name).type != first.field(name).type:
                         has = schema.field(name).type if name in names else "missing"
                         raise ArgumentError(
-                            f"feed.parquet: the column {name!r} is {first.field(name).type} in {paths[0]} and {has} in {path}."
+                            f"feed.parquet: the column {name!r} is "
+                            f"{first.field(name).type} in {paths[0]} and {has} in {path}."
                         )
             owners = _owners(metadata)
             for g in range(metadata.num_row_groups):
@@ -422,7 +428,10 @@ class ParquetSource(BaseSource):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        return f"parquet: {len(self):,} rows × {len(self.columns)} columns in {self.groups:,} row groups of {len(self.paths):,} files"
+        return (
+            f"parquet: {len(self):,} rows × {len(self.columns)} columns in {self.groups:,} row "
+            f"groups of {len(self.paths):,} files"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_metadata": {}}  # each process reads the footers that it needs
@@ -548,7 +557,8 @@ class ParquetSource(BaseSource):
             if known is not None and known != self.classes:
                 if self.classes is None:
                     raise ArgumentError(
-                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are numbers without names: classes= and like= are for names."
+                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are "
+                        "numbers without names: classes= and like= are for names."
                     )
                 wrong = next((name for name in self.classes if name not in known), None)
                 if wrong is not None:
@@ -617,7 +627,8 @@ class ParquetSource(BaseSource):
                 label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))
             ):
                 raise SampleError(
-                    f"{self._path(i)}: row {i} of the table has no {(data if d is None else label)!r}: the column holds nothing there."
+                    f"{self._path(i)}: row {i} of the table has no "
+                    f"{(data if d is None else label)!r}: the column holds nothing there."
                 )
         return [Sample(d, one, n) for d, one, n in zip(values, labels, names, strict=True)]
 
@@ -657,7 +668,9 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
         label = classed[0] if len(classed) == 1 else "label"
         if label not in names:
             raise ArgumentError(
-                f"{first} has no column 'label': choose among {', '.join(n for n in names if n != data)} with labels='…', or labels='none'."
+                f"{first} has no column 'label': choose among "
+                f"{', '.join(n for n in names if n != data)} with labels='…', or "
+                "labels='none'."
             )
     source = parquet(given, data=data, label=label or None, **options)
     return source if source._number else source.count_classes()
@@ -744,7 +757,8 @@ def parquet(
         if manifest is not None:
             if manifest["kind"] != "parquet":
                 raise ArgumentError(
-                    f"{text} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({text!r})."
+                    f"{text} is a pack in {manifest['kind']}: open it with "
+                    f"feed.{manifest['kind']}({text!r})."
                 )
             files = [f"{text}/{shard['name']}" for shard in manifest["shards"]]
             data, name = "data", "name"

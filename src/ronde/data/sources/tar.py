@@ -68,12 +68,14 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
             raise ValueError(f"{found['format']} {found['version']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
-            f"{path}/{MANIFEST} is not the manifest of a pack that this version of ronde reads: {error}."
+            f"{path}/{MANIFEST} is not the manifest of a pack that this version of ronde "
+            f"reads: {error}."
         ) from None
     wrong = _wrong_in(found)
     if wrong is not None:
         raise ArgumentError(
-            f"{path}/{MANIFEST} is damaged: {wrong}. Remove the pack and pack again, or restore the file."
+            f"{path}/{MANIFEST} is damaged: {wrong}. Remove the pack and pack again, or "
+            "restore the file."
         )
     return dict(found)
 
@@ -242,7 +244,8 @@ class TarSource(BaseSource):
         if self._manifest is not None and known != self.classes:
             if self.classes is None or not isinstance(self.labels, np.ndarray):
                 raise ArgumentError(
-                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names: classes= and like= are for names."
+                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names: "
+                    "classes= and like= are for names."
                 )
             wrong = next((name for name in self.classes if name not in known), None)
             if wrong is not None:
@@ -295,9 +298,8 @@ class TarSource(BaseSource):
         for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
             if low == high:
                 continue
-            reached = np.maximum.accumulate(
-                begins[low:high]
-            )  # a link goes back, which begins no block
+            # a link goes back, which begins no block
+            reached = np.maximum.accumulate(begins[low:high])
             number = (reached - reached[0]) // _BLOCK_BYTES
             found += (np.flatnonzero(np.diff(number, prepend=-1)) + low).tolist()
         return np.asarray([*found, len(self)], dtype=np.int64)
@@ -416,7 +418,8 @@ class TarSource(BaseSource):
                 for m in range(int(self._first[i]), int(self._first[i + 1]))
             )
             raise SampleError(
-                f"{self.paths[self._shard(i)]}: the sample {key!r} has no .{', .'.join(self._data)}; it has {has}."
+                f"{self.paths[self._shard(i)]}: the sample {key!r} has no "
+                f".{', .'.join(self._data)}; it has {has}."
             )
         if self._manifest is not None:
             if self._sums is not None and zlib.crc32(data) != self._sums[i]:
@@ -444,7 +447,8 @@ class TarSource(BaseSource):
         name = label.strip()
         if name not in self.classes:
             raise SampleError(
-                f"{self.paths[self._shard(i)]}: the sample {key!r}: {unknown_class(name, self.classes)}."
+                f"{self.paths[self._shard(i)]}: the sample {key!r}: "
+                f"{unknown_class(name, self.classes)}."
             )
         return self.classes.index(name)
 
@@ -455,14 +459,18 @@ class TarSource(BaseSource):
             return json.loads(raw) if suffix == "json" or suffix.endswith(".json") else raw.decode()
         except ValueError:
             raise SampleError(
-                f"{self.paths[self._shard(i)]}: the label .{suffix} of sample {key!r} cannot be read: {raw[:40]!r}."
+                f"{self.paths[self._shard(i)]}: the label .{suffix} of sample {key!r} "
+                f"cannot be read: {raw[:40]!r}."
             ) from None
 
 
 def damaged(path: str, name: str) -> str:
     """What to say of a packed sample whose checksum is another."""
     folder = path.rpartition("/")[0]
-    return f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack --verify {folder}' says what else is."
+    return (
+        f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack "
+        f"--verify {folder}' says what else is."
+    )
 
 
 def _labels_of(indices: list[TarIndex]) -> Any:
@@ -483,7 +491,8 @@ def _labels_of(indices: list[TarIndex]) -> Any:
 def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
     if manifest["kind"] != "tar":
         raise ArgumentError(
-            f"{path} is a pack in {manifest['kind']}: open it with feed.{manifest['kind']}({path!r})."
+            f"{path} is a pack in {manifest['kind']}: open it with "
+            f"feed.{manifest['kind']}({path!r})."
         )
     paths = [f"{path}/{shard['name']}" for shard in manifest["shards"]]
     indices = []
@@ -497,13 +506,15 @@ def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str
                 raise ValueError("it belongs to another shard")
         except ValueError as error:
             raise ArgumentError(
-                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify {path}' says what is damaged."
+                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify "
+                f"{path}' says what is damaged."
             ) from None
         if not is_remote(place):
             found = store.size(place)
             if found != index.tar_size:
                 raise ArgumentError(
-                    f"{place} has {found:,} bytes; {index.tar_size:,} were packed. It is truncated or another file."
+                    f"{place} has {found:,} bytes; {index.tar_size:,} were packed. It is "
+                    "truncated or another file."
                 )
         indices.append(index)
     return paths, indices
@@ -577,7 +588,8 @@ def tar(
         )
     if label is not None and data is None:
         raise ArgumentError(
-            'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". Without data=, samples are dicts of all their files.'
+            'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". '
+            "Without data=, samples are dicts of all their files."
         )
     known = classes_of(classes, like, "feed.tar")
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)

@@ -213,9 +213,8 @@ def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: st
     leads: dict[int, int | None] = {}
     for i, (name, _, _) in enumerate(found):
         if i in links and links[i][0]:
-            leads[i] = places.get(
-                posixpath.normpath(links[i][1])
-            )  # a hard link is to what came before it
+            # a hard link is to what came before it
+            leads[i] = places.get(posixpath.normpath(links[i][1]))
         places[posixpath.normpath(name)] = i
     for i, (hard, target) in links.items():
         if not hard:  # its target is as seen from its own folder, and may come later
@@ -238,12 +237,14 @@ def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: st
     for i in lost:
         if links[i][0]:
             raise ArgumentError(
-                f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, which is not in the tar before it."
+                f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, "
+                "which is not in the tar before it."
             )
     if lost:
         name, target = found[lost[0]][0], links[lost[0]][1]
         warnings.warn(
-            f"ronde: {path}: links that lead to no file in the tar are left out ({len(lost):,}), such as {name!r} to {target!r}. "
+            f"ronde: {path}: links that lead to no file in the tar are left out "
+            f"({len(lost):,}), such as {name!r} to {target!r}. "
             "tar --dereference packs files instead of links.",
             RuntimeWarning,
             stacklevel=2,
@@ -258,7 +259,8 @@ def _not_compressed(begin: bytes, path: str) -> None:
     """Refuse a file that begins as compressed ones do."""
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
-            f"{path} is compressed, so its files cannot be read by place: unpack it to a plain .tar."
+            f"{path} is compressed, so its files cannot be read by place: unpack it to a "
+            "plain .tar."
         )
 
 
@@ -285,9 +287,8 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         if size - place < _BLOCK:
             if ended:
                 break
-            _not_compressed(
-                read(place, size - place) if place == 0 else b"", path
-            )  # a small one may be shorter than a header
+            # a small one may be shorter than a header
+            _not_compressed(read(place, size - place) if place == 0 else b"", path)
             raise ArgumentError(
                 f"{path} is truncated: it ends at byte {size:,}, in the middle of a header."
             )
@@ -312,7 +313,8 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         data = place + _BLOCK
         if kind == b"S" or "GNU.sparse.map" in pax or "GNU.sparse.major" in pax:
             raise ArgumentError(
-                f"{path} holds a sparse file at byte {place:,}, which cannot be read by place. Pack it again without --sparse."
+                f"{path} holds a sparse file at byte {place:,}, which cannot be read by "
+                "place. Pack it again without --sparse."
             )
         if kind in (b"0", b"\0", b"7") and "size" in pax:
             length = int(pax["size"])
@@ -323,7 +325,8 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         following = data + -(-length // _BLOCK) * _BLOCK
         if data + length > size:
             raise ArgumentError(
-                f"{path} is truncated: it has {size:,} bytes, and a file in it goes to byte {data + length:,}."
+                f"{path} is truncated: it has {size:,} bytes, and a file in it goes to "
+                f"byte {data + length:,}."
             )
         if kind == b"L":
             long_name = _text(read(data, length))
@@ -345,9 +348,8 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
                     if prefix and header[257:263] == b"ustar\0":
                         name = f"{prefix}/{name}"
                 if not name.endswith("/"):  # a folder, as very old tars had them
-                    if (
-                        kind in (b"1", b"2") and not length
-                    ):  # some tars hold the bytes of a hard link once more
+                    # some tars hold the bytes of a hard link once more
+                    if kind in (b"1", b"2") and not length:
                         target = (
                             pax["linkpath"]
                             if "linkpath" in pax
@@ -402,9 +404,8 @@ def build_index(store: Store, path: str) -> TarIndex:
     here: set[str] = set()
     try:
         for name, offset, length in members_of(_windowed(store, path, size), size, path):
-            if (
-                _no_sample(name) or "." not in name.rpartition("/")[2]
-            ):  # without an ending (README): as in WebDataset
+            # without an ending (README): as in WebDataset
+            if _no_sample(name) or "." not in name.rpartition("/")[2]:
                 continue
             key, ending = key_and_suffix(name.removeprefix("./"))
             if not keys or keys[-1] != key:
@@ -413,7 +414,8 @@ def build_index(store: Store, path: str) -> TarIndex:
                 here = set()
             if ending in here:
                 raise ArgumentError(
-                    f"{path}: the sample {key!r} has two files .{ending}; each ending may stand once in a sample."
+                    f"{path}: the sample {key!r} has two files .{ending}; each ending may "
+                    "stand once in a sample."
                 )
             here.add(ending)
             suffix.append(known.setdefault(ending, len(known)))
@@ -423,7 +425,8 @@ def build_index(store: Store, path: str) -> TarIndex:
         raise ArgumentError(str(error)) from error
     if len(known) > 1024:
         raise ArgumentError(
-            f"{path} has {len(known):,} different endings, such as .{list(known)[-1]}. A sample's name goes up to the first dot of a file's name."
+            f"{path} has {len(known):,} different endings, such as .{list(known)[-1]}. A "
+            "sample's name goes up to the first dot of a file's name."
         )
     found = TarIndex(
         size,
@@ -506,9 +509,8 @@ def index_of(store: Store, path: str) -> TarIndex:
             raw = store.whole(place) if is_remote(place) else Store().whole(place)
         if raw is None:
             continue
-        with contextlib.suppress(
-            ValueError, SampleError
-        ):  # of another version, or damaged: made anew
+        # of another version, or damaged: made anew
+        with contextlib.suppress(ValueError, SampleError):
             found = TarIndex.from_bytes(raw)
             if _fits(store, path, found):
                 return found

@@ -55,7 +55,10 @@ class TokenSource(BaseSource):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        return f"tokens: {len(self):,} windows of {self.length:,}, {self.total:,} tokens in {len(self._files):,} files"
+        return (
+            f"tokens: {len(self):,} windows of {self.length:,}, {self.total:,} tokens in "
+            f"{len(self._files):,} files"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # a memory map would be copied as an array
@@ -195,7 +198,8 @@ def tokens(
             kind, offset = np.dtype(dtype), 0
             if size % kind.itemsize:
                 raise ArgumentError(
-                    f"feed.tokens: {one} has {size:,} bytes, which is no whole number of {kind} tokens."
+                    f"feed.tokens: {one} has {size:,} bytes, which is no whole number of "
+                    f"{kind} tokens."
                 )
             count = size // kind.itemsize
         if kind.kind not in "iu":
@@ -204,6 +208,7 @@ def tokens(
     source = TokenSource(files, length, step, store, blocks)
     if not len(source):
         raise ArgumentError(
-            f"feed.tokens: {source.total:,} tokens in {files[0].path} are fewer than length + 1 = {length + 1:,}."
+            f"feed.tokens: {source.total:,} tokens in {files[0].path} are fewer than "
+            f"length + 1 = {length + 1:,}."
         )
     return source
