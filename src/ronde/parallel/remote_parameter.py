@@ -158,10 +158,8 @@ class _Absent:
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         with torch._C.DisableTorchFunctionSubclass():
-            return (
-                f"<{self._ronde_name!r}, {list(self.shape)}: held by another worker, stage "
-                f"{self._ronde_stage}>"
-            )  # type: ignore[attr-defined]
+            shape = list(self.shape)  # type: ignore[attr-defined]
+        return f"<{self._ronde_name!r}, {shape}: held by another worker, stage {self._ronde_stage}>"
 
 
 @functools.cache
