@@ -1,10 +1,9 @@
-"""What the links between workers give: every collective timed at sizes up to a gradient bucket,
-with all ranks at work at once.
+"""Benchmark the links between workers: every collective, up to the size of a gradient bucket.
 
-Each is fitted by a line of its own, seconds = alpha + bytes / beta: formulas of rings misjudge them
-(on gloo a reduce-scatter takes more than twice its ring time). On the CPU what Ronde's runtime adds
-to each is measured too, see :mod:`ronde.measure.runtime_overhead`. ``python -m
-ronde.measure.bench_links`` is what a worker runs; ``ronde bench cluster`` starts workers of it.
+All ranks work at once. Each collective gets its own fit, seconds = alpha + bytes / beta, because
+ring formulas misjudge them: on gloo, a reduce-scatter takes more than twice its ring time. On the
+CPU, the overhead of Ronde's runtime is measured too, see :mod:`ronde.measure.runtime_overhead`.
+``ronde bench cluster`` starts workers that run ``python -m ronde.measure.bench_links``.
 """
 
 from __future__ import annotations

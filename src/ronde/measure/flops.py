@@ -1,5 +1,6 @@
-"""Floating-point operations of a model's units: torch's counter, and recurrent layers, which it
-does not know.
+"""Count the floating-point operations of a model's units.
+
+Torch's counter does not know recurrent layers; they are added here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model as a chain of units, by its module tree: what is timed and weighed apart.
+"""Split a model into a chain of units along its module tree, to measure each separately.
 
-A unit is the coarsest module such that repeated blocks stand apart. What runs between two units
-(glue) belongs to the one before; the loss is the last.
+A unit is the coarsest module that keeps repeated blocks separate. Code that runs between two units
+(glue) belongs to the first of them. The loss is the last unit.
 """
 
 from __future__ import annotations

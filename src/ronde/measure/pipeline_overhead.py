@@ -1,5 +1,6 @@
-"""What a script's own model takes beside its whole passes, timed in one process: a pipeline's cuts,
-an optimizer's many small tensors.
+"""Time two costs of a script's model that whole passes do not show, in one process.
+
+These are the cuts of a pipeline and the many small tensors of an optimizer.
 """
 
 from __future__ import annotations

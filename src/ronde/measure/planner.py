@@ -1,9 +1,8 @@
-"""What a script's model would take under every plan: measured where it stands in the script,
-predicted and ranked.
+"""Measure a script's model inside the script, then predict and rank every plan.
 
-``ronde plan`` starts the script with a :class:`Gauge` looking on: at ``distribute`` the model is
-weighed and timed, the costs are written where the command reads them, and the process ends.
-``plan="auto"`` does the same in the workers themselves, and goes on with the winner.
+``ronde plan`` starts the script under a :class:`Gauge`. At ``distribute``, the gauge measures the
+model's memory and time, writes the costs for the command to read, and ends the process.
+``plan="auto"`` does the same in the workers themselves, then continues with the best plan.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Is the machine quiet enough to be measured? A fixed piece of work, timed again and again, says
-so.
-"""
+"""Check that the machine is quiet enough to measure, by timing a fixed piece of work repeatedly."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What carrying a plan out adds to what its collectives cost: hooks, and copies into and out of
-flat buffers.
+"""Measure what the runtime adds to its collectives: hooks, and copies to and from flat buffers.
 
-Measured by letting FSDP2, DDP, ZeRO-1's exchange and a pipeline's stages, as Ronde runs them, work
-on small models made for that, whose layers sleep. On the CPU these stand in a step's way (a sharded
-model of small layers takes twice the time of its collectives); on an accelerator they run beside
-its kernels, and are not measured.
+FSDP2, DDP, ZeRO-1's exchange and pipeline stages run as in Ronde, on small models whose layers
+sleep. On the CPU this overhead delays the step: a sharded model of small layers takes twice the
+time of its collectives. On an accelerator it overlaps with kernels and is not measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Does a script go through its steps itself? Read in its source: ``ronde plan`` ends at
-``distribute``, before the loop begins.
+"""Find out from its source whether a script runs its own training loop.
+
+``ronde plan`` ends at ``distribute``, before the loop begins, so it cannot observe the loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Every storage that a computation makes, entered when it appears and crossed out when it goes,
-with the unit that was at work.
-"""
+"""Record when each storage of a computation appears and disappears, and which unit was running."""
 
 from __future__ import annotations
 

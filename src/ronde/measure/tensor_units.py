@@ -1,5 +1,6 @@
-"""What tensor parallelism divides of a model: recognised, and one worker's part timed and weighed
-in this process.
+"""Find what tensor parallelism divides in a model, and measure one worker's part.
+
+Time and memory of that part are measured in this process.
 """
 
 from __future__ import annotations

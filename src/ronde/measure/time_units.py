@@ -1,10 +1,9 @@
-"""What a model costs on the device at hand: seconds of every unit's forward and backward pass, at
-its real shapes.
+"""Time the forward and backward pass of every unit of a model, at its real shapes.
 
-Whole steps of a copy of the script's model are run at two or three micro-batch sizes in turn, with
-a clock read where one unit
-ends and the next begins: the parts add up to the step. Of many rounds, those in which a fixed piece
-of work next to them took longer than at its best are left out, and the least of the rest is taken.
+Whole steps of a copy of the script's model run at two or three micro-batch sizes in turn. A clock
+is read at each boundary between units, so the parts add up to the step. Each round also times a
+fixed piece of work; rounds in which it ran slower than its best are dropped, and the fastest of
+the rest counts.
 """
 
 from __future__ import annotations

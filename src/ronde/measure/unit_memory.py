@@ -1,10 +1,9 @@
-"""Memory of a model's units, of its optimizer and of a whole step: counted under fake tensors,
-which hold no memory.
+"""Count the memory of a model's units, of its optimizer and of a whole step.
 
-Every storage that an operation makes is entered when it appears and crossed out when it goes, with
-the unit that was at work: what is left after the forward pass is what that unit keeps for its
-backward pass, the most that there was beside it is what it needs for a moment. Where a model cannot
-run on fake tensors (it reads a value), the same is counted in a real run.
+The model runs on fake tensors, which hold no memory. Each storage is recorded when it appears and
+when it disappears, with the unit that was running. What remains after the forward pass is what the
+unit keeps for its backward pass; the peak above that is what it needs temporarily. A model that
+cannot run on fake tensors, because it reads a value, is counted in a real run.
 """
 
 from __future__ import annotations
