@@ -18,9 +18,7 @@ __all__ = ["Flops"]
 
 
 def _rnn_flops(module: nn.Module, output: Any) -> float:
-    """Of a recurrent layer, which torch's counter does not know: 2 a multiplication, gates times
-    (input + hidden).
-    """
+    """Count a recurrent layer: 2 per multiplication, gates times (input + hidden)."""
     assert isinstance(module, nn.RNNBase)
     rows = tensors_in(output)[0].numel() / (module.hidden_size * (2 if module.bidirectional else 1))
     weights = sum(p.numel() for name, p in module.named_parameters() if name.startswith("weight"))

@@ -16,14 +16,14 @@ from ronde.world import RondeError
 __all__ = ["OTHERS", "TOLERANCE", "Gate", "NoisyMachine", "Reference", "busy"]
 
 TOLERANCE = 0.10
-"""A reading this much above the best one is disturbed."""
+"""A reading counts as disturbed if it exceeds the best one by more than this share."""
 
 OTHERS = 0.25
-"""Where other processes take more than this share of all cores' time, nothing is undisturbed."""
+"""All readings count as disturbed if other processes take more than this share of all cores."""
 
 
 class NoisyMachine(RondeError):
-    """What was measured cannot be relied on: other work disturbed the machine.
+    """The measurement is unreliable because other work disturbed the machine.
 
     Attributes:
         level: relative disturbance, 0 to 1 and above.

@@ -14,12 +14,13 @@ __all__ = ["own_loop"]
 
 
 def own_loop() -> str | None:
-    """Where the script calls ``run.backward(loss)`` and ``run.update()``: it owns its loop, and a
-    pipeline, where a step is one call, cannot be carried out under it.
+    """Find where the script calls ``run.backward(loss)`` and ``run.update()`` itself.
+
+    Such a script cannot run a pipeline, whose step is one call.
 
     Returns:
-        File and line, as ``train.py:31``; None where there is no such call, or ``run.step(batch)``
-        is called too.
+        File and line, as ``train.py:31``; None if there is no such call or the script calls
+        ``run.step(batch)`` too.
 
     Example:
         >>> own_loop() is None
@@ -30,16 +31,14 @@ def own_loop() -> str | None:
         file = getattr(module, "__file__", None)
         line, steps = _look(file) if file else (None, False)
         if steps:
-            return None  # it may be the one or the other
+            return None  # the script may use either loop
         if line is not None and found is None:
             found = f"{Path(str(file)).name}:{line}"
     return found
 
 
 def _look(file: str) -> tuple[int | None, bool]:
-    """The line of a ``run.backward(loss)`` beside which there is a ``run.update()``, and whether
-    there is a ``run.step(batch)``.
-    """
+    """Return the line of a ``run.backward(loss)`` with a ``run.update()``, and if one steps."""
     try:
         tree = ast.parse(Path(file).read_text())
     except (OSError, ValueError, SyntaxError):  # typed in, or not Python
