@@ -630,6 +630,47 @@ def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
 # -- what is shown ---------------------------------------------------------------------
 
 
+def noisy(real: float, **more) -> dict:
+    """A machine that drifts: rates of one round belong together, those of several do not."""
+    ceilings = (5000.0, 5369.0, 7000.0, 4000.0, 5600.0)
+    rounds = tuple({"synthetic": c, "real": c * real} for c in ceilings)
+    found = judge(Measurements(2, 2, "processes", 8, 16, rounds, **more)).values
+    shown = {"script": "train.py", "model": "Net", "device": "cpu", "measured_seconds": 20.0}
+    return {**found, **shown, "scale": [], "walls": [], "prescriptions": []}
+
+
+@pytest.mark.parametrize("real", [0.55, 0.8, 0.97, 1.0, 1.02])
+def test_the_numbers_of_a_screen_agree_with_each_other(real):
+    values = noisy(real)
+    rates, gap = values["samples_per_second"], values["gap"]
+    assert rates["real"] == pytest.approx(rates["synthetic"] * (1.0 - gap))
+    assert rates["real"] <= rates["synthetic"]
+    text = text_of(screen(values, 80))
+    assert "CAUSE" not in text or not values["healthy"]
+    if gap <= (values["gap_high"] - values["gap_low"]) / 2 and not values["refused"]:
+        assert "no measurable gap" in text and "GAP" not in text
+    else:
+        assert f"GAP {100 * gap:.0f} %" in text
+
+
+def test_what_workers_lose_between_them_is_no_part_of_the_gap():
+    alone = tuple((5500.0, 5500.0) for _ in range(5))
+    values = noisy(0.97, alone=alone)
+    text = text_of(screen(values, 100))
+    assert values["cause"]["stage"] == "exchange" and 40 < values["cause"]["points"] < 60
+    line = next(line for line in text.splitlines() if "CAUSE" in line)
+    assert "of what the workers reach without it (11,000 samples/s)" in line
+    assert text.index("CAUSE") < text.index("synthetic"), "the headline comes first"
+
+
+def test_at_most_three_lines_of_notes_unless_all_are_asked_for():
+    values = noisy(0.7)
+    values["notes"] = [f"caveat {i}: it changes the gap by {i} points." for i in range(9)]
+    text = text_of(screen(values, 80))
+    assert "caveat 1" in text and "caveat 2" not in text and "9 notes in all: --verbose" in text
+    assert "caveat 8" in text_of(screen(values, 80, verbose=True))
+
+
 def test_nothing_is_cut_where_the_terminal_is_narrow():
     stage = {
         "name": "read",

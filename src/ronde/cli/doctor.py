@@ -14,11 +14,13 @@ import typer
 
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply, rate
 from ronde.cli.script import (
+    NOTE_LINES,
     ArgumentsOption,
     FeedOption,
     JsonOption,
     ModuleOption,
     ReportOption,
+    VerboseOption,
     WorkersOption,
     check_folders,
     command_of,
@@ -67,6 +69,7 @@ def register(app: typer.Typer) -> None:
     def doctor(
         arguments: ArgumentsOption = None,
         workers: WorkersOption = "auto",
+        verbose: VerboseOption = False,
         to: Annotated[
             int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")
         ] = 32,
@@ -149,7 +152,7 @@ def register(app: typer.Typer) -> None:
         try:
             _write(values, file, report)  # first: what is shown may go to a pipe that is closed
         finally:
-            _show(console, values)
+            _show(console, values, verbose)
         if chosen and not values["refused"]:
             # A minute was spent on the answer: it is written before anything else can go wrong.
             def again(settings: str) -> dict[str, Any]:
@@ -200,11 +203,13 @@ def _measured(
         )
 
 
-def _show(console: Any, values: dict[str, Any]) -> None:
+def _show(console: Any, values: dict[str, Any], verbose: bool) -> None:
     """One screen."""
     from rich.text import Text
 
-    lines = [Text.assemble(*parts) for parts in screen(values, max(40, min(console.width, 118)))]
+    lines = [
+        Text.assemble(*parts) for parts in screen(values, max(40, min(console.width, 118)), verbose)
+    ]
     for text in lines:
         console.print(text, soft_wrap=True, highlight=False)
 
@@ -212,9 +217,11 @@ def _show(console: Any, values: dict[str, Any]) -> None:
 Line = list[Any]
 
 
-def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
-    """What is shown: at most 24 lines, more where a narrow terminal wraps them; each a list of
-    texts and ``(text, style)``.
+def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> list[Line]:
+    """The lines to show, each a list of texts and ``(text, style)``.
+
+    At most 24, more where a narrow terminal wraps them. Notes take three of them, unless
+    ``verbose``.
     """
     rates = values["samples_per_second"]
     n = values["workers"]
@@ -226,12 +233,11 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
             f"worker{'s' if n > 1 else ''} on {values['device']}, {_loaders(values)}  ·  "
             f"{values['measured_seconds']:.0f} s, {values['rounds']} rounds",
         ],
+        _headline(values),
         [
             f"  synthetic {rate(rates['synthetic'])} samples/s   real {rate(rates['real'])}   ",
-            (f"GAP {gap:.0f} %", "bold green" if values["healthy"] else "bold red"),
-            f" (± {half:.1f})",
+            *_gap(values, gap, half),
         ],
-        _headline(values),
     ]
     if values.get("order"):
         seconds, share = values["order"]["seconds"], values["order"]["share"]
@@ -256,8 +262,11 @@ def screen(values: dict[str, Any], width: int = 100) -> list[Line]:
         for i, part in enumerate(textwrap.wrap(text, width - 8)):
             notes.append([("  note  " if i == 0 else "        ", "dim"), (part, "dim")])
     lines = [line for row in table for line in row]
-    left = _LINES - len(top) - len(lines) - len(bottom)
-    return [*top, *lines, *bottom, *notes[: max(0, left)]]
+    most = max(0, min(NOTE_LINES, _LINES - len(top) - len(lines) - len(bottom)))
+    if not verbose and len(notes) > most:
+        hidden = f"  {len(values['notes'])} notes in all: --verbose, or --json"
+        notes = [*notes[: max(0, most - 1)], [(hidden, "dim")]]
+    return [*top, *lines, *bottom, *notes]
 
 
 def _beside(row: Line, note: str, width: int) -> list[Line]:
@@ -284,6 +293,23 @@ def _loaders(values: dict[str, Any]) -> str:
     return f"{values['loaders']} {what} each"
 
 
+def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
+    """The gap and its uncertainty; one that cannot be told from none is not shown as a number."""
+    if gap <= half and not values["refused"]:
+        return [("no measurable gap", "bold green"), f" (± {half:.1f} %)"]
+    blames_input = not values["healthy"] and not _is_between_workers(values["cause"])
+    return [(f"GAP {gap:.0f} %", "bold red" if blames_input else "bold green"), f" (± {half:.1f})"]
+
+
+def _is_between_workers(cause: dict[str, Any] | None) -> bool:
+    """Whether the loss is in the steps, between workers, and not in the input."""
+    return (
+        cause is not None
+        and cause["stage"] in ("exchange", "straggler")
+        and cause.get("within") in (None, "step")
+    )
+
+
 def _headline(values: dict[str, Any]) -> Line:
     if values["refused"]:
         return [("  NO VERDICT  ", "bold yellow"), values["refused"]]
@@ -306,13 +332,14 @@ def _headline(values: dict[str, Any]) -> Line:
     if "rank" in cause:
         where += f", rank {cause['rank']}"
     name = _NAMES.get(cause["stage"], cause["stage"])
-    of = (
-        f" of {gap:.0f}"
-        if cause["stage"] not in ("exchange", "straggler")
-        or cause.get("within") not in (None, "step")
-        else ""
-    )
-    return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), f": {points:.0f}{of} points"]
+    if _is_between_workers(cause):
+        # Not a part of the gap: synthetic steps lose it too.
+        alone = values["samples_per_second"].get("alone")
+        lost = f": {points:.0f} % of what the workers reach without it"
+        of = f" ({rate(alone)} samples/s)" if alone and cause["stage"] == "exchange" else ""
+        return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), lost + of]
+    text = f": {points:.0f} of {gap:.0f} points"
+    return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), text]
 
 
 _NAMES = {

@@ -16,6 +16,7 @@ from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
     ModuleOption,
+    VerboseOption,
     check_folders,
     command_of,
     examine,
@@ -76,6 +77,7 @@ def register(app: typer.Typer) -> None:
     )
     def plan(
         arguments: ArgumentsOption = None,
+        verbose: VerboseOption = False,
         devices: Annotated[
             int | None,
             typer.Option(
@@ -178,7 +180,7 @@ def register(app: typer.Typer) -> None:
             # first: what is printed may go to a pipe that is closed
             drawn = _write(explanation, costs, target, file, picture, save)
         finally:
-            _print(console, explanation, costs, target)
+            _print(console, explanation, costs, target, verbose)
         if save is not None and explanation.found.best.verdict == "does not fit":
             raise ArgumentError(f"--save {save}: nothing fits, so there is no plan to write.")
         if save is not None:
@@ -287,10 +289,10 @@ def _at_once(target: Any) -> int:
     return max(1, min(target.devices_per_node, usable_cores())) if here else 1
 
 
-def _print(console: Any, explanation: Any, costs: Any, target: Any) -> None:
+def _print(console: Any, explanation: Any, costs: Any, target: Any, verbose: bool) -> None:
     from ronde.predict import render_answer
 
-    console.print(render_answer(explanation))
+    console.print(render_answer(explanation, verbose=verbose))
     timeline = _timeline(explanation, costs, target)
     if timeline is not None:
         from ronde.predict import terminal

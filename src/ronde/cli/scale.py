@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.script import (
+    NOTE_LINES,
     ArgumentsOption,
     FeedOption,
     JsonOption,
     ModuleOption,
     ReportOption,
+    VerboseOption,
     check_folders,
     command_of,
     examine,
@@ -102,6 +104,7 @@ def register(app: typer.Typer) -> None:
     )
     def scale(
         arguments: ArgumentsOption = None,
+        verbose: VerboseOption = False,
         workers: Annotated[
             str | None,
             typer.Option(
@@ -203,7 +206,7 @@ def register(app: typer.Typer) -> None:
 
                 scale_report(values, report)
         finally:  # it took minutes: what cannot be written, on a full disk say, is shown at least
-            show(console, answer)
+            show(console, answer, verbose)
         if report is not None:
             console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
 
@@ -255,7 +258,7 @@ def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
-def show(console: Any, answer: Scaling) -> None:
+def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
     """The table, the fit, what is extrapolated, and the answer."""
     from rich.text import Text
 
@@ -292,8 +295,11 @@ def show(console: Any, answer: Scaling) -> None:
             f"worker{'s' if answer.wall.devices > 1 else ''}",
         )
     line(("so    ", "bold"), answer.sentence)
-    for note in answer.notes:
+    shown = answer.notes if verbose else answer.notes[:NOTE_LINES]
+    for note in shown:
         line(("note  ", "dim"), note)
+    if len(shown) < len(answer.notes):
+        line((f"{len(answer.notes)} notes in all: --verbose, or --json", "dim"))
 
 
 def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:

@@ -24,6 +24,8 @@ __all__ = [
     "JsonOption",
     "ModuleOption",
     "ReportOption",
+    "NOTE_LINES",
+    "VerboseOption",
     "WorkersOption",
     "check_folders",
     "command_of",
@@ -46,6 +48,11 @@ ModuleOption = Annotated[
     typer.Option(
         "-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False
     ),
+]
+NOTE_LINES = 3  # of caveats on a screen; the rest with --verbose, and always in the JSON
+
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Show every note, not only the first three.")
 ]
 WorkersOption = Annotated[
     str,

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -658,13 +659,18 @@ def stretched(costs: Costs, factor: float) -> Costs:
 
 # For the terminal.
 
+_NOTES = 3  # shown without --verbose
 
-def render_answer(explanation: Explanation, *, stages: int = 16) -> RenderableType:
+
+def render_answer(
+    explanation: Explanation, *, stages: int = 16, verbose: bool = False
+) -> RenderableType:
     """The answer, the tables and the notes, for a rich console of any width.
 
     Args:
         explanation: what to show.
         stages: most stages of a pipeline to list.
+        verbose: every note; otherwise the first three.
     """
     found = explanation.found
     parts: list[RenderableType] = [Text(explanation.sentence, style="bold"), Text()]
@@ -681,8 +687,12 @@ def render_answer(explanation: Explanation, *, stages: int = 16) -> RenderableTy
         parts.extend([Text(), answer_tables.stages(found.best, stages)])
     if explanation.flips:
         parts.extend([Text(), Text("The answer would flip", style="bold")])
-        for flip in explanation.flips:
-            parts.append(Text("  " + flip.sentence(), style="dim" if flip.at is None else ""))
+        for variable, both in groupby(explanation.flips, lambda flip: flip.variable):
+            directions = list(both)
+            found_one = any(flip.at is not None for flip in directions)
+            said = [flip.sentence().partition(": ")[2] for flip in directions]
+            line = f"  {variable}: {'; '.join(said)}"
+            parts.append(Text(line, style="" if found_one else "dim"))
         if any(f.variable == "sequence length" for f in explanation.flips):
             parts.append(
                 Text(
@@ -696,7 +706,10 @@ def render_answer(explanation: Explanation, *, stages: int = 16) -> RenderableTy
     counts = f"{found.considered:,} plans looked at, {found.simulated} predicted in full"
     if found.left_out.get("memory"):
         counts += f", {found.left_out['memory']:,} too big"
-    parts.append(Text("\n".join([*explanation.calibration, counts]), style="dim"))
+    notes = list(explanation.calibration)
+    if not verbose and len(notes) > _NOTES:
+        notes = [*notes[:_NOTES], f"{len(notes)} notes in all: --verbose, or --json"]
+    parts.append(Text("\n".join([*notes, counts]), style="dim"))
     return Group(*parts)
 
 
