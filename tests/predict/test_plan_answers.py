@@ -18,7 +18,7 @@ from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import candidates, search
-from ronde.run.distribute import _accumulate
+from ronde.run.plan_arguments import accumulate
 from sampling import long
 
 MIB = 2.0**20
@@ -94,7 +94,7 @@ def test_the_micro_batches_that_are_printed_are_those_that_run(workers, batch):
             asked = dataclasses.replace(
                 Plan.parse(found.plan.spec), workers=workers, batch_size=batch
             )
-            runs = _accumulate(asked)
+            runs = accumulate(asked)
             assert runs.accumulation == found.micro_batches == found.plan.accumulation, (
                 found.plan.spec
             )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ronde.loader import Taken
 from ronde.plan import Plan
+from ronde.run import lr_rules
 from ronde.world import ArgumentError, World
 
 __all__ = [
+    "check_arguments",
     "check_init",
     "check_model",
     "check_optimizer",
@@ -197,3 +200,46 @@ def run_facts(
             )
     said["the scheduler"] = type(scheduler).__name__
     return said
+
+
+def check_arguments(
+    *,
+    choices: Mapping[str, tuple[Any, tuple[str, ...]]],
+    counts: Mapping[str, Any],
+    keep: Any,
+    seed: Any,
+    warmup_steps: Any,
+    lr_rule: Any,
+    loss: Any,
+    clip_norm: Any,
+) -> None:
+    """Refuse plain arguments of ``distribute`` that cannot be used, before anything is done.
+
+    Args:
+        choices: argument -> its value, and those that it may have.
+        counts: argument -> a whole number above 0, or None.
+    """
+    for argument, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ArgumentError(
+                f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}."
+            )
+    for argument, whole in counts.items():
+        positive(argument, whole, optional=True)
+    positive("keep", keep)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentError(f"seed={seed!r} must be a whole number.")
+    if warmup_steps is not None and (
+        isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0
+    ):
+        raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
+    if lr_rule is not None and lr_rule not in lr_rules.RULES:
+        raise ArgumentError(
+            f"lr_rule={lr_rule!r} is not known: choose one of {', '.join(lr_rules.RULES)}."
+        )
+    if not callable(loss):
+        raise ArgumentError(
+            f"loss must be callable, loss(output, target) -> scalar; found {type(loss).__name__}."
+        )
+    if clip_norm is not None and (isinstance(clip_norm, bool | str) or not clip_norm > 0):
+        raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")

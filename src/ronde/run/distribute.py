@@ -4,12 +4,8 @@ workers there are.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import platform
-import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -28,383 +23,29 @@ from ronde.adapt import apply_settings, asked_settings
 from ronde.data import Order
 from ronde.introspect import apart, reopened
 from ronde.loader import Feed, FeedSettings, Taken, take_over
-from ronde.parallel import Work, batchnorms, carry_out, converted, spectral_norms
-from ronde.parallel.meta_init import FILL_THEMSELVES, Init, materialise, weights_in
-from ronde.plan import SPLIT_FIELDS, Plan, Share, split
-from ronde.plan.schedules import micro_batches_of
-from ronde.run import checks, hooks, lr_rules
+from ronde.parallel import Work, carry_out, converted
+from ronde.parallel.meta_init import FILL_THEMSELVES, Init
+from ronde.plan import SPLIT_FIELDS, Plan, Share
+from ronde.run import checks, hooks
+from ronde.run.announce import announce, scalar_writer
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.losses import LossCall
+from ronde.run.model_values import filler, shape_lazy
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
-from ronde.run.persist import held_whole, restore, restore_pieces
+from ronde.run.persist import held_whole
+from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes
+from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
-from ronde.watch import (
-    SCHEMA_VERSION,
-    Record,
-    Resumed,
-    RunDir,
-    Started,
-    Watcher,
-    choose_display,
-    claim,
-    script_stem,
-)
+from ronde.watch import Record, RunDir, Watcher, choose_display, claim, script_stem
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.connect import connect
-from ronde.world.consensus import agree, broadcast_json, gather_json
+from ronde.world.consensus import agree, broadcast_json
 
 __all__ = ["distribute"]
 
 _made = 0  # runs that this process has made
-
-
-def _materialise(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str]) -> None:
-    """Run one sample through a model with lazily initialised parameters, without training it."""
-    was_training = model.training
-    model.eval()
-    try:
-        feed = Feed(
-            apart(taken.dataset),
-            Order(taken.order.n, 0, False),
-            dataclasses.replace(taken.settings, num_workers=0),
-            0,
-        )
-        share = Share(0, 0, 1, ((0, 1),), 1)
-        for _, micros in feed.read(lambda: iter([share])):
-            with torch.no_grad():
-                forward.arguments(model, feed.finish(share, micros)[0])
-    except Exception as error:
-        raise ArgumentError(
-            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not "
-            "be given their shape by running one sample "
-            f"({type(error).__name__}: {error}). Run one batch through the model before "
-            "ronde.distribute."
-        ) from error
-    finally:
-        model.train(was_training)
-    still = checks.lazy_names(model)
-    if still:
-        raise ArgumentError(
-            f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was "
-            "run: it is never used. Remove it."
-        )
-
-
-def _filler(
-    model: nn.Module, init: Init, seed: int, me: World
-) -> Callable[[Callable[[str], bool]], None]:
-    """Gives a model on meta its values. Weights on disk are verified by rank 0, once."""
-    if not callable(init) and init != "reset":
-        error = None
-        if me.is_main:
-            try:
-                weights_in(init)
-            except RondeError as caught:
-                error = [type(caught).__name__, str(caught)]
-        error = broadcast_json(me, error)
-        if error:
-            raise (ArgumentError if error[0] == "ArgumentError" else CheckpointError)(error[1])
-
-    def fill(keep: Callable[[str], bool]) -> None:
-        materialise(model, init, seed=seed, device=me.device, keep=keep, verified=True)
-
-    return fill
-
-
-def _grow(
-    plan: Plan,
-    optimizer: Optimizer,
-    scheduler: Any,
-    rule: str | None,
-    warmup: int | None,
-    samples: int,
-) -> Plan:
-    """``batch="grow"``: the global batch times the workers, and the learning rate after it."""
-    chosen = lr_rules.choose_rule(optimizer, rule)
-    factor = lr_rules.lr_factor(chosen, plan.workers)
-    size = plan.batch_size * plan.workers
-    steps = (5 * -(-samples // size)) if warmup is None else warmup
-    lr_rules.scale_rates(optimizer, scheduler, factor)
-    values = {
-        **plan.to_dict(),
-        "batch_size": size,
-        "lr_rule": chosen,
-        "lr_factor": factor,
-        "warmup_steps": steps if factor > 1 else 0,
-    }
-    return Plan.from_dict(values)
-
-
-def _split(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, Any]) -> Plan:
-    """How the work is split, from ``ronde run --plan``, the argument, and the arguments that name
-    one field each.
-    """
-    asked = os.environ.get("RONDE_PLAN") or plan
-    if asked == "auto":
-        asked = Plan()
-    file = (
-        Path(asked)
-        if isinstance(asked, os.PathLike)
-        else Plan.file_of(asked)
-        if isinstance(asked, str)
-        else None
-    )
-    if file is not None:
-        if not file.is_file():
-            raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
-        asked = Plan.load(file)
-        if asked.workers not in (1, me.size):
-            raise ArgumentError(
-                f"the plan in {file} is for {asked.workers} workers, here are {me.size}."
-            )
-    elif not isinstance(asked, Plan):
-        if not isinstance(asked, str):
-            raise ArgumentError(
-                f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}."
-            )
-        asked = Plan.parse(asked)
-    fields: dict[str, Any] = {
-        k: tuple(v) if k == "split_at" else v for k, v in given.items() if v is not None
-    }
-    if fields and not os.environ.get("RONDE_PLAN"):
-        asked = dataclasses.replace(asked, **fields)
-    if asked.schedule in ("interleaved", "looped", "zbv") and asked.virtual == 1:
-        asked = dataclasses.replace(asked, virtual=2)
-    asked = dataclasses.replace(asked, workers=me.size)
-    asked.check()
-    asked.check_workers(me.size)
-    return asked
-
-
-def _accumulate(plan: Plan) -> Plan:
-    """With the number of micro-batches that a step has."""
-    largest = split(0, plan.batch_size, plan.replicas)[0][1]
-    count = micro_batches_of(plan, largest)
-    return dataclasses.replace(
-        plan,
-        accumulation=count,
-        micro_batch=-(-largest // count) if plan.pipeline > 1 else plan.micro_batch,
-    )
-
-
-def _sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
-    """Samples of the micro-batches that occur in an epoch, on any worker; the stand-in of an empty
-    one has one.
-    """
-    found = set()
-    for total in {
-        min(plan.batch_size, epoch_samples),
-        epoch_samples % plan.batch_size or plan.batch_size,
-    }:
-        for low, high in split(0, total, plan.replicas):
-            found |= {max(1, b - a) for a, b in split(low, high, plan.accumulation)}
-    return tuple(sorted(found))
-
-
-def _long_enough(order: Order, n: int) -> Order:
-    """An order whose epoch has ``n`` samples: a smaller one's over and over."""
-    if n <= order.epoch_samples:
-        return order
-    ids = order.ids(0, 0, order.epoch_samples)
-    return dataclasses.replace(order, draw=lambda _epoch: np.resize(ids, n).tolist(), length=n)
-
-
-def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
-    """This run's directory, chosen by rank 0 (or the launcher), the same on every rank; and whether
-    it is resumed.
-    """
-    global _made
-    _made += 1
-    answer: dict[str, Any] = {}
-    if me.is_main:
-        resume = os.environ.get("RONDE_RESUME") == "1"
-        base = os.environ.get("RONDE_RUNS", "runs")
-        given = os.environ.get("RONDE_RUN_DIR")
-        try:
-            if os.environ.get("RONDE_MEASURE") or (base == "none" and not given):
-                answer = {"path": None, "resume": False}
-            elif given:
-                # The launcher made it. A script that trains several models gives the later ones a
-                # place of their own.
-                path = Path(given) if _made == 1 else Path(f"{given}.{_made}")
-                path.mkdir(exist_ok=True)
-                answer = {"path": str(path), "resume": resume}
-            else:
-                run = claim(Path(base), name, script_stem(), resume)
-                answer = {"path": str(run.path.absolute()), "resume": resume}
-        except (RondeError, OSError) as error:
-            answer = {"error": str(error)}
-    answer = broadcast_json(me, answer)
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])
-
-
-def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rank 0's tensors on every rank, on the CPU."""
-    if me.size == 1:
-        return tensors
-    layout = (
-        {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-        if me.is_main
-        else None
-    )
-    result = {}
-    for name, (shape, dtype) in broadcast_json(me, layout).items():
-        tensor = (
-            tensors[name].contiguous()
-            if me.is_main
-            else torch.empty(shape, dtype=getattr(torch, dtype))
-        )
-        if tensor.numel():
-            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
-            dist.broadcast(bits, 0)
-            if not me.is_main:
-                tensor = bits.cpu().view(tensor.dtype).view(shape)
-        result[name] = tensor
-    return result
-
-
-def _restore_pieces(
-    run: Run, me: World, found: checkpoint.Checkpoint | None, told: Mapping[str, Any]
-) -> None:
-    """Each worker reads what it holds from the checkpoint that rank 0 has verified, if it sees the
-    same one.
-    """
-    if found is None:
-        found = checkpoint.trust(Path(told["folder"]) / told["path"], told["digest"])
-    with contextlib.ExitStack() as stack:
-        sources = (
-            {part: stack.enter_context(found.source(part)) for part in ("model", "optimizer")}
-            if found
-            else {}
-        )
-        shapes = {
-            part: {name: list(e.shape) for name, e in source.entries.items()}
-            for part, source in sources.items()
-        }
-        all_see = all(gather_json(me, found is not None))
-        restore_pieces(
-            run, told["state"], shapes if all_see else broadcast_json(me, shapes), sources, all_see
-        )
-
-
-def _resume(run: Run, me: World, directory: RunDir) -> str:
-    """Go on from the newest whole checkpoint, which rank 0 has verified. Returns what to tell the
-    user.
-    """
-    answer: dict[str, Any] = {}
-    found = None
-    if me.is_main:
-        found, refused = checkpoint.find_valid(directory.checkpoints)
-        answer = {"refused": refused, "path": None}
-        if found:
-            answer |= {
-                "path": found.path.name,
-                "folder": str(found.path.parent.absolute()),
-                "state": found.state,
-                "digest": found.digest,
-            }
-    answer = broadcast_json(me, answer)
-    for text in answer["refused"]:
-        run._warn(text)
-    if answer["path"] is None:
-        if answer["refused"]:
-            raise CheckpointError(
-                f"nothing to resume in {directory.checkpoints}: no checkpoint there is "
-                f"whole. {answer['refused'][0]}"
-            )
-        return f"{directory.name} has no checkpoint yet: it starts from the beginning"
-    if held_whole(run):
-        tensors = {
-            part: _send_tensors(me, found.whole(part) if found else {})
-            for part in ("model", "optimizer", "random")
-        }
-        restore(run, answer["state"], tensors)
-    else:
-        _restore_pieces(run, me, found, answer)
-    state = answer["state"]
-    run._watcher.event(
-        Resumed(
-            step=state["step"],
-            epoch=state["epoch"],
-            samples=state["samples"],
-            checkpoint=f"checkpoints/{answer['path']}",
-            workers=me.size,
-            written_by_workers=state["workers"],
-        )
-    )
-    others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
-    return (
-        f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
-        f"{state['epoch_samples']}{others}"
-    )
-
-
-def _writer(directory: RunDir | None, asked: bool, me: World) -> Any:
-    if (
-        not (asked or os.environ.get("RONDE_TENSORBOARD") == "1")
-        or not me.is_main
-        or directory is None
-    ):
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ArgumentError(
-            "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' "
-            "in a clone of Ronde."
-        ) from error
-    return SummaryWriter(str(directory.path / "tensorboard"))
-
-
-def _tell(run: Run, model: nn.Module, left_out: list[str], taken: Taken) -> None:
-    """What the user should know before the first step."""
-    plan = run.plan
-    if plan.batch == "grow" and plan.workers > 1:
-        cite = {
-            "linear": "linear scaling, Goyal et al. 2017",
-            "sqrt": "square root, for adaptive optimizers",
-            "none": "unchanged",
-        }[plan.lr_rule]
-        warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
-        run._watcher.say(
-            f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
-            f"{plan.batch_size} samples per step; "
-            f"learning rate × {plan.lr_factor:g} ({cite}){warm}"
-        )
-    for note in taken.notes:
-        run._warn(note)
-    if left_out:
-        shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
-        run._warn(
-            f"{len(left_out)} trainable parameters are not in the optimizer and stay as "
-            f"they are: {shown}"
-        )
-    norms = batchnorms(model)
-    if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
-        size = -(-plan.batch_size // plan.replicas)
-        size = min(size, plan.micro_batch or size) * (plan.replicas if plan.sync_batchnorm else 1)
-        cure = (
-            "; sync_batchnorm=True uses all workers'"
-            if plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm
-            else ""
-        )
-        run._warn(
-            "batch normalisation "
-            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees "
-            f"{size} samples at a time, not the "
-            f"global batch of {plan.batch_size}: this is not the same training as on one "
-            f"device{cure}"
-        )
-    if plan.accumulation > 1 and (iterating := spectral_norms(model)):
-        run._warn(
-            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward "
-            f"pass, and a step has {plan.accumulation} of them: this is "
-            "not the same training as without micro-batches"
-        )
 
 
 def distribute(
@@ -518,55 +159,31 @@ def distribute(
         ...         loss = run.step(batch)
     """
     me = connect()
-    for argument, value, allowed in (
-        ("batch", batch, ("keep", "grow")),
-        ("precision", precision, ("fp32", "bf16", "fp16")),
-        ("on_nan", on_nan, ("error", "ignore")),
-    ):
-        if value not in allowed:
-            raise ArgumentError(
-                f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}."
-            )
-    auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
-    asked = _split(
-        plan,
-        me,
-        {
-            "shard": shard,
-            "pipeline": pipeline,
-            "tensor": tensor,
-            "recompute": recompute,
-            "split_at": split_at,
+    checks.check_arguments(
+        choices={
+            "batch": (batch, ("keep", "grow")),
+            "precision": (precision, ("fp32", "bf16", "fp16")),
+            "on_nan": (on_nan, ("error", "ignore")),
         },
+        counts={
+            "batch_size": batch_size,
+            "micro_batch": micro_batch,
+            "save_every": save_every,
+        },
+        keep=keep,
+        seed=seed,
+        warmup_steps=warmup_steps,
+        lr_rule=lr_rule,
+        loss=loss,
+        clip_norm=clip_norm,
     )
-    for argument, whole in (
-        ("batch_size", batch_size),
-        ("micro_batch", micro_batch),
-        ("save_every", save_every),
-    ):
-        checks.positive(argument, whole, optional=True)
-    checks.positive("keep", keep)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentError(f"seed={seed!r} must be a whole number.")
-    if warmup_steps is not None and (
-        isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0
-    ):
-        raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
-    if lr_rule is not None and lr_rule not in lr_rules.RULES:
-        raise ArgumentError(
-            f"lr_rule={lr_rule!r} is not known: choose one of {', '.join(lr_rules.RULES)}."
-        )
-    if not callable(loss):
-        raise ArgumentError(
-            f"loss must be callable, loss(output, target) -> scalar; found {type(loss).__name__}."
-        )
-    if clip_norm is not None and (isinstance(clip_norm, bool | str) or not clip_norm > 0):
-        raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
+    auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
+    fields = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
+    asked = asked_plan(plan, me, {**fields, "recompute": recompute, "split_at": split_at})
     checks.check_model(model, me)
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
     checks.check_scheduler(scheduler, optimizer)
-    fetched = asked_settings(feed)
     taken = take_over(
         data,
         seed=seed,
@@ -575,141 +192,42 @@ def distribute(
         shuffle_dataset=True,
         drop_last=drop_last,
     )
-    taken = apply_settings(taken, fetched, me.local_size)
-    if batch == "grow" and taken.settings.echo > 1:
-        raise ArgumentError(
-            "feed setting echo cannot be used with batch='grow': what is repeated would "
-            "depend on the number of workers."
-        )
-    calls = LossCall(loss, forward)
-    # Made for GPUs by torch's own function: the same computation, carried out by Ronde where
-    # torch's refuses.
-    sync_batchnorm = sync_batchnorm or (me.device.type == "cpu" and converted(model))
-    in_lists = micro_batch is not None  # before an observer asks for others
+    opening = hooks.Opening(
+        model,
+        optimizer,
+        scheduler,
+        _with_settings(taken, feed, batch, me),
+        LossCall(loss, forward),
+        precision,
+        batch,
+        clip_norm,
+        micro_batch or asked.micro_batch,
+        # Made for GPUs by torch's own function: the same computation, carried out by Ronde where
+        # torch's refuses.
+        sync_batchnorm or (me.device.type == "cpu" and converted(model)),
+        seed,
+    )
     if hooks.observer is not None:
-        given = hooks.Opening(
-            model,
-            optimizer,
-            scheduler,
-            taken,
-            calls,
-            precision,
-            batch,
-            clip_norm,
-            micro_batch or asked.micro_batch,
-            sync_batchnorm,
-            seed,
-        )
-        hooks.observer.opening(given)
-        taken, calls, precision, micro_batch, sync_batchnorm = (
-            given.taken,
-            given.calls,
-            given.precision,
-            given.micro_batch,
-            given.sync_batchnorm,
-        )
-    if taken.batch_size is None:
-        raise ArgumentError(
-            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global "
-            "number of samples per optimizer step over all "
-            "workers, or a DataLoader that has one."
-        )
-    lazy = checks.lazy_names(model)
-    if lazy:
-        _materialise(model, calls, taken, lazy)
-    if init is None:
-        model.to(me.device)
-    if me.device.type != "cpu":
-        for values in optimizer.state.values():
-            values.update(
-                {
-                    k: to_device(v, me.device)
-                    for k, v in values.items()
-                    if isinstance(v, torch.Tensor) and v.dim()
-                }
-            )
-
-    chosen = Plan(
-        **dict[str, Any]({name: getattr(asked, name) for name in SPLIT_FIELDS}),
-        workers=me.size,
-        batch_size=taken.batch_size,
-        batch=batch,
-        micro_batch=micro_batch if micro_batch is not None else asked.micro_batch,
-        precision=precision,
-        clip_norm=clip_norm,
-        seed=seed,
-        drop_last=taken.drop_last,
-        sync_batchnorm=sync_batchnorm,
-    )
-    agree(me, checks.run_facts(chosen, taken, model, optimizer, scheduler), "ronde.distribute")
-    if batch == "grow":
-        if hooks.observer is not None:
-            chosen = dataclasses.replace(chosen, workers=hooks.observer.workers(me.size))
-        chosen = _grow(
-            chosen, optimizer, scheduler, lr_rule, warmup_steps, taken.order.epoch_samples
-        )
-        chosen = dataclasses.replace(chosen, workers=me.size)
-    chosen = _accumulate(chosen)
-    if chosen.drop_last and taken.order.epoch_samples < chosen.batch_size:
-        raise ArgumentError(
-            "drop_last=True leaves nothing to train on: an epoch has "
-            f"{taken.order.epoch_samples} samples, a global batch {chosen.batch_size}."
-        )
-
-    in_here = dataclasses.replace(taken.settings, num_workers=0)
-    sampled = Feed(taken.dataset, taken.order, in_here, seed)
-
-    def sample(n: int) -> Any:
-        share = Share(0, 0, n, ((0, n),), n)
-        looked_at = apart(taken.dataset)
-        order = _long_enough(taken.order, n)
-        feed = (
-            sampled
-            if looked_at is taken.dataset and order is taken.order
-            else Feed(looked_at, order, in_here, seed)
-        )
-        with reopened(looked_at):
-            return next(
-                on_device(feed, share, micros, me.device)[0]
-                for _, micros in feed.read(lambda: iter([share]))
-            )
-
-    autocast = (
-        partial(torch.autocast, me.device.type, DTYPES[precision])
-        if precision in DTYPES
-        else nullcontext
-    )
-
-    def compute(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with autocast():
-            return calls(model, batch)
-
-    work = Work(
-        model, optimizer, compute, sample, tensor_plan, _sizes(chosen, taken.order.epoch_samples)
-    )
-    work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
-    if init is not None:
-        work.fill = _filler(model, init, seed, me)
-        if me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES:
-            work.fill(lambda name: True)
-            model.to(me.device)
+        hooks.observer.opening(opening)
+    _place(opening, me, on_meta=init is not None)
+    chosen = _plan(opening, asked, me, lr_rule, warmup_steps)
+    work = _work(opening, chosen, me, tensor_plan, init)
     if hooks.observer is not None:
-        chosen = hooks.observer.planned(chosen, work, calls, me)
+        chosen = hooks.observer.planned(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
     if auto and hooks.planner is not None:
-        chosen, forecast = hooks.planner(chosen, work, calls, me)
-    directory, resume = _directory(me, name)
+        chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
+    directory, resumes = _directory(me, name)
     strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
-    measuring = os.environ.get("RONDE_MEASURE")
     run = Run(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        taken=taken,
+        taken=opening.taken,
         strategy=strategy,
         work=work,
-        loss=calls,
+        loss=opening.calls,
         plan=chosen,
         me=me,
         watcher=Watcher(record, choose_display(me.is_main), me.is_main),
@@ -717,47 +235,189 @@ def distribute(
         save_every=save_every,
         keep=keep,
         on_nan=on_nan,
-        writer=_writer(directory, tensorboard, me),
-        in_lists=in_lists,
+        writer=scalar_writer(directory, tensorboard, me),
+        in_lists=micro_batch is not None,
     )
-    run._watcher.event(
-        Started(
-            schema=SCHEMA_VERSION,
-            run=directory.name if directory else "",
-            script=sys.argv[0] if sys.argv else "",
-            workers=me.size,
-            device=_device_name(me),
-            host=socket.gethostname(),
-            launcher=os.environ.get("RONDE_LAUNCHER", me.launcher),
-            model=type(model).__name__,
-            parameters=sum(p.numel() for p in model.parameters()),
-            optimizer=type(optimizer).__name__,
-            samples=taken.order.epoch_samples,
-            steps_per_epoch=run.steps_per_epoch,
-            threads=torch.get_num_threads(),
-            plan=chosen.to_dict(),
-            versions={"python": platform.python_version(), "torch": torch.__version__},
-        )
-    )
-    _tell(run, model, left_out, taken)
-    if not held_whole(run):
-        watcher = run._watcher
-        hold_in_parts(model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
-        say_in_parts(optimizer, lambda text: watcher.say(text))
-    if forecast is not None:
-        run._watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
-        run._comparison = PredictionCheck(forecast, me.device)
-    if resume and directory is not None:
-        run._watcher.say(_resume(run, me, directory))
-        strategy.sync_buffers()
-    if me.is_main and directory is not None:
-        chosen.save(directory.plan)  # only now: a resume that was refused leaves the old one
-    if measuring:
-        run.measure(float(measuring))
-    if hooks.observer is not None:
-        hooks.observer.ready(run, chosen)
+    announce(run, left_out)
+    _begin(run, forecast, resumes)
     return run
 
 
-def _device_name(me: World) -> str:
-    return torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu"
+def _with_settings(
+    taken: Taken,
+    feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
+    batch: str,
+    me: World,
+) -> Taken:
+    """The data with its feed settings."""
+    taken = apply_settings(taken, asked_settings(feed), me.local_size)
+    if batch == "grow" and taken.settings.echo > 1:
+        raise ArgumentError(
+            "feed setting echo cannot be used with batch='grow': what is repeated would depend on "
+            "the number of workers."
+        )
+    return taken
+
+
+def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
+    """Give lazy parameters their shape, and move model and optimizer state to this device."""
+    if opening.taken.batch_size is None:
+        raise ArgumentError(
+            "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of "
+            "samples per optimizer step over all workers, or a DataLoader that has one."
+        )
+    model = opening.model
+    lazy = checks.lazy_names(model)
+    if lazy:
+        shape_lazy(model, opening.calls, opening.taken, lazy)
+    if not on_meta:
+        model.to(me.device)
+    if me.device.type == "cpu":
+        return
+    for values in opening.optimizer.state.values():
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor) and v.dim()}
+        values.update({k: to_device(v, me.device) for k, v in tensors.items()})
+
+
+def _plan(
+    opening: hooks.Opening, asked: Plan, me: World, lr_rule: str | None, warmup: int | None
+) -> Plan:
+    """The complete plan, once all ranks agree on what it is made of."""
+    taken = opening.taken
+    assert taken.batch_size is not None  # _place has looked
+    chosen = Plan(
+        **dict[str, Any]({name: getattr(asked, name) for name in SPLIT_FIELDS}),
+        workers=me.size,
+        batch_size=taken.batch_size,
+        batch=opening.batch,
+        micro_batch=opening.micro_batch,
+        precision=opening.precision,
+        clip_norm=opening.clip_norm,
+        seed=opening.seed,
+        drop_last=taken.drop_last,
+        sync_batchnorm=opening.sync_batchnorm,
+    )
+    # Before anything else is exchanged: gloo adds tensors of different shapes without an error.
+    facts = checks.run_facts(chosen, taken, opening.model, opening.optimizer, opening.scheduler)
+    agree(me, facts, "ronde.distribute")
+    samples = taken.order.epoch_samples
+    if opening.batch == "grow":
+        if hooks.observer is not None:
+            chosen = dataclasses.replace(chosen, workers=hooks.observer.workers(me.size))
+        chosen = grow(chosen, opening.optimizer, opening.scheduler, lr_rule, warmup, samples)
+        chosen = dataclasses.replace(chosen, workers=me.size)
+    chosen = accumulate(chosen)
+    if chosen.drop_last and samples < chosen.batch_size:
+        raise ArgumentError(
+            f"drop_last=True leaves nothing to train on: an epoch has {samples} samples, a global "
+            f"batch {chosen.batch_size}."
+        )
+    return chosen
+
+
+def _work(
+    opening: hooks.Opening,
+    chosen: Plan,
+    me: World,
+    tensor_plan: Mapping[str, Any] | None,
+    init: Init | None,
+) -> Work:
+    """What a strategy is given to carry the plan out on."""
+    model, optimizer, calls = opening.model, opening.optimizer, opening.calls
+    autocast = (
+        partial(torch.autocast, me.device.type, DTYPES[opening.precision])
+        if opening.precision in DTYPES
+        else nullcontext
+    )
+
+    def compute(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with autocast():
+            return calls(model, batch)
+
+    sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
+    work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)
+    work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
+    if init is not None:
+        work.fill = filler(model, init, opening.seed, me)
+        if me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES:
+            work.fill(lambda name: True)
+            model.to(me.device)
+    return work
+
+
+def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
+    """Micro-batches to look at before the training: no randomness and no sample is used up."""
+    taken = opening.taken
+    in_here = dataclasses.replace(taken.settings, num_workers=0)
+    sampled = Feed(taken.dataset, taken.order, in_here, opening.seed)
+
+    def sample(n: int) -> Any:
+        share = Share(0, 0, n, ((0, n),), n)
+        looked_at = apart(taken.dataset)
+        order = _long_enough(taken.order, n)
+        same = looked_at is taken.dataset and order is taken.order
+        feed = sampled if same else Feed(looked_at, order, in_here, opening.seed)
+        with reopened(looked_at):
+            _, micros = next(feed.read(lambda: iter([share])))
+            return on_device(feed, share, micros, me.device)[0]
+
+    return sample
+
+
+def _long_enough(order: Order, n: int) -> Order:
+    """An order whose epoch has ``n`` samples: a smaller one's over and over."""
+    if n <= order.epoch_samples:
+        return order
+    ids = order.ids(0, 0, order.epoch_samples)
+    return dataclasses.replace(order, draw=lambda _epoch: np.resize(ids, n).tolist(), length=n)
+
+
+def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
+    """Resume where that was asked for, and write the plan."""
+    strategy, say, directory = run._strategy, run._watcher.say, run.dir
+    if not held_whole(run):
+        hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: say(text))
+        say_in_parts(run.optimizer, lambda text: say(text))
+    if forecast is not None:
+        say(f"plan {run.plan.spec}: {forecast.sentence}")
+        run._comparison = PredictionCheck(forecast, run.device)
+    if resumes and directory is not None:
+        say(resume(run, run._me, directory))
+        strategy.sync_buffers()
+    if run.is_main and directory is not None:
+        run.plan.save(directory.plan)  # only now: a resume that was refused leaves the old one
+    if measuring := os.environ.get("RONDE_MEASURE"):
+        run.measure(float(measuring))
+    if hooks.observer is not None:
+        hooks.observer.ready(run, run.plan)
+
+
+def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
+    """This run's directory, chosen by rank 0 (or the launcher), the same on every rank; and whether
+    it is resumed.
+    """
+    global _made
+    _made += 1
+    answer: dict[str, Any] = {}
+    if me.is_main:
+        resume = os.environ.get("RONDE_RESUME") == "1"
+        base = os.environ.get("RONDE_RUNS", "runs")
+        given = os.environ.get("RONDE_RUN_DIR")
+        try:
+            if os.environ.get("RONDE_MEASURE") or (base == "none" and not given):
+                answer = {"path": None, "resume": False}
+            elif given:
+                # The launcher made it. A script that trains several models gives the later ones a
+                # place of their own.
+                path = Path(given) if _made == 1 else Path(f"{given}.{_made}")
+                path.mkdir(exist_ok=True)
+                answer = {"path": str(path), "resume": resume}
+            else:
+                run = claim(Path(base), name, script_stem(), resume)
+                answer = {"path": str(run.path.absolute()), "resume": resume}
+        except (RondeError, OSError) as error:
+            answer = {"error": str(error)}
+    answer = broadcast_json(me, answer)
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])

@@ -8,7 +8,7 @@ own: it may change what it is given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ class Opening:
     taken: Taken
     calls: LossCall
     precision: Any
-    batch: str
+    batch: Literal["keep", "grow"]
     clip_norm: float | None
     micro_batch: int | None
     sync_batchnorm: bool

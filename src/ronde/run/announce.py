@@ -1,0 +1,117 @@
+"""What a run says and records before its first step."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from ronde.parallel import batchnorms, spectral_norms
+from ronde.run.run import Run
+from ronde.watch import SCHEMA_VERSION, RunDir, Started
+from ronde.world import ArgumentError, World
+
+__all__ = ["announce", "scalar_writer"]
+
+
+def announce(run: Run, left_out: list[str]) -> None:
+    """Record what starts, and warn of what makes it another training than on one device.
+
+    Args:
+        run: before its first step.
+        left_out: trainable parameters that the optimizer does not hold.
+    """
+    me, directory = run.port.world, run.dir
+    run._watcher.event(
+        Started(
+            schema=SCHEMA_VERSION,
+            run=directory.name if directory else "",
+            script=sys.argv[0] if sys.argv else "",
+            workers=me.size,
+            device=_device_name(me),
+            host=socket.gethostname(),
+            launcher=os.environ.get("RONDE_LAUNCHER", me.launcher),
+            model=type(run.model).__name__,
+            parameters=sum(p.numel() for p in run.model.parameters()),
+            optimizer=type(run.optimizer).__name__,
+            samples=run.port.data.order.epoch_samples,
+            steps_per_epoch=run.steps_per_epoch,
+            threads=torch.get_num_threads(),
+            plan=run.plan.to_dict(),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+    )
+    _warn_of_differences(run, left_out)
+
+
+def _warn_of_differences(run: Run, left_out: list[str]) -> None:
+    """What the user should know before the first step."""
+    plan = run.plan
+    if plan.batch == "grow" and plan.workers > 1:
+        cite = {
+            "linear": "linear scaling, Goyal et al. 2017",
+            "sqrt": "square root, for adaptive optimizers",
+            "none": "unchanged",
+        }[plan.lr_rule]
+        warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
+        run._watcher.say(
+            f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
+            f"{plan.batch_size} samples per step; "
+            f"learning rate × {plan.lr_factor:g} ({cite}){warm}"
+        )
+    for note in run.port.data.notes:
+        run._warn(note)
+    if left_out:
+        shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
+        run._warn(
+            f"{len(left_out)} trainable parameters are not in the optimizer and stay as "
+            f"they are: {shown}"
+        )
+    norms = batchnorms(run.model)
+    if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
+        size = -(-plan.batch_size // plan.replicas)
+        size = min(size, plan.micro_batch or size) * (plan.replicas if plan.sync_batchnorm else 1)
+        cure = (
+            "; sync_batchnorm=True uses all workers'"
+            if plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm
+            else ""
+        )
+        run._warn(
+            "batch normalisation "
+            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees "
+            f"{size} samples at a time, not the "
+            f"global batch of {plan.batch_size}: this is not the same training as on one "
+            f"device{cure}"
+        )
+    if plan.accumulation > 1 and (iterating := spectral_norms(run.model)):
+        run._warn(
+            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward "
+            f"pass, and a step has {plan.accumulation} of them: this is "
+            "not the same training as without micro-batches"
+        )
+
+
+def _device_name(me: World) -> str:
+    return torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu"
+
+
+def scalar_writer(directory: RunDir | None, asked: bool, me: World) -> Any:
+    """TensorBoard's writer, on rank 0, where it was asked for."""
+    if (
+        not (asked or os.environ.get("RONDE_TENSORBOARD") == "1")
+        or not me.is_main
+        or directory is None
+    ):
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ArgumentError(
+            "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' "
+            "in a clone of Ronde."
+        ) from error
+    return SummaryWriter(str(directory.path / "tensorboard"))

@@ -1,0 +1,74 @@
+"""Models without values: lazily initialized parameters, and models built on ``meta``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ronde.data import Order
+from ronde.introspect import apart
+from ronde.loader import Feed, Taken
+from ronde.parallel.meta_init import Init, materialise, weights_in
+from ronde.plan import Share
+from ronde.run import checks
+from ronde.run.losses import LossCall
+from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world.consensus import broadcast_json
+
+__all__ = ["filler", "shape_lazy"]
+
+
+def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str]) -> None:
+    """Run one sample through a model with lazily initialised parameters, without training it."""
+    was_training = model.training
+    model.eval()
+    try:
+        feed = Feed(
+            apart(taken.dataset),
+            Order(taken.order.n, 0, False),
+            dataclasses.replace(taken.settings, num_workers=0),
+            0,
+        )
+        share = Share(0, 0, 1, ((0, 1),), 1)
+        for _, micros in feed.read(lambda: iter([share])):
+            with torch.no_grad():
+                forward.arguments(model, feed.finish(share, micros)[0])
+    except Exception as error:
+        raise ArgumentError(
+            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not "
+            "be given their shape by running one sample "
+            f"({type(error).__name__}: {error}). Run one batch through the model before "
+            "ronde.distribute."
+        ) from error
+    finally:
+        model.train(was_training)
+    still = checks.lazy_names(model)
+    if still:
+        raise ArgumentError(
+            f"{', '.join(map(repr, still[:3]))} still has no shape after one sample was "
+            "run: it is never used. Remove it."
+        )
+
+
+def filler(
+    model: nn.Module, init: Init, seed: int, me: World
+) -> Callable[[Callable[[str], bool]], None]:
+    """Gives a model on meta its values. Weights on disk are verified by rank 0, once."""
+    if not callable(init) and init != "reset":
+        error = None
+        if me.is_main:
+            try:
+                weights_in(init)
+            except RondeError as caught:
+                error = [type(caught).__name__, str(caught)]
+        error = broadcast_json(me, error)
+        if error:
+            raise (ArgumentError if error[0] == "ArgumentError" else CheckpointError)(error[1])
+
+    def fill(keep: Callable[[str], bool]) -> None:
+        materialise(model, init, seed=seed, device=me.device, keep=keep, verified=True)
+
+    return fill

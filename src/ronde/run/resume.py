@@ -1,0 +1,121 @@
+"""Go on from the newest whole checkpoint of a run directory, on however many workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ronde import checkpoint
+from ronde.run.persist import held_whole, restore, restore_pieces
+from ronde.run.run import Run
+from ronde.watch import Resumed, RunDir
+from ronde.world import CheckpointError, World
+from ronde.world.consensus import broadcast_json, gather_json
+
+__all__ = ["resume"]
+
+
+def resume(run: Run, me: World, directory: RunDir) -> str:
+    """Go on from the newest whole checkpoint, which rank 0 has verified. Returns what to tell the
+    user.
+    """
+    answer: dict[str, Any] = {}
+    found = None
+    if me.is_main:
+        found, refused = checkpoint.find_valid(directory.checkpoints)
+        answer = {"refused": refused, "path": None}
+        if found:
+            answer |= {
+                "path": found.path.name,
+                "folder": str(found.path.parent.absolute()),
+                "state": found.state,
+                "digest": found.digest,
+            }
+    answer = broadcast_json(me, answer)
+    for text in answer["refused"]:
+        run._warn(text)
+    if answer["path"] is None:
+        if answer["refused"]:
+            raise CheckpointError(
+                f"nothing to resume in {directory.checkpoints}: no checkpoint there is "
+                f"whole. {answer['refused'][0]}"
+            )
+        return f"{directory.name} has no checkpoint yet: it starts from the beginning"
+    if held_whole(run):
+        tensors = {
+            part: _send_tensors(me, found.whole(part) if found else {})
+            for part in ("model", "optimizer", "random")
+        }
+        restore(run, answer["state"], tensors)
+    else:
+        _restore_pieces(run, me, found, answer)
+    state = answer["state"]
+    run._watcher.event(
+        Resumed(
+            step=state["step"],
+            epoch=state["epoch"],
+            samples=state["samples"],
+            checkpoint=f"checkpoints/{answer['path']}",
+            workers=me.size,
+            written_by_workers=state["workers"],
+        )
+    )
+    others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
+    return (
+        f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
+        f"{state['epoch_samples']}{others}"
+    )
+
+
+def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rank 0's tensors on every rank, on the CPU."""
+    if me.size == 1:
+        return tensors
+    layout = (
+        {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
+        if me.is_main
+        else None
+    )
+    result = {}
+    for name, (shape, dtype) in broadcast_json(me, layout).items():
+        tensor = (
+            tensors[name].contiguous()
+            if me.is_main
+            else torch.empty(shape, dtype=getattr(torch, dtype))
+        )
+        if tensor.numel():
+            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
+            dist.broadcast(bits, 0)
+            if not me.is_main:
+                tensor = bits.cpu().view(tensor.dtype).view(shape)
+        result[name] = tensor
+    return result
+
+
+def _restore_pieces(
+    run: Run, me: World, found: checkpoint.Checkpoint | None, told: Mapping[str, Any]
+) -> None:
+    """Each worker reads what it holds from the checkpoint that rank 0 has verified, if it sees the
+    same one.
+    """
+    if found is None:
+        found = checkpoint.trust(Path(told["folder"]) / told["path"], told["digest"])
+    with contextlib.ExitStack() as stack:
+        sources = (
+            {part: stack.enter_context(found.source(part)) for part in ("model", "optimizer")}
+            if found
+            else {}
+        )
+        shapes = {
+            part: {name: list(e.shape) for name, e in source.entries.items()}
+            for part, source in sources.items()
+        }
+        all_see = all(gather_json(me, found is not None))
+        restore_pieces(
+            run, told["state"], shapes if all_see else broadcast_json(me, shapes), sources, all_see
+        )
