@@ -172,6 +172,18 @@ def test_what_torch_hands_over_unseen_is_no_number():
     assert other.isnan().all()
 
 
+def test_clipping_gradients_passes_over_it():
+    model, keeper = nn.Linear(3, 2), Keeper("pipeline=2")
+    weight = model.weight
+    weight.data = element(weight.dtype, weight.device).expand(weight.shape)
+    make_remote(weight, "weight", 1, keeper)
+    model.bias.grad = torch.tensor([3.0, 4.0])
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == 5.0
+    nn.utils.clip_grad_value_(model.parameters(), 0.7)
+    torch.testing.assert_close(model.bias.grad, torch.tensor([0.6, 0.7]))
+    assert weight.grad is None
+
+
 def test_what_it_has_besides_values():
     model, keeper = held_elsewhere()
     p = model.weight
