@@ -1,5 +1,5 @@
-"""Why two runs differ: what is known from their traces, and further short runs with one thing
-changed where that is ambiguous.
+"""Rules that name why two runs differ, from their traces and, where those are ambiguous, from short
+runs with one thing changed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _SEEDS = (
 
 
 def _of_seeds(case: Case) -> Cause | None:
-    """The cause, if it is gone where workers begin with the same seed."""
+    """The difference disappears where all workers start with the same seed."""
     d = case.difference
     if d.phase not in _SEEDS:
         return None
@@ -143,7 +143,7 @@ def _of_seeds(case: Case) -> Cause | None:
 
 
 def _of_rank(case: Case) -> Cause | None:
-    """The cause, if it is that the script asks for its rank or the number of workers."""
+    """The script asks for its rank or the number of workers, and that makes the difference."""
     d = case.difference
     if d.phase not in _BY_RANK or not _by_rank(case):
         return None
@@ -187,13 +187,14 @@ def _module_of(name: str) -> str:
 
 
 def diagnose(case: Case) -> Cause:
-    """The cause of a difference."""
-    found, drift = _diagnosed(case), _drift(case)
+    """Name the cause of a difference: the first rule of :data:`RULES` that applies."""
+    diagnosis = next((c for c in (rule(case) for rule in RULES) if c), None) or _unknown(case)
+    drift = _drift(case)
     if drift is None:
-        return found
-    if found.id == "randomness":  # which would be no fault if all had the same weights
-        return cause("replicas-drift", *found.evidence, drift)
-    return replace(found, evidence=(*found.evidence, drift))
+        return diagnosis
+    if diagnosis.id == "randomness":  # harmless only while all workers have the same weights
+        return cause("replicas-drift", *diagnosis.evidence, drift)
+    return replace(diagnosis, evidence=(*diagnosis.evidence, drift))
 
 
 def _drift(case: Case) -> str | None:
@@ -227,9 +228,7 @@ _BEGINS = ("contract", "initial weights", "initial buffers", "data", "order")
 
 
 def _of_files(case: Case) -> Cause | None:
-    """The cause, if it differs from the beginning and the script reads what another run has
-    written.
-    """
+    """It differs from the start, and the script reads a file that another run wrote."""
     read = _noted(case, "reread")
     return (
         cause("reads-another-run", f"it reads {', '.join(read[:3])}")
@@ -238,48 +237,10 @@ def _of_files(case: Case) -> Cause | None:
     )
 
 
-def _diagnosed(case: Case) -> Cause:
-    ranked = _of_rank(case)
-    if ranked is not None:
-        return ranked
-    of_files = _of_files(case)
-    if of_files is not None:
-        return of_files
-    of_seeds = _of_seeds(case)
-    if of_seeds is not None:
-        return of_seeds
-    of_shares = (
-        _of_uneven_shares(case)
-        if case.replicated and case.difference.phase not in ("order", "data", "evaluation")
-        else None
-    )
-    if of_shares is not None:
-        return of_shares
-    iterating = case.one.first("opening").get("iterating", [])
-    if (
-        iterating
-        and _several_passes(case)
-        and case.difference.phase in ("outputs", "loss", "gradients", "buffers")
-    ):
-        return cause("state-of-each-pass", f"{iterating[0]!r} is normalised by its spectrum")
-    if not case.replicated and case.replicate_equal:
-        d = case.difference
-        shared = [
-            names
-            for names in case.one.first("opening").get("shared", [])
-            if {d.name, *d.others} & set(names)
-        ]
-        if shared:
-            return cause("tied-weights", f"{' and '.join(shared[0])} share their memory")
-        moved = _moves(case) if d.phase in ("outputs", "loss", "gradients", "buffers") else None
-        return cause("state-of-each-pass", moved) if moved else cause("plan")
-    return _BY_PHASE.get(case.difference.phase, _unknown)(case)
-
-
 def _of_uneven_shares(case: Case) -> Cause | None:
-    """The cause, if all is equal until the workers have unlike numbers of samples, and the script
-    exchanges something itself.
-    """
+    """The script exchanges tensors, and all is equal until workers have unequal sample counts."""
+    if not case.replicated or case.difference.phase in ("order", "data", "evaluation"):
+        return None
     exchanges = _noted(case, "exchange", "step", "between", "update")
     uneven = next((k for k, sizes in enumerate(_shares(case)) if len(set(sizes)) > 1), None)
     if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
@@ -289,6 +250,42 @@ def _of_uneven_shares(case: Case) -> Cause | None:
         f"{uneven + 1} they have {_shares(case)[uneven]}"
     )
     return cause("mean-of-means", told, f"the script calls {', '.join(exchanges[:3])}")
+
+
+_AFTER_FORWARD = ("outputs", "loss", "gradients", "buffers")
+
+
+def _of_spectral_norm(case: Case) -> Cause | None:
+    """A spectral norm iterates in every forward pass, and a step has several."""
+    iterating = case.one.first("opening").get("iterating", [])
+    if not iterating or not _several_passes(case) or case.difference.phase not in _AFTER_FORWARD:
+        return None
+    return cause("state-of-each-pass", f"{iterating[0]!r} is normalized by its spectrum")
+
+
+def _of_plan(case: Case) -> Cause | None:
+    """The plan splits the model, and replicate is equal."""
+    if case.replicated or not case.replicate_equal:
+        return None
+    tied = _tied(case)
+    if tied is not None:
+        return tied
+    moved = _moves(case) if case.difference.phase in _AFTER_FORWARD else None
+    return cause("state-of-each-pass", moved) if moved else cause("plan")
+
+
+def _tied(case: Case) -> Cause | None:
+    """Parameters that differ share memory without being one parameter."""
+    d = case.difference
+    for names in case.one.first("opening").get("shared", []):
+        if {d.name, *d.others} & set(names):
+            return cause("tied-weights", f"{' and '.join(names)} share their memory")
+    return None
+
+
+def _of_phase(case: Case) -> Cause:
+    """The rule for the phase of the step in which the difference shows first."""
+    return _BY_PHASE.get(case.difference.phase, _unknown)(case)
 
 
 def _shares(case: Case) -> list[list[int]]:
@@ -877,13 +874,9 @@ def _of_weights(case: Case) -> Cause:
     if drawn:
         return cause("optimizer-randomness", drawn)
     d = case.difference
-    shared = [
-        names
-        for names in case.one.first("opening").get("shared", [])
-        if {d.name, *d.others} & set(names)
-    ]
-    if shared and not case.replicated:
-        return cause("tied-weights", f"{' and '.join(shared[0])} share their memory")
+    tied = None if case.replicated else _tied(case)
+    if tied is not None:
+        return tied
     k = d.step - 1
     rewritten = {
         n
@@ -971,3 +964,15 @@ _BY_PHASE: dict[str, Callable[[Case], Cause]] = {
     "evaluation": _of_evaluation,
     "steps": _of_steps,
 }
+
+# In this order: the first rules rest on an experiment that removes the difference, which is proof;
+# the last one, by phase, always answers.
+RULES: list[Callable[[Case], Cause | None]] = [
+    _of_rank,
+    _of_files,
+    _of_seeds,
+    _of_uneven_shares,
+    _of_spectral_norm,
+    _of_plan,
+    _of_phase,
+]
