@@ -29,7 +29,7 @@ from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.predict.cluster import Added, Cluster
 from ronde.run.losses import LossCall
-from sampling import ALL
+from sampling import ALL, long
 
 # -- links -----------------------------------------------------------------------------
 
@@ -354,6 +354,7 @@ def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp
     assert "links" not in done.stderr and not (tmp_path / "state").exists()
 
 
+@long
 def test_no_pipeline_is_planned_for_a_script_that_owns_its_loop(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, ronde\n"
