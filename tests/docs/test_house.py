@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import ModuleType
 import pytest
 
 from processes import TESTS
+from ronde.world.version import VERSION
 
 SOURCE = TESTS.parent / "src" / "ronde"
 ROOMS = sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
@@ -89,3 +91,9 @@ def test_each_face_has_what_it_offers(face):
     for name in getattr(module, "__all__", ()):
         assert getattr(module, name) is not None, name
         assert not isinstance(getattr(module, name), ModuleType) or face == "ronde", name
+
+
+def test_the_version_is_stated_once_more_for_the_package():
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
+    assert f"## [{VERSION}]" in (TESTS.parent / "CHANGELOG.md").read_text()
