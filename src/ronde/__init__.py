@@ -63,9 +63,17 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
+        import gc
         import importlib
 
-        value = getattr(importlib.import_module(_LATER[name]), name)
+        # A collection meanwhile would go over all that torch makes, which stays: 15 ms each time.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            value = getattr(importlib.import_module(_LATER[name]), name)
+        finally:
+            if collects:
+                gc.enable()
         globals()[name] = value
         if name == "distribute":
             hooks = importlib.import_module("ronde.run.hooks")
