@@ -16,7 +16,7 @@ PYTHON ?=
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of:"
 	@echo
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  \1	\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  \1	\2/p' Makefile | expand -t 13
 
 venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do it too)
 
