@@ -81,7 +81,7 @@ FIT = "{alpha: 0.001, beta: 1.0e+9}"
         ),
         (
             "links: {send: {node: {alpha: 1}}}",
-            "links.send.node has no beta: expected bytes a second",
+            "links.send.node has no beta. Expected bytes per second.",
         ),
         (
             "links: {send: {node: {alpha: 1, beta: 5, rank: 2}}}",

@@ -374,15 +374,15 @@ def _long_enough(order: Order, n: int) -> Order:
 
 def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
     """Resume where that was asked for, and write the plan."""
-    strategy, say, directory = run._strategy, run._watcher.say, run.dir
+    strategy, watcher, directory = run._strategy, run._watcher, run.dir
     if not held_whole(run):
-        hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: say(text))
-        say_in_parts(run.optimizer, lambda text: say(text))
+        hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
+        say_in_parts(run.optimizer, lambda text: watcher.say(text))
     if forecast is not None:
-        say(f"plan {run.plan.spec}: {forecast.sentence}")
+        watcher.say(f"plan {run.plan.spec}: {forecast.sentence}")
         run._comparison = PredictionCheck(forecast, run.device)
     if resumes and directory is not None:
-        say(resume(run, run._me, directory))
+        watcher.say(resume(run, run._me, directory))
         strategy.sync_buffers()
     if run.is_main and directory is not None:
         run.plan.save(directory.plan)  # only now: a resume that was refused leaves the old one
