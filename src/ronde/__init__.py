@@ -2,7 +2,7 @@
 
     run = ronde.distribute(model, optimizer, train_set, loss=F.cross_entropy, batch_size=256)
 
-Everything but :func:`world` and the errors is imported when first used: ``import ronde`` does not
+All names but :func:`world` and the errors are imported on first use, so ``import ronde`` does not
 import torch.
 """
 
@@ -88,14 +88,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _choose(*given: Any) -> Any:
-    """``plan="auto"``: ronde.measure stands above ronde.run, which cannot import it."""
+    """Handle ``plan="auto"``: ronde.run cannot import ronde.measure, which stands above it."""
     from ronde.measure.planner import choose_plan
 
     return choose_plan(*given)
 
 
 def _examine(*given: Any, **options: Any) -> Any:
-    """``run.doctor()``, for the same reason."""
+    """Handle ``run.doctor()``, for the same reason."""
     from ronde.doctor.doctor import doctor
 
     return doctor(*given, **options)

@@ -1,10 +1,10 @@
-"""Samples in, the public face: sources, order, transforms, caches, loading.
+"""Data loading, the public face: sources, order, transforms, caches and loaders.
 
     from ronde import feed
 
     train_set = feed.images("photos/train", size=224)
 
-A name is imported from its room when it is first used.
+A name is imported from its room on first use.
 """
 
 from __future__ import annotations

@@ -730,7 +730,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path, plan,
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("plan.json", None, "plan.json: there is no such file"),
+        ("plan.json", None, "plan.json: no such file"),
         ("plan.json", "{}", "plan.json holds no plan"),
         (
             "answer.json",

@@ -284,7 +284,9 @@ def test_ctrl_c_is_clean(tmp_path):
         started.process.send_signal(signal.SIGINT)
         done = started.done(30)
     assert done.returncode == 130 and "Traceback" not in done.stderr
-    assert done.stderr.strip().endswith(f"stopped by SIGINT; the same command goes on: {out}")
+    assert done.stderr.strip().endswith(
+        f"stopped by SIGINT; run the same command again to continue: {out}"
+    )
     assert (
         not list(out.glob("*.writing"))
         and (out / PARTIAL).exists()

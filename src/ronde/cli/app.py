@@ -36,7 +36,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version and end.", callback=_version, is_eager=True
+            "--version", help="Print the version and exit.", callback=_version, is_eager=True
         ),
     ] = False,
 ) -> None:
@@ -55,7 +55,7 @@ _verbs()
 
 
 def main() -> None:
-    """Run the command; an error of the user's is one line on standard error and exit status 2."""
+    """Run the command; a user error is one line on standard error and exit status 2."""
     try:
         app()
     except RondeError as error:

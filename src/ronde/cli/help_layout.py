@@ -1,6 +1,4 @@
-"""How ``--help`` is laid out: paragraphs that fill the terminal, an example a line, flags without a
-type.
-"""
+"""Lay out ``--help``: paragraphs that fill the terminal, one example a line, bare flags."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ __all__ = ["Group", "tidy"]
 
 
 def _flags_alone(params: list[Any]) -> list[Any]:
-    """A flag takes no value, so none is shown for it: typer writes ``<bool>``."""
+    """Hide the ``<bool>`` that typer writes for flags."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -38,14 +36,14 @@ class Group(TyperGroup):
 
 
 def laid_out(text: str) -> str:
-    """Help as it is written in the source, for any width.
+    """Lay out help text for any terminal width.
 
-    typer keeps single line breaks, which then stand in the middle of lines that it wraps: a
-    paragraph becomes one line. What an example does goes below it, indented, instead of beside it,
-    where it would be wrapped to the left edge.
+    typer keeps single line breaks, which end up in the middle of wrapped lines: each paragraph
+    becomes one line. An example's description goes below it, indented, because wrapping would push
+    it to the left edge.
 
     Example:
-        >>> print(laid_out("One\\nparagraph.\\n\\n  ronde run x.py     runs it"))
+        >>> print(laid_out("One\nparagraph.\n\n  ronde run x.py     runs it"))
         One paragraph.
         <BLANKLINE>
           ronde run x.py
@@ -62,7 +60,7 @@ def laid_out(text: str) -> str:
 
 
 def tidy(app: typer.Typer) -> None:
-    """Lay out the help of every command that was registered."""
+    """Lay out the help of every registered command."""
     for command in app.registered_commands:
         command.cls = Verb
         command.help = laid_out(command.help or "")

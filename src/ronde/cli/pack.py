@@ -1,6 +1,4 @@
-"""``ronde pack``: many small files into a few large ones, which disks and networks read many times
-faster.
-"""
+"""``ronde pack``: pack many small files into a few large ones, which load many times faster."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def register(app: typer.Typer) -> None:
             Path,
             typer.Argument(
                 metavar="FOLDER",
-                help="What is packed; with --verify, the pack.",
+                help="Folder to pack; with --verify, the pack.",
                 show_default=False,
             ),
         ],
@@ -60,20 +58,20 @@ def register(app: typer.Typer) -> None:
             Path | None,
             typer.Argument(
                 metavar="OUT",
-                help="A new or empty folder, or one where this pack was begun.",
+                help="A new or empty folder, or one with an interrupted pack.",
                 show_default=False,
             ),
         ] = None,
         kind: Annotated[str, typer.Option("--format", hidden=True)] = "tar",
         shard_size: Annotated[
-            str, typer.Option("--shard-size", metavar="SIZE", help="The most bytes of a shard.")
+            str, typer.Option("--shard-size", metavar="SIZE", help="Largest size of a shard.")
         ] = "256MiB",
         labels: Annotated[
             str,
             typer.Option(
                 "--labels",
                 metavar="folder|none|FILE.csv",
-                help="Names of folders, none, or a CSV: a line of names, then file and label.",
+                help="folders (their names), none, or a CSV of a header, then file and label.",
             ),
         ] = "folder",
         suffixes: Annotated[
@@ -81,7 +79,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--suffixes",
                 metavar="jpg,png",
-                help="Endings that are packed. Default: all.",
+                help="Suffixes to pack. Default: all.",
                 show_default=False,
             ),
         ] = None,
@@ -99,7 +97,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--resize",
                 metavar="PIXELS",
-                help="CHANGES PIXELS: make the shorter side so long, as JPEG.",
+                help="CHANGES PIXELS: resize the shorter side to this length, as JPEG.",
                 show_default=False,
             ),
         ] = None,
@@ -130,7 +128,10 @@ def register(app: typer.Typer) -> None:
             [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
         )
         size = _size(shard_size)
-        with _bar("packing", as_json) as progress, _stoppable(out, "the same command goes on"):
+        with (
+            _bar("packing", as_json) as progress,
+            _stoppable(out, "run the same command again to continue"),
+        ):
             result = write(
                 folder,
                 out,
@@ -184,7 +185,9 @@ def _bytes(count: int) -> str:
 
 @contextlib.contextmanager
 def _bar(what: str, as_json: bool) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere; gives what is called with samples done and in all."""
+    """A progress bar on a terminal, nothing elsewhere; yields a callback (samples done, samples in
+    total).
+    """
     console = terminal()
     if as_json or not console.is_terminal:
         yield None
@@ -214,7 +217,7 @@ def _bar(what: str, as_json: bool) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _stoppable(place: Path, then: str) -> Iterator[None]:
-    """Ctrl-C is one line and exit status 130."""
+    """Turn Ctrl-C into one line and exit status 130."""
     try:
         yield
     except KeyboardInterrupt:

@@ -68,8 +68,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--plans",
                 metavar="PLAN",
-                help="What to prove: all, or plans: replicate,shard=parameters; once more for "
-                "each further hybrid. Default: replicate.",
+                help="Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
+                "for each hybrid. Default: replicate.",
                 show_default=False,
             ),
         ] = None,
@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
         timeout: Annotated[
             float,
             typer.Option(
-                "--timeout", metavar="SECONDS", help="How long one run of the script may take."
+                "--timeout", metavar="SECONDS", help="Time limit for one run of the script."
             ),
         ] = 600.0,
         file: JsonOption = None,
@@ -156,7 +156,7 @@ def _print(console: Any, verdict: Verdict) -> None:
         line("")
         line(
             f"set aside: {', '.join(aside[:4])}{more} ({len(aside)}): the gradient is zero "
-            "in exact arithmetic, only rounding is left of it"
+            "in exact arithmetic, so only rounding remains"
         )
     for note in verdict.notes:
         line(("note  ", "dim"), note)
@@ -184,7 +184,7 @@ def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
 
 
 def describe(difference: Difference) -> list[str]:
-    """The first thing that differs, as a sentence or two."""
+    """Describe the first difference in a sentence or two."""
     d = difference
     when = f"in step {d.step}" if d.step else "before the first step"
     who = f" of rank {d.rank}" if d.rank is not None else ""

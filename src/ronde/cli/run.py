@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "run",
-        help="Start a script on N workers of this machine, watch them, and tell what came of it.\n"
+        help="Start a script on N workers of this machine, watch them, and report the result.\n"
         + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
@@ -80,7 +80,7 @@ def register(app: typer.Typer) -> None:
             bool,
             typer.Option(
                 "--resume",
-                help="Go on from the newest whole checkpoint of --name, or of this script's "
+                help="Continue from the newest complete checkpoint of --name, or of this script's "
                 "last run.",
             ),
         ] = False,
@@ -89,8 +89,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--plan",
                 metavar="PLAN",
-                help="How the work is split: replicate, shard, pipeline=2,shard=optimizer, …, a "
-                "plan's file, or auto.",
+                help="How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
+                "plan file, or auto.",
                 show_default=False,
             ),
         ] = None,
@@ -100,7 +100,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--runs",
                 metavar="DIR",
-                help="Folder of all run directories; none keeps nothing.",
+                help="Folder that holds the runs; none keeps nothing.",
                 envvar="RONDE_RUNS",
             ),
         ] = Path("runs"),
@@ -112,7 +112,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = False,
         tensorboard: Annotated[
-            bool, typer.Option("--tensorboard", help="Write what is logged for TensorBoard too.")
+            bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
         quiet: Annotated[
             bool,
@@ -189,7 +189,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _plan(text: str, workers: int) -> str:
-    """``--plan``, checked before anything is started."""
+    """Check ``--plan`` before anything starts."""
     from ronde.plan import Plan
 
     if text == "auto":
@@ -197,7 +197,7 @@ def _plan(text: str, workers: int) -> str:
     file = Plan.file_of(text)
     if file is not None:
         if not file.is_file():
-            raise ArgumentError(f"--plan {text}: there is no such file (in {Path.cwd()}).")
+            raise ArgumentError(f"--plan {text}: no such file (in {Path.cwd()}).")
         found = Plan.load(file)
         if found.workers not in (1, workers):
             raise ArgumentError(
@@ -221,7 +221,7 @@ def _ignore(_: dict[str, Any]) -> None:
 
 
 def _shower(bar: Bar | None, console: Any) -> Any:
-    """What to do with rank 0's output: straight through, or above the bar in whole lines."""
+    """Choose how to show rank 0's output: directly, or in whole lines above the bar."""
     from ronde.launch.console import to_terminal
 
     if bar is None:
@@ -232,7 +232,7 @@ def _shower(bar: Bar | None, console: Any) -> Any:
         bar.settle()  # the script speaks: it has started
         held.extend(data)
         if not bar.drawing:
-            # as it comes: it may be a question, or a bar of the script's own
+            # unbuffered: it may be a prompt, or the script's own progress bar
             to_terminal(bytes(held))
             held.clear()
             return
@@ -327,12 +327,10 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
 
 
 def _baseline(command: list[str], feed: str) -> float | None:
-    """Samples a second that one worker with all cores reaches on the same script, measured for some
-    seconds.
+    """Measure one worker with all cores on the same script, in samples per second.
 
-    Twice, with threads that spin while they wait and as ``ronde run`` has them: which is faster
-    depends on what else the machine does, and the comparison shall be with the best that one worker
-    can do.
+    Measured twice, with threads that spin while they wait and with ``ronde run``'s setting. Which
+    is faster depends on the machine's load; the comparison uses the better one.
     """
     from ronde.launch import Job, launch
 
@@ -361,7 +359,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
 def print_summary(
     directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1
 ) -> None:
-    """What ran where, the batch contract, the curve, the speed, and what to do next."""
+    """Print what ran where, the batch contract, the curve, the speed, and what to do next."""
     from rich.box import ROUNDED
     from rich.console import Group
     from rich.panel import Panel

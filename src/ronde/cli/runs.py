@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[
             Path,
             typer.Option(
-                "--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS"
+                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
             ),
         ] = Path("runs"),
         as_json: Annotated[

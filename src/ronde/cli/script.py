@@ -1,6 +1,4 @@
-"""What every verb that takes a script shares: its options, and starting the script to examine
-it.
-"""
+"""Options shared by all verbs that take a script, and the launch of a script for examination."""
 
 from __future__ import annotations
 
@@ -68,8 +66,8 @@ FeedOption = Annotated[
     typer.Option(
         "--feed",
         metavar="FILE|none",
-        help="How samples are loaded: a settings file. Default: SCRIPT's, as train.feed.yaml "
-        "beside train.py, if there is one.",
+        help="Settings file for loading samples. Default: train.feed.yaml next to train.py, "
+        "if it exists.",
         show_default=False,
     ),
 ]
@@ -79,14 +77,12 @@ JsonOption = Annotated[
 ]
 ReportOption = Annotated[
     Path | None,
-    typer.Option(
-        "--report", metavar="FILE", help="Write a report that a browser shows.", show_default=False
-    ),
+    typer.Option("--report", metavar="FILE", help="Write an HTML report.", show_default=False),
 ]
 
 
 def command_of(module: str | None, arguments: list[str]) -> list[str]:
-    """The worker's command, checked before anything is started.
+    """Check and return the worker's command, before anything starts.
 
     Raises:
         ArgumentError: no script, or none that is there.
@@ -101,8 +97,8 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
             sys.path.pop(0)
         if found is None:
             raise ArgumentError(
-                f"module not found: {module}. It is looked for in {Path.cwd()} and where "
-                "this Python finds packages."
+                f"module not found: {module}. Python looked in {Path.cwd()} and in "
+                "its installed packages."
             )
         return ["-m", module, *arguments]
     if not arguments:
@@ -117,7 +113,7 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         )
     if script.is_dir():
         raise ArgumentError(
-            f"{script} is a folder, expected a script: did you mean {script / 'train.py'}?"
+            f"{script} is a folder, not a script. Did you mean {script / 'train.py'}?"
         )
     if not script.is_file():
         folder = script.parent if str(script.parent) else Path()
@@ -130,8 +126,7 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
 
 
 def feed_of(asked: str | None, script: str) -> tuple[str, str]:
-    """``--feed``, checked before anything is started: what the workers are told, and what the user
-    is.
+    """Check ``--feed`` before anything starts; return the workers' setting and the user's note.
 
     Raises:
         ArgumentError: the file is not there, or cannot be used.
@@ -151,7 +146,7 @@ def feed_of(asked: str | None, script: str) -> tuple[str, str]:
 
 
 def check_folders(**files: Path | None) -> None:
-    """Whether what shall be written can be: ``json=…`` is the file of ``--json``.
+    """Check that every target can be written; ``json=…`` is the file of ``--json``.
 
     Raises:
         ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder
@@ -167,12 +162,12 @@ def check_folders(**files: Path | None) -> None:
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all; into a pipe or a device directly."""
+    """Write JSON atomically; write to a pipe or a device directly."""
     write_whole(file, json.dumps(values, indent=2, default=str) + "\n")
 
 
 def short(path: Path) -> str:
-    """Seen from here, where it is below."""
+    """A path relative to the current folder, if it is below."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
@@ -180,13 +175,11 @@ def short(path: Path) -> str:
 
 
 def discard(_: bytes) -> None:
-    """The script's output, where it is not wanted."""
+    """Discard the script's output."""
 
 
 def exited_early(verb: str, command: list[str], status: int | str) -> str:
-    """The sentence for a script that called ``sys.exit`` itself, most often since it was given no
-    arguments.
-    """
+    """Explain that a script called ``sys.exit`` itself, usually for missing arguments."""
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
     return (
         f"{script} ended by itself with exit status {status} before ronde.distribute. Its "
@@ -196,7 +189,7 @@ def exited_early(verb: str, command: list[str], status: int | str) -> str:
 
 
 def last_lines(log: Path, most: int = 20) -> list[str]:
-    """The end of what a worker printed."""
+    """The end of a worker's output."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-most:]
     except OSError:
@@ -214,7 +207,7 @@ def examine(
     failed: Callable[[str], str],
     environment: dict[str, str] | None = None,
 ) -> Path:
-    """Start a script's workers up to ``ronde.distribute``, where a study examines it instead of
+    """Run a script's workers up to ``ronde.distribute``, where a study examines it instead of
     training.
 
     Args:

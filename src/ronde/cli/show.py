@@ -38,7 +38,7 @@ def _find(folder: Path, name: str | None) -> RunDir:
 
 
 def _series(run: RunDir) -> dict[str, list[tuple[float, float]]]:
-    """Numbers that were evaluated or logged, by name, over steps."""
+    """Evaluated and logged numbers over steps, by name."""
     series: dict[str, list[tuple[float, float]]] = {}
     for event in read(run.record):
         if isinstance(event, Evaluated):
@@ -72,7 +72,7 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[
             Path,
             typer.Option(
-                "--runs", metavar="DIR", help="Folder of all run directories.", envvar="RONDE_RUNS"
+                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
             ),
         ] = Path("runs"),
         series: Annotated[

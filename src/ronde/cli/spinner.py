@@ -1,4 +1,4 @@
-"""What a study is doing, while it does it."""
+"""A line that shows what a study is doing."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Doing", "console"]
 
 
 def console() -> Any:
-    """Standard output, with colour on a terminal only."""
+    """Standard output, with color on a terminal only."""
     from rich.console import Console
 
     return Console()
 
 
 class Doing:
-    """What is being done, on a terminal only: one line that goes away."""
+    """A status line, on a terminal only, that disappears at the end."""
 
     def __init__(self, console: Any) -> None:
         self._status = console.status("starting") if console.is_terminal else None

@@ -1,7 +1,7 @@
-"""Routes what workers print: each rank's output into its own log, rank 0's to the terminal as well.
+"""Route worker output: each rank's to its own log, rank 0's also to the terminal.
 
-A worker writes standard output and error into one FIFO, so that their order is kept and what it
-wrote before it was killed is not lost. One thread reads them all.
+A worker writes standard output and error into one FIFO: their order is kept, and nothing written
+before a kill is lost. One thread reads all FIFOs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _MARK = MARK.encode()
 
 
 def _sweep() -> None:
-    """Remove the folders of launchers that were killed: of processes that are gone, and this user's
-    own.
-    """
+    """Remove this user's folders left by launchers that were killed."""
     for folder in Path(tempfile.gettempdir()).glob("ronde-*-*"):
         pid = folder.name.split("-")[1]
         with contextlib.suppress(OSError):
@@ -73,7 +71,7 @@ class Router:
         for rank in range(workers):
             path = Path(self._folder.name) / f"rank-{rank}"
             os.mkfifo(path, 0o600)
-            # Open for both directions: it never ends, whichever worker opens or closes it.
+            # Read-write, so that it never reaches end of file when a worker closes it.
             fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
             self._fds[rank] = fd
             self.paths[rank] = str(path)
@@ -87,7 +85,7 @@ class Router:
 
     @property
     def error_folder(self) -> Path:
-        """A private folder for the workers' error files; it goes with the router."""
+        """A private folder for the workers' error files, removed with the router."""
         return Path(self._folder.name)
 
     def _loop(self) -> None:
@@ -119,7 +117,7 @@ class Router:
                 self._logs[rank].write(data)
 
     def _messages(self, rank: int, data: bytes) -> bytes:
-        """Take the messages out of a rank's output, and return the rest of it."""
+        """Handle the messages in a rank's output and return the rest."""
         data = self._rest.pop(rank, b"") + data
         plain = b""
         while (start := data.find(_MARK)) >= 0:
@@ -145,7 +143,7 @@ class Router:
         return plain + data
 
     def close(self) -> None:
-        """Read what is left and let go of everything."""
+        """Read what is left and release everything."""
         os.write(self._wake_write, b"x")
         self._thread.join()
         for rank in self._fds:

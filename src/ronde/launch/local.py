@@ -1,4 +1,4 @@
-"""Workers on this machine, under TorchElastic's agent."""
+"""Run workers on this machine under TorchElastic's agent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Job", "Outcome", "check_workers", "launch", "resolve_workers"]
 _MOST_PER_CORE = 8
 _SHUTDOWN_SECONDS = 10
 
-# What a rank says when another one has gone: a consequence, not the cause.
+# Errors a rank raises because another one is gone: consequences, not causes.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -46,7 +46,7 @@ _CONSEQUENCES = (
 
 @dataclass(frozen=True)
 class Job:
-    """What to start.
+    """What to launch.
 
     Attributes:
         command: script path and arguments, or ``-m``, module and arguments.
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended.
+    """How the launch ended.
 
     Attributes:
         status: exit status for the shell: 0 only if every worker ended well.
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def devices() -> tuple[int, str]:
-    """How many devices this machine offers and what they are; without a GPU, its usable cores."""
+    """Count this machine's devices and name their kind; without a GPU, its usable cores."""
     if os.environ.get("RONDE_DEVICE") != "cpu":
         import torch
 
@@ -97,9 +97,9 @@ def devices() -> tuple[int, str]:
 
 
 def resolve_workers(asked: str) -> int:
-    """``auto`` or a number, as a number of workers.
+    """Turn ``auto`` or a number into a worker count.
 
-    ``auto`` is one per GPU; without one, one per usable core, at most 8.
+    ``auto`` is one per GPU; without a GPU, one per usable core, at most 8.
     """
     if asked == "auto":
         count, kind = devices()
@@ -114,7 +114,7 @@ def resolve_workers(asked: str) -> int:
 
 
 def check_workers(workers: int) -> None:
-    """Refuse more workers than there are devices; on the CPU, more than could make any progress."""
+    """Refuse more workers than devices; on the CPU, more than could make progress."""
     count, kind = devices()
     if kind == "cuda" and workers > count:
         raise ArgumentError(
@@ -132,7 +132,7 @@ def check_workers(workers: int) -> None:
 
 
 def _worker_environment(job: Job) -> dict[str, str]:
-    """Variables for the workers. What the user has set himself is left alone."""
+    """Environment variables for the workers; what the user set is kept."""
     _, kind = devices()
     wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
     if kind == "cpu":
@@ -157,9 +157,7 @@ def _worker_environment(job: Job) -> dict[str, str]:
 
 
 def _register_rendezvous() -> str:
-    """A meeting point that listens on loopback only, on a free port. torch's own listens on every
-    address.
-    """
+    """Register a rendezvous on a free loopback port; torch's own listens on every address."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
@@ -243,7 +241,7 @@ def _logs_specs(router: Router, workers: int) -> Any:
 
 
 def _ended_before(folder: Path, when: float) -> str:
-    """Which ranks had ended well by then, in words."""
+    """Name the ranks that ended with status 0 before a time."""
     ranks = []
     for file in folder.glob("error-*.ended"):
         with contextlib.suppress(OSError, ValueError):
@@ -256,10 +254,10 @@ def _ended_before(folder: Path, when: float) -> str:
 
 
 def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, str, int, bool, str]:
-    """Rank, error, traceback, exit code and whether it exited by itself, of the failure that came
-    first and is not a consequence of another.
+    """Return the first failure that is not a consequence of another.
 
-    And where all are consequences: which ranks had ended before, for which the others waited.
+    The tuple holds rank, error, traceback, exit code, whether it called ``sys.exit``, and, if all
+    failures are consequences, which ranks had ended earlier.
     """
     told = []
     for rank, failure in failures.items():
@@ -276,7 +274,7 @@ def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, st
                 name = signal.Signals(-failure.exitcode).name
                 text = f"killed by signal {-failure.exitcode} ({name})"
                 if name == "SIGKILL":
-                    text += ": by hand, by the system for want of memory, or by a scheduler"
+                    text += ": by hand, by the system when memory ran out, or by a scheduler"
             else:
                 text = f"ended with exit status {failure.exitcode}"
         consequence = (
@@ -288,9 +286,7 @@ def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, st
 
 
 def _reap() -> None:
-    """Kill what is still there of this process's descendants: workers' own children that outlived
-    them.
-    """
+    """Kill this process's remaining descendants: workers' children that outlived them."""
     left = [
         p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
     ]
@@ -303,7 +299,7 @@ def _reap() -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent dies, so that they can be found."""
+    """Become the parent of orphaned descendants, so that they can be found."""
     if sys.platform == "linux":
         import ctypes
 
@@ -311,9 +307,7 @@ def _adopt_orphans() -> None:
 
 
 def _free_caches() -> None:
-    """Samples that were cached in memory by workers who were killed: they would lie there until the
-    next run that caches.
-    """
+    """Free the in-memory sample caches of killed workers."""
     memory, name = Path(os.environ.get("RONDE_SHM") or "/dev/shm"), f"ronde-cache-{os.geteuid()}-*"
     limit = time.monotonic() + 2.0
     with contextlib.suppress(Exception):
@@ -321,8 +315,8 @@ def _free_caches() -> None:
             from ronde.cache import clear_cache
 
             clear_cache()
-            # A killed process is a zombie while the last of its threads still holds its files, and
-            # with them the cache.
+            # A killed process stays a zombie, and holds its cache files open, until its last thread
+            # has ended.
             if time.monotonic() > limit or not psutil.Process().children(recursive=True):
                 return
             time.sleep(0.05)
@@ -342,7 +336,7 @@ def launch(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for logger in list(logging.root.manager.loggerDict):
-        # each has a level of its own; what happened is told below, once
+        # each has its own level; the failure is reported once, below
         if logger.startswith("torch.distributed"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
     start = time.monotonic()

@@ -1,9 +1,7 @@
-"""What each worker process runs first: it sets the process up, then runs the user's script as
-``__main__``.
+"""The first code of each worker process: sets it up, then runs the user's script as ``__main__``.
 
-Started as ``python worker.py SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``, by path: it imports
-nothing of Ronde, so that a Ctrl-C is understood from the first moment on, and the script pays for
-no import that it does not make.
+Started by path as ``python worker.py SCRIPT [ARGS…]`` or ``… -m MODULE [ARGS…]``. It imports
+nothing of Ronde, so Ctrl-C works from the first moment and the script pays for no unused import.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-# until the script runs, there is nothing to take down
+# until the script runs, there is nothing to clean up
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import atexit
@@ -39,9 +37,7 @@ _STUDIES = {
 
 
 def _die_with_launcher() -> None:
-    """A worker whose launcher was killed must not train on as an orphan (measured: torchrun's
-    do).
-    """
+    """End when the launcher is killed, instead of training on as torchrun's orphans do."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -53,7 +49,7 @@ def _die_with_launcher() -> None:
 
 
 def _formatted(error: BaseException) -> str:
-    """The traceback as the user's script would have had it: without this file's frames."""
+    """The traceback as plain Python would print it, without this file's frames."""
     frames = traceback.TracebackException.from_exception(error)
     for part in (frames, *_chain(frames)):
         part.stack = traceback.StackSummary.from_list(
@@ -67,15 +63,13 @@ def _formatted(error: BaseException) -> str:
 
 
 def _report(error: BaseException) -> None:
-    """Tell the agent, in its own format, what failed and when; to the nanosecond, so that the first
-    rank is known.
-    """
+    """Report the failure to the agent, with nanoseconds, so that the first rank is known."""
     now = time.time_ns()
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     said = ""
-    # no failure to look for in frames: argparse, say, has printed what is wrong
+    # no traceback needed: argparse, for example, has printed the problem
     if isinstance(error, SystemExit):
         said = (
             error.code
@@ -96,7 +90,7 @@ def _report(error: BaseException) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of the script itself that an error came through."""
+    """The last line of the script itself in an error's traceback."""
     lines = [
         f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == sys.argv[0]
     ]
@@ -112,9 +106,7 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
 
 
 def _to_log(text: str) -> None:
-    """Into this rank's log only: the launcher shows the traceback of the rank that failed first,
-    not each rank's.
-    """
+    """Write to this rank's log only: the launcher shows just the traceback of the first failure."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.environ.get("RONDE_LAUNCHER_PID"):
@@ -129,16 +121,14 @@ def _run_script(path: str) -> None:
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
     sys.path[0] = str(Path(path).resolve().parent)
-    # Without this file's own ``from __future__ import``: a script's annotations stay what they are.
+    # dont_inherit: this file's ``from __future__ import`` must not change a script's annotations.
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def _share_folder() -> None:
-    """The sockets of this worker's loading processes lie in the launcher's folder, which goes
-    however they end.
+    """Put the sockets of loading processes into the launcher's folder, which is always removed.
 
-    Each would make a folder of its own, and leave it behind when it is ended by a signal, as
-    daemons are.
+    By default each worker makes its own folder, and leaves it behind when a signal ends it.
     """
     if (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
@@ -180,8 +170,8 @@ def main() -> None:
         _report(error)
         sys.last_value = error
         _to_log(_formatted(error))
-        # Exit handlers write what the run has not recorded yet, and end loading processes; they may
-        # not wait for ever for ranks that are gone.
+        # Exit handlers write the rest of the record and end loading processes. They must not wait
+        # forever for ranks that are gone.
         last = threading.Timer(5.0, os._exit, [1])
         last.daemon = True
         last.start()
@@ -193,15 +183,14 @@ def main() -> None:
 
 
 def _end(code: int) -> None:
-    """End as multiprocessing's children do: threads joined, exit handlers run, but the interpreter
-    not taken down.
+    """End as multiprocessing's children do: join threads, run exit handlers, skip interpreter
+    shutdown.
 
-    A gloo thread that lets go of the last exchange while Python finalises aborts the process (seen
-    in one run of ten with torch 2.13, also without Ronde).
+    A gloo thread that releases its last exchange while Python finalizes aborts the process (one run
+    in ten with torch 2.13, also without Ronde).
     """
     if code == 0 and (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        # No failure by itself; should others still wait for this rank, they fail, and the launcher
-        # tells why.
+        # Not a failure. Ranks that still wait for this one fail, and the launcher says why.
         with contextlib.suppress(OSError):
             Path(errors).with_suffix(".ended").write_text(str(time.time_ns()))
     threading._shutdown()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""The run seen from outside: its record, what it shows while it trains, its directory, its curve.
+"""A run's outside view: its record, progress display, directory and loss curve.
 
 Offers :class:`Record` and the event types, :class:`Watcher`, :class:`RunDir`, :func:`summarise` and
-:func:`curve`. Whatever watches can never break the training.
+:func:`curve`. A failure in here never breaks the training.
 """
 
 from __future__ import annotations

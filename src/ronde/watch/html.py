@@ -1,4 +1,4 @@
-"""The kit for HTML reports: numbers as text, charts as inline SVG, and the page around them.
+"""HTML report kit: number formats, charts as inline SVG, and the page around them.
 
 A report is one file that fetches nothing. Charts use the page's CSS variables, so they follow the
 reader's light or dark setting.
@@ -44,8 +44,7 @@ __all__ = [
     "write_page",
 ]
 
-# matplotlib takes colors, not CSS variables: these stand in for the variables until the SVG is
-# done.
+# matplotlib takes colors, not CSS variables: these colors are replaced in the finished SVG.
 INK, FAINT, SYNTHETIC, REAL, LOST, GOOD = (
     "#010101",
     "#020202",
@@ -93,7 +92,7 @@ def check_drawing() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ArgumentError(
-            "a report is drawn by matplotlib, which is not installed: pip install "
+            "reports need matplotlib, which is not installed: pip install "
             "'.[report]' in a clone of Ronde."
         ) from None
 

@@ -1,9 +1,8 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere, nothing when
-quiet.
+"""Progress display: a bar on a terminal, plain lines elsewhere, nothing when quiet.
 
-Under ``ronde run`` the launcher owns the terminal: rank 0 sends it small messages inside its
-output, one line each that starts with the record separator (as RFC 7464 has it), and the launcher
-draws. Started by itself, a script draws.
+Under ``ronde run`` the launcher owns the terminal. Rank 0 sends it messages inside its output, one
+line each that starts with the record separator (RFC 7464), and the launcher draws. A script started
+on its own draws itself.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def clock(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second,
-    seconds_left (each may be None).
+    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second and
+    seconds_left; each may be None.
     """
 
     interval_seconds: float
@@ -79,7 +78,7 @@ def _describe(state: dict[str, Any]) -> str:
 
 
 class Lines:
-    """Plain lines, one every few seconds: for files, pipes and batch systems."""
+    """Plain lines, one every few seconds, for files, pipes and batch systems."""
 
     def __init__(self, interval_seconds: float = 5.0) -> None:
         self.interval_seconds = interval_seconds
@@ -111,7 +110,7 @@ class Stream:
         self._send(state)
 
     def say(self, text: str) -> None:
-        """Print it: the launcher shows and keeps what rank 0 prints."""
+        """Print it; the launcher shows and logs what rank 0 prints."""
         print(text, flush=True)
 
     def close(self) -> None:
@@ -157,7 +156,7 @@ class Bar:
             self.close()
 
     def begin(self, text: str) -> None:
-        """Show that something is on its way, before there is a first step."""
+        """Show text before the first step."""
         progress = self._progress or self._start()
         assert self._task is not None
         progress.update(self._task, description=text, rest="", total=None)
@@ -193,7 +192,7 @@ class Bar:
 
 
 def choose_display(is_main: bool) -> Display:
-    """The display for this process: only rank 0 shows anything."""
+    """Choose this process's display; only rank 0 shows anything."""
     mode = os.environ.get("RONDE_PROGRESS", "")
     if not is_main or mode == "quiet":
         return Silent()
@@ -207,9 +206,7 @@ def choose_display(is_main: bool) -> Display:
 
 
 class Rate:
-    """Samples a second while training: the time of evaluation, saving and the first steps is left
-    out.
-    """
+    """Training throughput in samples per second, without evaluation, saving and the first steps."""
 
     def __init__(self, skip_steps: int = 3) -> None:
         self._skip = skip_steps
@@ -220,11 +217,11 @@ class Rate:
         self.epoch_samples = 0
 
     def pause(self) -> None:
-        """What follows is not training."""
+        """Stop the clock: what follows is not training."""
         self._mark = None
 
     def step(self, samples: int, now: float) -> None:
-        """A step of ``samples`` ended at ``now``."""
+        """Count a step of ``samples`` that ended at ``now``."""
         if self._mark is not None:
             if self._skip > 0:
                 self._skip -= 1
@@ -236,16 +233,16 @@ class Rate:
         self._mark = now
 
     def resume(self) -> None:
-        """Training goes on from here."""
+        """Restart the clock."""
         self._mark = time.perf_counter()
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over all of this process's training."""
+        """Throughput over all training of this process."""
         return self.samples / self.seconds if self.seconds else None
 
     def end_epoch(self) -> float | None:
-        """Over the epoch that ends; the next one starts from zero."""
+        """Throughput of the epoch that ends; resets the epoch's counts."""
         rate = self.epoch_samples / self.epoch_seconds if self.epoch_seconds else None
         self.epoch_seconds, self.epoch_samples = 0.0, 0
         return rate

@@ -1,8 +1,7 @@
-"""The run's record: ``record.jsonl``, one JSON object a line, each of a type below. The schema is
-documented field by field.
+"""The run's record: ``record.jsonl``, one JSON object a line, one of the types below.
 
-Readers skip types and fields that they do not know, so that later versions can add some. A resumed
-run appends; steps that it trains again replace those recorded before the stop (see :func:`read`).
+Readers skip unknown types and fields, so later versions can add some. A resumed run appends; steps
+it trains again replace those recorded before the stop (see :func:`read`).
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """A process group began to train. ``plan`` is plan.yaml, ``parameters`` a count,
-    ``steps_per_epoch`` optimizer steps.
+    """Training started. ``plan`` is plan.yaml, ``parameters`` a count, ``steps_per_epoch``
+    optimizer steps.
     """
 
     type: ClassVar[str] = "start"
@@ -68,9 +67,7 @@ class Started(Event):
 
 @dataclass(frozen=True)
 class Resumed(Event):
-    """Training went on from a checkpoint. Steps recorded above ``step`` before this line are
-    void.
-    """
+    """Training resumed from a checkpoint. Earlier records of steps above ``step`` are void."""
 
     type: ClassVar[str] = "resume"
     step: int
@@ -83,7 +80,7 @@ class Resumed(Event):
 
 @dataclass(frozen=True)
 class StepRecorded(Event):
-    """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first group as used,
+    """One optimizer step: ``loss`` of the whole global batch, ``lr`` of the first parameter group,
     ``samples`` since the run began.
     """
 
@@ -97,8 +94,8 @@ class StepRecorded(Event):
 
 @dataclass(frozen=True)
 class Epoch(Event):
-    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` of its training steps,
-    evaluation and saving left out.
+    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` excludes evaluation and
+    saving.
     """
 
     type: ClassVar[str] = "epoch"
@@ -131,7 +128,7 @@ class Logged(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """A checkpoint was written whole. ``path`` is relative to the run directory."""
+    """A complete checkpoint was written. ``path`` is relative to the run directory."""
 
     type: ClassVar[str] = "checkpoint"
     step: int
@@ -142,7 +139,7 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """Something the user was told."""
+    """A warning shown to the user."""
 
     type: ClassVar[str] = "warning"
     text: str
@@ -150,8 +147,8 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The script ended. ``status``: ``completed``; ``failed`` with ``error`` and, if known,
-    ``rank``; or ``interrupted``.
+    """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
+    ``rank``) or ``interrupted``.
     """
 
     type: ClassVar[str] = "end"
@@ -183,7 +180,7 @@ EVENTS: dict[str, type[Event]] = {
 
 
 class Record:
-    """Appends events to ``record.jsonl``. Only rank 0 holds one."""
+    """Appends events to ``record.jsonl``. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -233,7 +230,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read(path: Path) -> list[Event]:
-    """Events of a record, in order, with what a resume made void left out.
+    """Read a record's events in order, without those that a resume made void.
 
     Example:
         >>> read(Path("runs/train-1/record.jsonl"))  # doctest: +SKIP

@@ -1,6 +1,4 @@
-"""The run directory: the only state on disk. ``plan.yaml``, ``record.jsonl``, ``logs/``,
-``checkpoints/``.
-"""
+"""The run directory, the only state on disk: plan.yaml, record.jsonl, logs/, checkpoints/."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class RunDir:
-    """Places inside a run directory."""
+    """Paths inside a run directory."""
 
     path: Path
 
@@ -39,7 +37,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """What each rank printed."""
+        """Each rank's output."""
         return self.path / "logs"
 
     @property
@@ -49,12 +47,12 @@ class RunDir:
 
     @property
     def in_use(self) -> bool:
-        """Whether a run has left anything here that must not be lost."""
+        """Whether a run has left a record, checkpoints or a plan here."""
         return self.record.exists() or self.checkpoints.exists() or self.plan.exists()
 
 
 def script_stem(script: str | None = None) -> str:
-    """A run name made of a script's path or a module's name."""
+    """Derive a run name from a script's path or a module's name."""
     text = (
         script
         if script is not None
@@ -73,7 +71,7 @@ def script_stem(script: str | None = None) -> str:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is not one plain folder name."""
+    """Refuse a name that is not a plain folder name."""
     if not _NAME.fullmatch(name):
         raise ArgumentError(
             f"{name!r} is not a name for a run: use letters, digits, '.', '_' and '-', "
@@ -82,7 +80,7 @@ def check_name(name: str) -> None:
 
 
 def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
-    """Make (or, to resume, find) the directory of a run.
+    """Create a run's directory, or find it to resume.
 
     Args:
         runs: folder of all runs, made if missing.
@@ -133,7 +131,7 @@ def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
 
 
 def latest(runs: Path, stem: str | None = None) -> RunDir | None:
-    """The run that was written last, of one script or of any."""
+    """The most recently written run, of one script or of any."""
     if not runs.is_dir():
         return None
     found = [RunDir(p) for p in runs.iterdir() if p.is_dir() and RunDir(p).in_use]

@@ -1,4 +1,4 @@
-"""A run told from its record: for the end of ``ronde run``, ``ronde runs`` and ``ronde show``."""
+"""Summarize a run from its record, for ``ronde run``, ``ronde runs`` and ``ronde show``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Summary", "summarise"]
 
 @dataclass(frozen=True)
 class Summary:
-    """What a record says of a run; None where it does not."""
+    """What a record says about a run; None if it says nothing."""
 
     run: str
     path: str
@@ -73,8 +73,7 @@ def _last(events: list[Event], kind: type[Any]) -> Any:
 def summarise(run: RunDir) -> Summary:
     """Read a run directory's record.
 
-    A run without an end that was written to in the last 30 s is called ``running``, otherwise
-    ``stopped``.
+    A run without an end is ``running`` if it was written to in the last 30 s, else ``stopped``.
     """
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")

@@ -1,7 +1,7 @@
-"""Watches one run from within: notes each step's loss unread, and reads, records and shows them now
-and then.
+"""Watches one run from inside: keeps losses as unread tensors, and reads, records and shows them in
+batches.
 
-Nothing in here may break the training: what fails is counted and reported once.
+A failure in here never breaks the training: it is counted and reported once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_HELD = 256
 
 
 def recorded(step: int) -> bool:
-    """Whether a step's loss goes into the record: all of the first thousand, then one in ten, then
-    one in a hundred.
+    """Whether a step's loss goes into the record: the first thousand, then one in ten, then one in
+    a hundred.
     """
     return step <= 1_000 or (step <= 10_000 and step % 10 == 0) or step % 100 == 0
 
 
 def _guarded(method: F) -> F:
-    """Whatever watches can never break the training: it is caught, counted and reported once."""
+    """Catch, count and report once what fails while watching."""
 
     @functools.wraps(method)
     def call(self: Watcher, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,8 @@ def _guarded(method: F) -> F:
                 import sys
 
                 print(
-                    f"ronde: watching this run failed ({type(error).__name__}: {error}); "
-                    "training goes on",
+                    f"ronde: recording or showing this run failed ({type(error).__name__}: "
+                    f"{error}); training continues",
                     file=sys.stderr,
                 )
             return None
@@ -113,7 +113,7 @@ class Watcher:
 
     @_guarded
     def flush(self) -> None:
-        """Read the losses held, all at once, and write them to the record."""
+        """Read all pending losses at once and write them to the record."""
         self._flushed = time.perf_counter()
         held, self._held = self._held, []
         if held and self.record is not None:
@@ -138,12 +138,12 @@ class Watcher:
 
     @_guarded
     def say(self, text: str) -> None:
-        """Tell the user something, once, on rank 0."""
+        """Show the user a message, once, on rank 0."""
         if self.active:
             self.display.say(text)
 
     def close(self) -> None:
-        """Write what is held and take the display down."""
+        """Write pending losses and take the display down."""
         self.flush()
         self._close_display()
         self._close_record()

@@ -1,6 +1,4 @@
-"""Answers and reports on their way into a file, a pipe or a device: checked before anything is
-measured, written whole.
-"""
+"""Write answers and reports whole, to a file, pipe or device; check the target before measuring."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ __all__ = ["check_target", "write_whole"]
 
 
 def _descriptor(path: Path) -> int | None:
-    """The file descriptor that a path such as ``/dev/stdout`` or ``/dev/fd/63`` names; None where
-    it names none.
-    """
+    """The descriptor that a path such as ``/dev/stdout`` or ``/dev/fd/63`` names, or None."""
     text = str(path)
     if text in ("/dev/stdout", "/dev/stderr"):
         return 1 if text == "/dev/stdout" else 2
@@ -27,9 +23,7 @@ def _descriptor(path: Path) -> int | None:
 
 
 def _is_taken_directly(path: Path) -> bool:
-    """Whether it is there and no regular file: a pipe, a device. A rename would put a file in its
-    place.
-    """
+    """Whether the path is a pipe or a device, which a rename would replace with a file."""
     return path.exists() and not path.is_file()
 
 
@@ -38,7 +32,7 @@ def _beside(path: Path) -> Path:
 
 
 def check_target(path: Path) -> None:
-    """Whether something can be written there, tried as far as that leaves nothing behind.
+    """Check that a file can be written, without leaving anything behind.
 
     Raises:
         ArgumentError: it is a folder, there is no such folder, or nothing may be written to it;
@@ -48,20 +42,19 @@ def check_target(path: Path) -> None:
     try:
         if descriptor is not None:
             if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                raise ArgumentError(f"{path}: it is open for reading only.")
+                raise ArgumentError(f"{path}: it is open for reading only. Name a writable file.")
             return
         if path.is_dir():
-            raise ArgumentError(f"{path}: this is a folder, expected a file's name.")
+            raise ArgumentError(f"{path}: this is a folder. Name a file.")
         if _is_taken_directly(path):
             if not os.access(path, os.W_OK):
-                raise ArgumentError(f"{path}: it may not be written to.")
+                raise ArgumentError(f"{path}: permission denied. Name a file that you may write.")
             return
         real = path.resolve()
         if not real.parent.is_dir():
             raise ArgumentError(f"{path}: there is no folder {real.parent}.")
         try:
-            # Asking for permissions would not do: root has them where nothing can be written, as in
-            # /proc.
+            # os.access is not enough: root may write anywhere, and still cannot in /proc.
             os.close(os.open(_beside(real), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             _beside(real).unlink()
         except OSError as error:
@@ -73,7 +66,7 @@ def check_target(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; into a pipe, a device or an open descriptor directly.
+    """Write a file atomically; write to a pipe, device or open descriptor directly.
 
     Raises:
         RondeError: it cannot be written.
@@ -81,8 +74,7 @@ def write_whole(path: Path, text: str) -> None:
     descriptor = _descriptor(path)
     try:
         if descriptor is not None:
-            # Not opened anew by its name: in a file that the shell has redirected to, that would
-            # begin at the start once more.
+            # Not reopened by name: that would overwrite a file that the shell has redirected to.
             sys.stdout.flush()
             with open(os.dup(descriptor), "w", encoding="utf-8") as out:
                 out.write(text)

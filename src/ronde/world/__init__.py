@@ -1,8 +1,8 @@
-"""The ground floor: who am I among the workers, on which device, with how many cores.
+"""The ground floor: rank, size, device and cores of this process.
 
 Offers :func:`world` and :class:`World` (read from whichever launcher started the process),
-:func:`connect` (one process group), :func:`agree` (all ranks say the same), and the errors that
-Ronde raises on purpose. Importing it does not import torch.
+:func:`connect` (one process group), :func:`agree` (all ranks hold the same facts), and the errors
+that Ronde raises on purpose. Importing it does not import torch.
 """
 
 from ronde.world.cores import openmp_waits, threads_per_worker, usable_cores

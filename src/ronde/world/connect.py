@@ -1,4 +1,4 @@
-"""Connect the workers: one process group, over the meeting point that the launcher named."""
+"""Join the workers in one process group, over the address that the launcher named."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ __all__ = ["connect"]
 
 
 def _local_store(size: int) -> Store:
-    """A store in a file, for ranks of one machine whose launcher (MPI) names no address: no port is
-    needed.
+    """A store in a file, for ranks of one machine whose MPI launcher names no address.
 
-    All ranks of one machine have the same parent (mpirun, or its proxy): its pid and start time
-    name the file.
+    All ranks of a machine share a parent (mpirun or its proxy); its pid and start time name the
+    file.
     """
     import psutil
 
@@ -78,7 +77,7 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
             f"of rank 0: {text.splitlines()[0]}. "
             "Is rank 0 running there, and is MASTER_ADDR a name that this host resolves?"
         ) from error
-    # Restarted workers must not read the addresses that dead ones left in the agent's store.
+    # Restarted workers must not read addresses that dead workers left in the agent's store.
     generation = os.environ.get(
         "RONDE_GENERATION", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
@@ -86,8 +85,7 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
 
 
 def connect(timeout_seconds: float = 1800.0) -> World:
-    """Join the world: create the default process group where there is more than one worker and none
-    exists yet.
+    """Create the default process group if there are several workers and none exists yet.
 
     Args:
         timeout_seconds: how long a collective may wait for the slowest rank before it fails.
@@ -124,8 +122,8 @@ def connect(timeout_seconds: float = 1800.0) -> World:
     elif _identity().address in ("127.0.0.1", "localhost") and any(
         name == "lo" for _, name in socket.if_nameindex()
     ):
-        # Without it gloo binds what the host name resolves to, which need not be reachable, and is
-        # not loopback.
+        # Otherwise gloo binds the address of the host name, which may be unreachable and is not
+        # loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if me.device.type == "cuda" else "gloo"
@@ -142,12 +140,13 @@ def connect(timeout_seconds: float = 1800.0) -> World:
 
 
 def _leave() -> None:
-    """Let go of the group at the end: gloo's threads must not outlive the interpreter. Not after a
-    failure, when it could wait for ranks that are gone."""
+    """Destroy the group before the interpreter ends, because gloo's threads must not outlive it.
+
+    Skipped after a failure, when it could wait for ranks that are gone.
+    """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         forget()
         dist.destroy_process_group()
-        # A gloo thread may still be letting go of the last exchange, for which it needs the
-        # interpreter; if that is gone, the process aborts (torch 2.13). Workers of ronde run end
-        # another way, see ronde.launch.worker.
+        # A gloo thread that still releases the last exchange needs the interpreter; without it the
+        # process aborts (torch 2.13). Workers of ronde run end in ronde.launch.worker instead.
         time.sleep(0.05)

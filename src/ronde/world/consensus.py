@@ -1,6 +1,4 @@
-"""Do all ranks say the same? Facts are exchanged as JSON bytes: nothing from the network is
-unpickled.
-"""
+"""Check that all ranks agree. Facts travel as JSON; nothing from the network is unpickled."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def _bytes(value: Any) -> torch.Tensor:
 
 
 def gather_json(me: World, value: Any) -> list[Any]:
-    """Every rank's ``value`` (anything that JSON holds), in the order of ranks, on every rank. A
+    """Return every rank's ``value`` (anything JSON holds), in rank order, on every rank. A
     collective.
     """
     if me.size == 1:
@@ -42,7 +40,7 @@ def gather_json(me: World, value: Any) -> list[Any]:
 
 
 def broadcast_json(me: World, value: Any) -> Any:
-    """Rank 0's ``value`` on every rank. A collective."""
+    """Return rank 0's ``value`` on every rank. A collective."""
     if me.size == 1:
         return value
     text = _bytes(value if me.is_main else None).to(me.device)
@@ -63,9 +61,9 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
-    """Refuse to go on unless every rank has the same ``facts``. A collective.
+    """Raise unless every rank has the same ``facts``. A collective.
 
-    gloo adds tensors of different shapes without an error and gets wrong sums, so this is asked
+    gloo adds tensors of different shapes without an error and returns wrong sums, so Ronde asks
     first.
 
     Args:

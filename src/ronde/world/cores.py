@@ -1,6 +1,4 @@
-"""How many cores this process may really use (affinity and container quota, not what the machine
-has), and how it shares them.
-"""
+"""Cores this process may use (affinity and container quota), and how its threads share them."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def _own_groups(proc: Path) -> dict[str, str]:
-    """Controller name ('' for cgroup v2) -> path of this process inside that hierarchy."""
+    """Map each controller ('' for cgroup v2) to this process's path in its hierarchy."""
     groups: dict[str, str] = {}
     try:
         lines = proc.read_text().splitlines()
@@ -32,7 +30,7 @@ def _own_groups(proc: Path) -> dict[str, str]:
 
 
 def _ancestors(root: Path, inside: str) -> list[Path]:
-    """The folders from a process's own cgroup up to the root: a limit on any of them holds."""
+    """The process's own cgroup folder and those above it: a limit on any of them applies."""
     folder = root / inside.lstrip("/")
     found = [folder]
     while folder != root and root in folder.parents:
@@ -60,7 +58,7 @@ def _quota_v1(folder: Path) -> float:
 
 
 def _cgroup_cores(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -> float:
-    """Cores that the cgroup quota allows (v1 or v2), infinite where there is none."""
+    """Cores the cgroup quota (v1 or v2) allows; infinite if there is none."""
     groups = _own_groups(proc)
     limit = math.inf
     for folder in _ancestors(root, groups.get("", "/")):
@@ -73,10 +71,10 @@ def _cgroup_cores(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) 
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, at least 1: the affinity mask, cut by the cgroup quota.
+    """Count the cores this process may use: the affinity mask, cut by the cgroup quota; at least 1.
 
-    ``os.cpu_count()`` says what the machine has; in a container or under ``taskset`` that is more
-    than a process may use, and threads beyond it were measured to slow a step 10 to 24 times.
+    ``os.cpu_count()`` counts the machine's cores. In a container or under ``taskset`` a process may
+    use fewer, and surplus threads slow a step 10 to 24 times (measured).
 
     Example:
         >>> usable_cores() >= 1
@@ -90,21 +88,17 @@ def usable_cores() -> int:
 
 
 def threads_per_worker(local_size: int, cores: int | None = None) -> int:
-    """Compute threads for each of ``local_size`` workers on this node: cores divided by workers, at
-    least 1.
-    """
+    """Compute threads for each of ``local_size`` workers on this node, at least 1."""
     return max(1, (usable_cores() if cores is None else cores) // max(1, local_size))
 
 
 def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[str, str]:
-    """Variables for ``workers`` on this node that say how their compute threads wait for each
-    other, before torch is imported.
+    """Variables that set how compute threads wait for each other; set them before importing torch.
 
-    GNU OpenMP's threads spin for milliseconds before they sleep. That is best between computations
-    that follow each other at once. After a wait (for a batch, for gloo) it is not: the thread that
-    goes on first spins on the core on which Linux has put those that it woke. Where threads have a
-    core each they spin shortly; where they share cores, not at all. ``benchmarks/waiting.py`` tells
-    what it costs.
+    GNU OpenMP's threads spin for milliseconds before they sleep. That is best between back-to-back
+    computations. After a wait for a batch or for gloo, though, the first thread spins on a core
+    that Linux has given to the threads it woke. Threads with a core each therefore spin briefly;
+    threads that share cores do not spin. ``benchmarks/waiting.py`` measures the cost.
 
     Example:
         >>> openmp_waits(1, 2, cores=2), openmp_waits(2, 1, cores=2)
@@ -120,12 +114,12 @@ def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[s
 
 
 def schedule_as_batch() -> bool:
-    """Schedule all threads of this process, and those that they start, as ``SCHED_BATCH`` (Linux;
-    no privilege is needed).
+    """Schedule all threads of this process, and those they start, as ``SCHED_BATCH`` (Linux; needs
+    no privilege).
 
-    gloo moves bytes in threads of its own, which Linux lets interrupt each other, and the
-    computation, for every piece that arrives (``benchmarks/scheduling.py`` tells what it costs). A
-    batch thread that wakes up takes a free core at once, but takes none away.
+    gloo moves bytes in its own threads. Under the default policy they interrupt each other and the
+    computation for every piece that arrives (``benchmarks/scheduling.py`` measures the cost). A
+    batch thread takes a free core at once, but never preempts another thread.
 
     Returns:
         Whether it does so now. False where ``RONDE_SCHEDULING=other``, where the policy was chosen

@@ -1,6 +1,4 @@
-"""The errors that Ronde raises on purpose: each says what was found, what was expected and what to
-do.
-"""
+"""Errors Ronde raises on purpose: each says what happened, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -21,19 +19,17 @@ class RondeError(Exception):
 
 
 class ArgumentError(RondeError, ValueError):
-    """An argument cannot be used: its name, what was found and what was expected are in the
-    text.
-    """
+    """An argument cannot be used. The text names it, what was given, and what was expected."""
 
 
 class WorldError(RondeError, RuntimeError):
-    """The processes do not form a world: variables contradict each other, ranks disagree, a port is
-    taken.
-    """
+    """The processes form no world: variables contradict, ranks disagree, or a port is taken."""
 
 
 class PlanError(RondeError, RuntimeError):
-    """The plan cannot carry out what the script does, which shows as it runs. Another plan can."""
+    """The plan cannot carry out what the script does, which only shows as it runs. Another plan
+    can.
+    """
 
 
 class CheckpointError(RondeError, RuntimeError):
@@ -41,12 +37,12 @@ class CheckpointError(RondeError, RuntimeError):
 
 
 class LossError(RondeError, ArithmeticError):
-    """The loss is not a number that can be trained on: NaN, infinite, or not a scalar."""
+    """The loss cannot be trained on: it is NaN, infinite, or not a scalar."""
 
 
 class SampleError(RondeError, RuntimeError):
-    """A sample cannot be read or decoded: the file, or the place in it, is named."""
+    """A sample cannot be read or decoded. The text names the file, or the place in it."""
 
 
 class FeedError(RondeError, RuntimeError):
-    """Samples can no longer be loaded: a loading process has died, or too many samples are bad."""
+    """Loading cannot continue: a loading process died, or too many samples are bad."""

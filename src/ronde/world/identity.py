@@ -1,4 +1,4 @@
-"""The World: this process's place among the workers, and the device it trains on."""
+"""This process's place among the workers, and the device it trains on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["World", "world"]
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is.
+    """This process's place among the workers.
 
     Attributes:
         rank: place among all workers, 0 … size − 1.
@@ -77,9 +77,7 @@ def _device(identity: Identity) -> torch.device:
 
 
 def _identity() -> Identity:
-    """The environment's word; where it says nothing, that of a process group that the script made
-    by itself.
-    """
+    """Read the environment; without launcher variables, the process group the script made."""
     found = identify(os.environ)
     distributed = sys.modules.get("torch.distributed")
     if (
@@ -94,8 +92,7 @@ def _identity() -> Identity:
 
 
 def world() -> World:
-    """This process's place in the world, read from whichever launcher started it; nothing is
-    connected.
+    """Return this process's place, as its launcher set it; connects nothing.
 
     Raises:
         WorldError: the variables of the launcher are partial or contradict each other.

@@ -1,9 +1,8 @@
-"""Which rank am I? One table of what each launcher puts into the environment.
+"""Read rank and size from the variables each launcher sets.
 
-The order is from the innermost launcher outwards: ``torchrun`` inside ``srun`` or ``mpirun`` has
-set RANK last and is believed; a RANK set by hand that disagrees with MPI or Slurm is refused.
-Everything here is a pure function of a mapping, so that each launcher is tested with what it was
-measured to set.
+Readers run from the innermost launcher outwards: ``torchrun`` inside ``srun`` or ``mpirun`` sets
+RANK last, so it wins. A RANK set by hand that disagrees with MPI or Slurm is refused. All functions
+are pure, so tests cover each launcher with the variables it was measured to set.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ _SAGEMAKER_CONFIG = Path("/opt/ml/input/config/resourceconfig.json")
 
 @dataclass(frozen=True)
 class Identity:
-    """What the environment says of this process.
+    """What the environment says about this process.
 
-    ``local_rank`` and ``local_size`` are None where the launcher does not tell. ``address`` is None
-    where
-    the launcher names no meeting point: all ranks are then on one machine, or the user must name
-    it.
+    ``local_rank`` and ``local_size`` are None if the launcher does not set them. ``address`` is
+    None if it names no meeting point: then all ranks are on one machine, or the user must name one.
     """
 
     launcher: str
@@ -63,7 +60,7 @@ def _optional(env: Env, name: str) -> int | None:
 
 
 def _need(env: Env, launcher: str, names: tuple[str, ...], seen: tuple[str, ...]) -> None:
-    """All of ``names``, or an error that says which are there and which are missing."""
+    """Require all of ``names``; the error lists what is set and what is missing."""
     missing = [n for n in names if not env.get(n)]
     if missing:
         there = ", ".join(f"{n}={env[n]}" for n in seen if env.get(n))
@@ -121,13 +118,13 @@ def _open_mpi(env: Env) -> Identity | None:
 
 
 def _pmi(env: Env) -> Identity | None:
-    """MPICH, Intel MPI and others that start their ranks with Hydra."""
+    """MPICH, Intel MPI and other launchers built on Hydra."""
     names = ("PMI_RANK", "PMI_SIZE")
     if not any(env.get(n) for n in names):
         return None
     if env.get("SLURM_STEP_ID") and not (env.get("MPI_LOCALRANKID") or env.get("MPI_LOCALNRANKS")):
-        # srun --mpi=pmi2 sets PMI_* as well, and tells more; Hydra's own ranks, inside srun's step,
-        # have MPI_LOCAL*
+        # srun --mpi=pmi2 sets PMI_* too, but Slurm's own variables say more. Hydra's ranks inside
+        # an srun step have MPI_LOCAL*.
         return None
     _need(env, "MPICH's or Intel's mpirun", names, names)
     local, local_size = _optional(env, "MPI_LOCALRANKID"), _optional(env, "MPI_LOCALNRANKS")
@@ -138,9 +135,9 @@ def _pmi(env: Env) -> Identity | None:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Host names of a Slurm node list, in its order: ``n[1-2,07],gpu3`` -> n1, n2, n07, gpu3.
+    """Expand a Slurm node list in order: ``n[1-2,07],gpu3`` -> n1, n2, n07, gpu3.
 
-    Parsed here because ``scontrol`` is often missing inside containers.
+    Parsed here because containers often lack ``scontrol``.
     """
     hosts: list[str] = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
@@ -203,8 +200,7 @@ def _slurm(env: Env) -> Identity | None:
         _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
         node,
         address,
-        # Every rank must find the same port without talking: a function of job and step, below the
-        # ephemeral range.
+        # Every rank derives the same port from job and step, below the ephemeral range.
         _check_port(env) or 20000 + (job * 131 + step * 17) % 10000,
     )
 
@@ -218,9 +214,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _sagemaker(env: Env) -> Identity | None:
-    """A container with the SageMaker contract: one process a host, rank = its place among the
-    sorted hosts.
-    """
+    """A SageMaker container: one process a host; rank is the host's place in the sorted list."""
     config: dict[str, Any] = {}
     if not env.get("SM_HOSTS") and not env.get("SM_CURRENT_HOST"):
         if not env.get("TRAINING_JOB_NAME"):
@@ -318,8 +312,8 @@ def identify(env: Env) -> Identity:
     for answer in answers.values():
         _check(answer)
     name, first = next(iter(answers.items()))
-    # torchrun, or an MPI inside Slurm or SageMaker, started this process inside the other's
-    # allocation: no contradiction. A RANK set by hand is one if it differs, and so are two MPIs.
+    # torchrun, or MPI inside Slurm or SageMaker, runs inside the other's allocation: no conflict.
+    # A RANK set by hand that differs is a conflict, and so are two MPIs.
     if first.launcher == "environment":
         others = answers
     elif first.launcher == "mpirun":

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Package names that are imported on first use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["lazily"]
 def lazily(
     package: str, homes: Mapping[str, str], also: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package whose names live in other modules.
+    """Build ``__getattr__`` and ``__dir__`` for a package whose names live in other modules (PEP
+    562).
 
-    A room's ``__init__`` names what the room offers; importing all of that would cost every
-    ``import ronde`` what only some scripts use (PEP 562).
+    A room's ``__init__`` names what it offers. Importing all of it eagerly would slow every
+    ``import ronde``.
 
     Args:
         package: ``__name__`` of the package.

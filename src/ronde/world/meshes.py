@@ -1,8 +1,7 @@
-"""Process groups and meshes of some of the workers, each made once.
+"""Process groups and meshes over subsets of workers, each created once.
 
-Every group has a thread of its own with gloo, which wakes up a hundred times a second for as long
-as the process lives, also when what it was made for is gone. With some dozens of them, steps take
-several hundredths longer.
+Every gloo group keeps a thread that wakes a hundred times a second until the process ends. A few
+dozen groups slow steps by several percent, so groups are reused.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ def _once(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def forget() -> None:
-    """Hold none of them any longer, so that gloo's threads end with their process group."""
+    """Drop all groups, so that gloo's threads end with their process group."""
     global _made
     _made = (None, {})
 
 
 def group_of(purpose: str, ranks: Sequence[int] | None = None) -> Any:
-    """The process group of some workers for one purpose. A collective over all workers, also those
-    that are not in it.
+    """Return the process group of some workers for one purpose. A collective over all workers.
 
     Args:
         purpose: groups of other purposes are others, so that their exchanges never queue among each
@@ -52,8 +50,10 @@ def group_of(purpose: str, ranks: Sequence[int] | None = None) -> Any:
 
 
 def mesh_of(device_type: str, shape: dict[str, int]) -> DeviceMesh:
-    """The mesh of all workers with these dimensions: name -> size, the last one's neighbours side
-    by side. A collective over all workers.
+    """Return the mesh of all workers with these dimensions (name -> size). A collective over all
+    workers.
+
+    Neighbors along the last dimension have consecutive ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

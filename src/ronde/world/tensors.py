@@ -1,9 +1,8 @@
-"""Tensors in nested values: batches, samples, arguments, and results.
+"""Find, map and rebuild tensors in nested values: batches, samples, arguments, results.
 
-torch's pytree knows lists, tuples, dictionaries, and what libraries register with it. Batches are
-also dataclasses, ``UserDict`` (transformers' ``BatchEncoding``) and subclasses of containers, which
-it takes for leaves; :func:`parts` and :func:`rebuild` know those too. Only modules that need torch
-import this one.
+torch's pytree knows lists, tuples, dictionaries, and types that libraries register. Batches are
+also dataclasses, ``UserDict`` (transformers' ``BatchEncoding``) and container subclasses, which
+pytree treats as leaves; :func:`parts` and :func:`rebuild` handle those too.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ _LEAF = (torch.Tensor, *_PLAIN)
 
 
 class Opaque(Exception):
-    """A value holds tensors that cannot be reached."""
+    """A value holds tensors that pytree cannot reach."""
 
 
 def is_named_tuple(value: Any) -> bool:
-    """Whether a value is of a named tuple's class."""
+    """Whether a value is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def parts(value: Any) -> Mapping[Any, Any] | None:
-    """What a container holds, by index, key, or field; None for anything else.
+    """Return a container's items by index, key or field; None for anything else.
 
     Example:
         >>> parts([5, 6]), parts({"a": 1}), parts(7)
         ({0: 5, 1: 6}, {'a': 1}, None)
     """
     if isinstance(value, Mapping):
-        # An open file that reads like a mapping (NumPy's NpzFile, an h5py group) is a leaf: to look
+        # An open file that acts as a mapping (NumPy's NpzFile, an h5py group) is a leaf: looking
         # inside would read all of it.
         return None if hasattr(value, "close") or hasattr(value, "file") else value
     if isinstance(value, list | tuple | deque):
@@ -74,7 +73,7 @@ def parts(value: Any) -> Mapping[Any, Any] | None:
 
 
 def rebuild(value: Any, held: dict[Any, Any]) -> Any:
-    """A container like ``value`` that holds other values, given as :func:`parts` gives them."""
+    """Copy a container with other items, given as :func:`parts` returns them."""
     kind = type(value)
     if kind is dict:
         return held
@@ -99,7 +98,7 @@ def rebuild(value: Any, held: dict[Any, Any]) -> Any:
 def map_leaves(
     call: Callable[[Any], Any], value: Any, leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """A value with ``call`` done to everything in it that is no container.
+    """Apply ``call`` to everything in a value that is not a container.
 
     Args:
         leaf: says of a container that it is to be passed to ``call`` as a whole.
@@ -127,12 +126,12 @@ def map_leaves(
 
 
 def map_tensors(call: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A value with ``call`` done to every tensor in it."""
+    """Apply ``call`` to every tensor in a value."""
     return map_leaves(lambda v: call(v) if isinstance(v, torch.Tensor) else v, value)
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in a value that is no container."""
+    """Iterate over everything in a value that is not a container."""
     held = None if isinstance(value, torch.Tensor) else parts(value)
     if held is None:
         yield value
@@ -142,9 +141,9 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value with its path.
+    """Iterate over the tensors in a value with their paths.
 
-    A packed sequence has none: its rows, and its indices, are in an order of the batch's own.
+    Packed sequences are skipped: their rows and indices are not in batch order.
 
     Example:
         >>> [path for path, _ in named_tensors({"x": [torch.zeros(1), torch.zeros(1)]}, "batch")]
@@ -161,7 +160,7 @@ def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 def tensors_in(value: Any, attributes: bool = False) -> list[torch.Tensor]:
-    """Every tensor in an argument or a result, as far as can be seen.
+    """List every tensor in an argument or a result.
 
     Args:
         value: of any kind.
@@ -180,7 +179,7 @@ def tensors_in(value: Any, attributes: bool = False) -> list[torch.Tensor]:
 def _gather(
     value: Any, found: list[torch.Tensor], attributes: bool, within: tuple[Any, ...]
 ) -> None:
-    """``within``: the objects on the way to ``value``, which it may lead back to."""
+    """Collect tensors; ``within`` holds the enclosing objects, to stop at cycles."""
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, _PLAIN):
@@ -208,8 +207,7 @@ def _attributes(value: Any, every: bool) -> Iterable[Any]:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The tensors and constants in a result, and its structure for :func:`build`; None for one leaf
-    alone.
+    """Split a result into its tensors and constants, and a structure for :func:`build`.
 
     Raises:
         Opaque: an object holds tensors that pytree does not reach.
@@ -221,7 +219,7 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def _flatten(value: Any, found: list[Any]) -> Any:
-    """As pytree's ``tree_flatten``, which takes four times as long: this runs for every result in a
+    """Like pytree's ``tree_flatten``, but four times as fast: it runs for every result in a
     pipeline.
     """
     if not isinstance(value, _LEAF):
@@ -238,7 +236,7 @@ def _flatten(value: Any, found: list[Any]) -> Any:
 
 
 def build(found: Iterable[Any], structure: Any) -> Any:
-    """Put together what :func:`flatten` took apart."""
+    """Rebuild a result that :func:`flatten` split."""
     return _build(iter(found), structure)
 
 

@@ -1,4 +1,4 @@
-"""Ronde's version, without the public package, which stands above every room."""
+"""Ronde's version, here because the public package stands above every room."""
 
 __all__ = ["VERSION"]
 
