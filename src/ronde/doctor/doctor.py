@@ -413,7 +413,7 @@ class _Study:
     def go(self) -> Diagnosis:
         """Measure until it is clear, or the time is over."""
         self.tell("reading batches to recycle")
-        assert self.bench.held
+        assert self.bench.batches
         self.look()
         basic = self.basic()
         self.round(basic, False)

@@ -1,10 +1,8 @@
-"""Measure a script's model and a machine's links, so that the planner and the doctor need not
-assume them.
+"""Measure a script's model, its throughput, and a machine's links.
 
-Offers :func:`~ronde.measure.planner.choose` (``plan="auto"``),
-:func:`~ronde.measure.time_units.measure` (the model, unit by unit),
-:mod:`~ronde.measure.bench_links` (collectives) and :class:`~ronde.measure.throughput.Bench`
-(synthetic and real rates).
+Offers :func:`~ronde.measure.planner.choose_plan` (``plan="auto"``), the costs of a model unit by
+unit (:mod:`~ronde.measure.time_units`), the links (:mod:`~ronde.measure.bench_links`) and
+:class:`~ronde.measure.throughput.Bench` (synthetic and real rates).
 """
 
 from __future__ import annotations
@@ -14,9 +12,10 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
+    from ronde.measure.arms import Arm, ArmResult, Timed
     from ronde.measure.bench_links import default_cluster, has_cuda
     from ronde.measure.planner import answer, carried_out, load_costs, threads_on
-    from ronde.measure.throughput import Arm, ArmResult, Bench, Timed
+    from ronde.measure.throughput import Bench
 
 __all__ = [
     "Arm",
@@ -37,6 +36,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.measure.bench_links": "default_cluster has_cuda",
             "ronde.measure.planner": "answer carried_out load_costs threads_on",
-            "ronde.measure.throughput": "Arm ArmResult Bench Timed",
+            "ronde.measure.arms": "Arm ArmResult Timed",
+            "ronde.measure.throughput": "Bench",
         },
     )

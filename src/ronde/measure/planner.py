@@ -69,10 +69,7 @@ __all__ = [
 _before: int | None = None  # bytes of this process when its script began
 
 # hosts have fast and slow seconds: what is usual shows after some
-_LOADED_ROUNDS, _LOADED_SECONDS = (
-    7,
-    8.0,
-)
+_LOADED_ROUNDS, _LOADED_SECONDS = (7, 8.0)
 _LEAST_FACTOR = 0.5  # what was timed alone was disturbed then
 
 

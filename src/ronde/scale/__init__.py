@@ -27,6 +27,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options "
-            "summarise_scale",
+            "summarise_scale"
         },
     )
