@@ -358,7 +358,7 @@ def one_device(name: str, samples: int, steps: int = 2) -> Callable[[], None]:
 
 def predict_one_device(name: str, samples: int) -> dict[str, float]:
     """The chain's sum, and torch's MemTracker."""
-    from ronde.measure.unit_memory import peak, weigh
+    from ronde.measure.unit_memory import weigh
     from ronde.run.losses import LossCall
 
     build, batches, loss, optimizer_class, sizes = MODELS[name]
@@ -369,8 +369,35 @@ def predict_one_device(name: str, samples: int) -> dict[str, float]:
     costs = weigh(model, optimizer, compute, batches, max(sizes))
     return {
         "chain": chain_peak(costs, samples),
-        "tracker": float(peak(model, optimizer, compute, batches(samples))["Total"]),
+        "tracker": float(tracked_peak(model, optimizer, compute, batches(samples))),
     }
+
+
+def tracked_peak(
+    model: nn.Module, optimizer: torch.optim.Optimizer, compute: Any, batch: Any
+) -> int:
+    """Peak bytes of whole steps on one device, by torch's own MemTracker on fake tensors."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from ronde.measure.optimizer_memory import copied_optimizer
+    from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
+    from ronde.world.tensors import tensors_in
+
+    make = tensor_maker(True)
+    with untouched(model), standing_in(model, make, refers_to(compute, model)) as (copy, copies):
+        stand_in = copied_optimizer(optimizer, copies, make)
+        tracker = MemTracker()
+        tracker.track_external(copy, stand_in, *tensors_in(batch, attributes=True))
+        with tracker:
+            for _ in range(2):  # the optimizer's state exists in the second
+                loss, weight = compute(copy, batch)
+                loss.backward()
+                stand_in.step()
+                stand_in.zero_grad()
+                del loss, weight
+                tracker.reset_mod_stats()
+        devices = tracker.get_tracker_snapshot("peak").values()
+    return sum(int(kinds["Total"]) for kinds in devices)
 
 
 def chain_peak(costs: Costs, samples: int) -> float:

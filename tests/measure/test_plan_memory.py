@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from cost_models import PEAKS, Tied, tokens_loss, words
 from processes import TESTS
-from ronde.measure.unit_memory import account, peak, weigh
+from ronde.measure.cost_lines import most
+from ronde.measure.memory_account import account
+from ronde.measure.unit_memory import weigh
 from ronde.plan import Plan
 from ronde.predict.answer import stretched
 from ronde.predict.cluster import Cluster
@@ -208,7 +210,7 @@ def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds(bench):
     for b in (8, 32):
         # it rounds up to 512 bytes
         assert bench.chain_peak(costs, b) == pytest.approx(
-            peak(model, optimizer, compute, words(b))["Total"], rel=0.05
+            bench.tracked_peak(model, optimizer, compute, words(b)), rel=0.05
         )
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
@@ -266,8 +268,6 @@ def test_workers_take_what_was_predicted_of_own_checkpoints_and_of_repeated_bloc
 
 
 def test_what_is_needed_at_most_is_the_largest_of_several_lines():
-    from ronde.measure.unit_memory import most
-
     def needed(b):
         return float(max(100 + b, 4 * b, 20 * b - 640))  # three moments
 
@@ -346,8 +346,8 @@ def weighed_small(bench, name: str):
 
 def test_what_a_model_computes_again_itself_is_not_put_off(bench):
     costs = weighed_small(bench, "checkpointed")
-    assert "stays until" in costs.refused["zero-bubble"] and not any(
-        "not looked at" in note for note in costs.notes
+    assert "stay until" in costs.refused["zero-bubble"] and not any(
+        "not considered" in note for note in costs.notes
     )
     assert "again itself" in unsupported(
         Plan(2, 8, pipeline=2, schedule="zero-bubble"), costs, Cluster()

@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import MSE, Block, Tied, numbers, sgd, tokens_loss, words
+from ronde.measure.cost_lines import line
+from ronde.measure.memory_account import account
 from ronde.measure.model_units import find_chain, take
-from ronde.measure.unit_memory import account, line, optimizer_bytes, weigh
+from ronde.measure.optimizer_memory import optimizer_bytes
+from ronde.measure.unit_memory import weigh
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
 

@@ -30,9 +30,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ronde.measure.cost_lines import line
 from ronde.measure.quiet_gate import OTHERS, TOLERANCE, NoisyMachine, Reference, busy
 from ronde.measure.runtime_overhead import added_by, warm
-from ronde.measure.unit_memory import line
 from ronde.predict import Added, Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, openmp_waits, threads_per_worker, usable_cores

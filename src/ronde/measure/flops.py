@@ -17,9 +17,8 @@ from ronde.world.tensors import tensors_in
 __all__ = ["Flops"]
 
 
-def _rnn_flops(module: nn.Module, output: Any) -> float:
-    """Count a recurrent layer: 2 per multiplication, gates times (input + hidden)."""
-    assert isinstance(module, nn.RNNBase)
+def _rnn_flops(module: nn.RNNBase, output: Any) -> float:
+    """2 per multiplication, gates times (input + hidden)."""
     rows = tensors_in(output)[0].numel() / (module.hidden_size * (2 if module.bidirectional else 1))
     weights = sum(p.numel() for name, p in module.named_parameters() if name.startswith("weight"))
     return 2.0 * rows * weights
@@ -41,34 +40,29 @@ class Flops:
     """Floating-point operations of each unit's forward pass."""
 
     def __init__(self, model: nn.Module, chain: Sequence[ModelUnit]) -> None:
-        self.counted = [0.0] * len(chain)
+        self.counts = [0.0] * len(chain)
         self._unit, self._before, self._extra = 0, 0.0, 0.0
         self._counter = FlopCounterMode(display=False)
-        # Its tracker of modules hangs hooks on gradients, which some models cannot have (one that
-        # differentiates by itself); all is counted as one.
+        # torch's tracker hooks gradients, which fails in models that differentiate themselves.
         self._counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-        self._handles = [
-            m.register_forward_hook(self._recurrent)
-            for m in model.modules()
-            if isinstance(m, nn.RNNBase)
-        ]
         self._start: dict[nn.Module, float] = {}
-        self._handles += [
-            m.register_forward_pre_hook(
-                lambda m, _: self._start.__setitem__(m, self._counter.get_total_flops())
-            )
-            for m in model.modules()
-            if isinstance(m, nn.RNNBase)
-        ]
+        self._handles = []
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                self._handles.append(module.register_forward_pre_hook(self._begin))
+                self._handles.append(module.register_forward_hook(self._end))
 
-    def _recurrent(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._start[module] = self._counter.get_total_flops()
+
+    def _end(self, module: Any, args: Any, output: Any) -> None:
         if self._counter.get_total_flops() == self._start.get(module):
             self._extra += _rnn_flops(module, output)
 
     def enter(self, unit: int) -> None:
-        """``unit`` begins."""
+        """``unit`` starts."""
         now = self._counter.get_total_flops() + self._extra
-        self.counted[self._unit] += now - self._before
+        self.counts[self._unit] += now - self._before
         self._unit, self._before = unit, now
 
     def __enter__(self) -> Flops:

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from ronde.capture import bounds_of, watching
 from ronde.capture.follow import follow
-from ronde.measure.model_units import untouched
+from ronde.measure.cost_lines import line
+from ronde.measure.optimizer_memory import copied_optimizer
+from ronde.measure.stand_in import untouched
 from ronde.measure.time_units import clipped, least
-from ronde.measure.unit_memory import copied_optimizer, line
 from ronde.parallel import Work
 from ronde.parallel.pipeline_parallel import Once
 from ronde.parallel.stage_run import StageRun, program

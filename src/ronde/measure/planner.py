@@ -23,7 +23,8 @@ import torch.distributed as dist
 from ronde.capture import watching
 from ronde.capture.follow import follow
 from ronde.measure.bench_links import calibrate, resident
-from ronde.measure.model_units import ModelUnit, untouched
+from ronde.measure.cost_lines import line
+from ronde.measure.model_units import ModelUnit
 from ronde.measure.pipeline_overhead import (
     action_seconds,
     clip_fixed_seconds,
@@ -31,9 +32,9 @@ from ronde.measure.pipeline_overhead import (
     split_seconds,
 )
 from ronde.measure.script_loop import own_loop
+from ronde.measure.stand_in import untouched
 from ronde.measure.tensor_units import divisible
 from ronde.measure.time_units import loaded, measure
-from ronde.measure.unit_memory import line
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from ronde.measure.model_units import ModelUnit, untouched
+from ronde.measure.memory_account import account
+from ronde.measure.model_units import ModelUnit
+from ronde.measure.stand_in import untouched
 from ronde.measure.time_units import Subject, autocast_of
-from ronde.measure.unit_memory import account
 from ronde.parallel import Work
 from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims

@@ -25,9 +25,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.measure.model_units import ModelUnit, UnitProbe, refers_to, standing_in, take, untouched
+from ronde.measure.cost_lines import line
+from ronde.measure.model_units import ModelUnit, UnitProbe, take
+from ronde.measure.optimizer_memory import copied_optimizer
 from ronde.measure.quiet_gate import Gate, NoisyMachine, Reference
-from ronde.measure.unit_memory import copied_optimizer, line, weigh
+from ronde.measure.stand_in import refers_to, standing_in, untouched
+from ronde.measure.unit_memory import weigh
 from ronde.parallel.recompute import applied
 from ronde.predict import Costs, LinearCost, Unit
 from ronde.world import ArgumentError, usable_cores

@@ -1,0 +1,379 @@
+"""Count the bytes of each unit of a model in one step.
+
+The model runs on fake tensors, which hold no memory. Each storage is recorded when it appears and
+when it disappears, with the unit that was running. What remains after the forward pass is what the
+unit keeps for its backward pass; the peak above that is what it needs temporarily. A model that
+cannot run on fake tensors, because it reads a value, is counted in a real run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ronde.measure.cost_lines import line, most
+from ronde.measure.flops import Flops
+from ronde.measure.model_units import ModelUnit, UnitProbe, find_chain
+from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
+from ronde.measure.storage_ledger import Ledger, bytes_of, storages
+from ronde.parallel.recompute import applied, large_children, repeated_blocks
+from ronde.predict import LinearCost
+from ronde.world.tensors import tensors_in
+
+__all__ = ["MemoryAccount", "UnitBytes", "account"]
+
+Autocast = Callable[[], Any]
+
+
+@dataclass
+class UnitBytes:
+    """One unit at one micro-batch size: bytes, and ``flops`` of its forward pass.
+
+    ``late_gradient`` is of parameters that earlier units own. ``runs_again``: its layers run in the
+    backward pass too.
+    """
+
+    saved: int = 0
+    forward_transient: int = 0
+    backward_transient: int = 0
+    gradient: int = 0
+    late_gradient: int = 0
+    crossing: int = 0
+    crossing_grad: int = 0
+    put_off: int = 0
+    flops: float = 0.0
+    runs_again: bool = False
+
+
+@dataclass
+class MemoryAccount:
+    """The answer of :func:`account`.
+
+    Attributes:
+        chain: the units, the loss last.
+        sizes: micro-batch size -> one entry per unit.
+        parameters: for each unit, names of the parameters that it owns.
+        shared: for each unit, names of parameters that it shares with others.
+        buffers: bytes of buffers, for each unit.
+        batch: micro-batch size -> bytes of the micro-batch itself.
+        faked: whether fake tensors worked, and ``reason``: why not.
+        total: micro-batch size -> peak bytes, gradients included, without parameters, buffers and
+            batch.
+        again: level of recomputation -> the same as ``sizes``; levels that failed are missing.
+        recomputed: names of the blocks that are recomputed.
+        blocks: names of the blocks that are gathered or recomputed as a whole.
+        calls: calls of each block in a forward pass.
+    """
+
+    chain: list[ModelUnit]
+    sizes: dict[int, list[UnitBytes]] = field(default_factory=dict)
+    parameters: list[list[str]] = field(default_factory=list)
+    shared: list[set[str]] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)
+    batch: dict[int, int] = field(default_factory=dict)
+    faked: bool = True
+    reason: str = ""
+    total: dict[int, int] = field(default_factory=dict)
+    again: dict[str, dict[int, list[UnitBytes]]] = field(default_factory=dict)
+    recomputed: list[str] = field(default_factory=list)
+    blocks: list[str] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def lines(self, kind: str, level: str = "none") -> list[LinearCost]:
+        """A fit per unit of ``saved``, ``forward_transient``, … at a level of recomputation."""
+        sizes = self.again[level] if level != "none" else self.sizes
+        fit = most if kind.endswith("transient") else line
+        return [
+            fit([(b, float(getattr(units[i], kind))) for b, units in sizes.items()])
+            for i in range(len(self.chain))
+        ]
+
+    def block(self, unit: str) -> str:
+        """The block that contains a unit, or the unit if it contains blocks; else ``""``."""
+        for block in self.blocks:
+            if unit == block or unit.startswith(f"{block}."):
+                return block
+        return unit if any(b.startswith(f"{unit}.") for b in self.blocks) else ""
+
+
+def account(
+    model: nn.Module,
+    compute: Any,
+    batches: Callable[[int], Any],
+    sizes: Sequence[int],
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+    chain: list[ModelUnit] | None = None,
+    fake: bool = True,
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None = None,
+) -> MemoryAccount:
+    """Bytes of every unit at every micro-batch size.
+
+    Args:
+        compute: the script's forward and loss, a LossCall.
+        batches: makes a micro-batch of so many samples, on the model's device.
+        sizes: micro-batch sizes.
+        autocast: context of the forward pass.
+        chain: the units; None finds them.
+        fake: try fake tensors first.
+        within: context for passes of the stand-in, such as changes to it; recomputation is not
+            tried then.
+    """
+    count = partial(_account, model, compute, batches, sizes, autocast, chain, within)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)  # ``reason`` reports kernels that have no fake
+    try:
+        return count(fake)
+    except Exception as error:
+        if not fake:
+            raise
+        memory = count(False)
+        memory.reason = (
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        return memory
+    finally:
+        logger.setLevel(level)
+
+
+def _account(
+    model: nn.Module,
+    compute: Any,
+    batches: Callable[[int], Any],
+    sizes: Sequence[int],
+    autocast: Autocast,
+    chain: list[ModelUnit] | None,
+    within: Callable[[nn.Module], contextlib.AbstractContextManager[Any]] | None,
+    fake: bool,
+) -> MemoryAccount:
+    with (
+        untouched(model),
+        standing_in(model, tensor_maker(fake), refers_to(compute, model)) as (stand_in, _),
+        within(stand_in) if within is not None else contextlib.nullcontext(),
+    ):
+        micro = {b: batches(b) for b in sizes}
+
+        def run_once() -> None:
+            with autocast():
+                compute(stand_in, micro[sizes[0]])
+
+        blocks = repeated_blocks(stand_in) or large_children(stand_in)
+        with _counted_calls(blocks) as calls:
+            if chain is not None and within is None:
+                run_once()
+            units = chain or find_chain(stand_in, run_once)
+        memory = MemoryAccount(units, faked=fake, blocks=list(blocks), calls=calls)
+        for b in sizes:
+            memory.sizes[b], ledger, memory.total[b] = _one_size(
+                stand_in, units, compute, micro[b], autocast
+            )
+            memory.batch[b] = sum(bytes_of(t) for t in tensors_in(micro[b], attributes=True))
+        for level in ("selective", "full") if within is None else ():
+            # A level that fails is missing: the plan that needs it says why.
+            with contextlib.suppress(Exception), applied(stand_in, level) as memory.recomputed:
+                memory.again[level] = {
+                    b: _one_size(stand_in, units, compute, micro[b], autocast)[0]
+                    if memory.recomputed
+                    else memory.sizes[b]
+                    for b in sizes
+                }
+        order = dict(stand_in.named_parameters())
+        memory.parameters, memory.shared = _owners(stand_in, units, ledger, order)
+        memory.buffers = _buffers(stand_in, units)
+        middle = sizes[-2:][0]
+        counts = _count_flops(stand_in, units, compute, micro[middle])
+        for unit, flops in zip(memory.sizes[middle], counts, strict=True):
+            unit.flops = flops
+    return memory
+
+
+@contextlib.contextmanager
+def _counted_calls(blocks: dict[str, nn.Module]) -> Iterator[dict[str, int]]:
+    calls = dict.fromkeys(blocks, 0)
+
+    def count(name: str, _: nn.Module, __: Any) -> None:
+        calls[name] += 1
+
+    hooks = [b.register_forward_pre_hook(partial(count, name)) for name, b in blocks.items()]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Recomputing:
+    """Hooks that find units that run again in the backward pass, and the gradients from which the
+    weights' part of a backward pass starts.
+    """
+
+    def __init__(self, model: nn.Module, chain: Sequence[ModelUnit], ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.put_off = [0] * len(chain)
+        self.again: set[int] = set()
+        self._without_grad: set[int] = set()
+        named = dict(model.named_modules(remove_duplicate=False))
+        units = [(i, named[unit.name]) for i, unit in enumerate(chain) if unit.name in named]
+        self.hooks = [m.register_forward_pre_hook(partial(self._begin, i)) for i, m in units]
+        self.hooks += [m.register_forward_hook(partial(self._end, i)) for i, m in units]
+        self.hooks += [
+            module.register_forward_hook(self._return)
+            for module in model.modules()
+            if any(p is not None and p.requires_grad for p in module._parameters.values())
+        ]
+
+    def _begin(self, index: int, _: nn.Module, __: Any) -> None:
+        if self.ledger.phase == "forward":
+            if not torch.is_grad_enabled():
+                self._without_grad.add(index)
+        elif index in self._without_grad:
+            self.ledger.enter(index, "backward")
+
+    def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
+        # A reentrant checkpoint has a graph only now, and its backward pass follows at once.
+        if self.ledger.phase == "backward" and index in self._without_grad:
+            for tensor in tensors_in(output, attributes=True):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: self.ledger.enter(index, "backward"))
+
+    def _return(self, _: nn.Module, __: Any, output: Any) -> None:
+        unit = self.ledger.unit
+        if self.ledger.phase == "backward":
+            self.again.add(unit)
+        # Otherwise the forward pass has counted it already.
+        if self.ledger.phase == "forward" or unit in self._without_grad:
+            outputs = tensors_in(output, attributes=True)
+            self.put_off[unit] += sum(bytes_of(t) for t in outputs if t.requires_grad)
+
+
+def _one_size(
+    model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, autocast: Autocast
+) -> tuple[list[UnitBytes], Ledger, int]:
+    """Run one step of a stand-in and account for it."""
+    order = dict(model.named_parameters())
+    for p in order.values():
+        p.grad = None
+    known = [*order.values(), *model.buffers(), *tensors_in(batch, attributes=True)]
+    ledger = Ledger(iter(known))
+    saved = [0] * len(chain)
+
+    def mark(unit: int, event: str) -> None:
+        if event in ("in", "back"):
+            ledger.enter(unit, "forward" if event == "in" else "backward")
+
+    def count_saved() -> None:
+        for entry in ledger.entries:
+            if entry.alive:
+                saved[entry.unit] += entry.size
+
+    probe = UnitProbe(model, chain, mark)
+    watch = _Recomputing(model, chain, ledger)
+    try:
+        with ledger:
+            probe.step(compute, model, batch, len(chain) - 1, count_saved, autocast)
+    finally:
+        for hook in watch.hooks:
+            hook.remove()
+        probe.close()
+    owned, shared = _owners(model, chain, ledger, order)
+    grads = {name: p.grad for name, p in order.items() if p.grad is not None}
+    size = {name: sum(s.nbytes() for s, _ in storages(grad)) for name, grad in grads.items()}
+    own = [sum(size.get(name, 0) for name in names) for names in owned]
+    late = [
+        sum(size.get(name, 0) for name in users if name not in names)
+        for users, names in zip(shared, owned, strict=True)
+    ]
+    units = []
+    for i in range(len(chain)):
+        before, after = sum(saved[: i + 1]), sum(own[i:]) + sum(late[i:])
+        forward = ledger.peaks.get(("forward", i), 0) - before
+        backward = ledger.peaks.get(("backward", i), 0) - before - after
+        crossing = [e for e in ledger.entries if e.phase == "forward" and e.unit <= i < e.last_read]
+        units.append(
+            UnitBytes(
+                saved=saved[i],
+                forward_transient=max(0, forward),
+                backward_transient=max(0, backward),
+                gradient=own[i],
+                late_gradient=late[i],
+                crossing=sum(e.read_bytes for e in crossing),
+                crossing_grad=sum(e.read_bytes for e in crossing if e.floating),
+                put_off=watch.put_off[i],
+                runs_again=i in watch.again,
+            )
+        )
+    total = max(ledger.peaks.values(), default=0)
+    for p in order.values():
+        p.grad = None
+    return units, ledger, total
+
+
+def _owners(
+    model: nn.Module, chain: Sequence[ModelUnit], ledger: Ledger, order: dict[str, nn.Parameter]
+) -> tuple[list[list[str]], list[set[str]]]:
+    """For each unit, the parameters it owns (as the first to hold or read them) and shares."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, set[int]] = {}
+    for index, unit in enumerate(chain):
+        if unit.name in modules and (unit.name or len(chain) <= 2):
+            for p in modules[unit.name].parameters():
+                holders.setdefault(id(p), set()).add(index)
+    owned: list[list[str]] = [[] for _ in chain]
+    shared: list[set[str]] = [set() for _ in chain]
+    for name, p in order.items():
+        users = set(holders.get(id(p), ()))
+        if p.layout is torch.strided:
+            users |= ledger.readers.get(p.untyped_storage()._cdata, set())
+        owned[min(users, default=0)].append(name)
+        if len(users) > 1:
+            for user in users:
+                shared[user].add(name)
+    return owned, shared
+
+
+def _buffers(model: nn.Module, chain: Sequence[ModelUnit]) -> list[int]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: set[int] = set()
+    sizes = [0] * len(chain)
+    for index, unit in enumerate(chain):
+        for buffer in modules[unit.name].buffers() if unit.name in modules else ():
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                sizes[index] += bytes_of(buffer)
+    sizes[0] += sum(bytes_of(b) for b in model.buffers() if id(b) not in seen)
+    return sizes
+
+
+def _count_flops(
+    model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, grad: bool = False
+) -> list[float]:
+    flops = Flops(model, chain)
+
+    def mark(unit: int, event: str) -> None:
+        if event == "in":
+            flops.enter(unit)
+
+    probe = UnitProbe(model, chain, mark)
+    try:
+        # torch 2.13 does not count the fused attention kernels of CPUs, so use the plain one.
+        with torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH), flops:
+            values = compute.arguments(model, batch)
+            flops.enter(len(chain) - 1)
+            compute.loss(*values)
+            flops.enter(len(chain) - 1)
+    except RuntimeError:
+        if grad:
+            raise
+        return _count_flops(model, chain, compute, batch, True)  # its forward pass needs gradients
+    finally:
+        probe.close()
+    return flops.counts
