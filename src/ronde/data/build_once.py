@@ -1,9 +1,8 @@
-"""What is made once of data files and then only read: token arrays, matrices of tables. Made whole
-or not at all, by one process a node.
+"""Build files derived from data once per node, atomically: token arrays, table matrices.
 
-Beside the files stands a list of them, with sizes and a checksum of both ends of each: what a power
-loss, a full disk or a cleaner of temporary files has left of a folder is made anew. What lies in
-between is not read: the files may be larger than memory.
+A list next to the files holds their sizes and a checksum of both ends of each. A folder damaged by
+a power loss, a full disk or a temp cleaner is rebuilt. The middle of a file is not checked: files
+may be larger than memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def cache_root(given: str | os.PathLike[str] | None) -> Path:
 
 
 def _described(file: Path) -> list[int]:
-    """Size, and a checksum of the beginning and the end."""
+    """A file's size, and a checksum of its first and last bytes."""
     with open(file, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         found = zlib.crc32(opened.read(_END_BYTES))
@@ -46,7 +45,7 @@ def _described(file: Path) -> list[int]:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether what :func:`built` made is there, as far as its list tells."""
+    """Whether a folder from :func:`built` is complete, according to its list."""
     try:
         files = json.loads((folder / _LIST).read_bytes())
         return all(_described(folder / name) == described for name, described in files.items())
@@ -55,7 +54,7 @@ def _whole(folder: Path) -> bool:
 
 
 def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
-    """What to say if a folder that was whole cannot be read any more."""
+    """The message for a folder that was complete and can no longer be read."""
     return ArgumentError(
         f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it "
         "is made anew."
@@ -63,10 +62,10 @@ def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
 
 
 def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder ``root/key``, made by ``make(folder)`` where it is not there yet, or is damaged.
+    """Return ``root/key``, and call ``make(folder)`` first if it is missing or damaged.
 
-    Other processes of this machine that want the same wait for it. If ``make`` fails, nothing is
-    left of it.
+    Other processes on this machine that want the same folder wait. If ``make`` fails, nothing is
+    left.
 
     Raises:
         ArgumentError: nothing can be written below ``root``, or not all of it.
@@ -113,9 +112,7 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether something could not be written for want of room. numpy says only how much it
-    wrote.
-    """
+    """Whether a write failed for lack of space; numpy only reports how much it wrote."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, OSError) and (
         error.errno in full or (error.errno is None and str(error).endswith(" written"))
@@ -132,10 +129,9 @@ def files_of(
     what: str,
     suffixes: tuple[str, ...] = (),
 ) -> list[Path]:
-    """The files that a path means: a file, those below a folder (not hidden, sorted), those of a
-    glob, or of a list of such.
+    """The files of a path, a folder (recursive, not hidden, sorted), a glob, or a list of those.
 
-    What :func:`built` made is left out, if its folder lies among them.
+    Folders made by :func:`built` are skipped.
 
     Args:
         path: as the user gave it.
@@ -186,7 +182,7 @@ def files_of(
 
 
 def identity(files: Sequence[Path]) -> str:
-    """Letters that change when one of the files does: its path, size or time."""
+    """A digest of the files' paths, sizes and times."""
     found = hashlib.sha256()
     for file in files:
         info = file.stat()

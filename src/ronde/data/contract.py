@@ -1,4 +1,4 @@
-"""What a source of samples and a step of a pipeline must offer."""
+"""The interfaces of a sample source and a pipeline step."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ __all__ = ["Source", "Step", "Bad"]
 
 @runtime_checkable
 class Source(Protocol):
-    """Random access by batch of ids. Any map-style Dataset with ``__getitems__`` is nearly one.
+    """Random access by batches of ids; almost any map-style Dataset with ``__getitems__`` is one.
 
-    What it gives of one sample may have a ``name``, and so may the source: ``source.name(i)``;
-    errors use it.
+    Samples may have a ``name``, and the source may have ``source.name(i)``; errors use them.
     """
 
     def __len__(self) -> int: ...
 
     def read(self, ids: Sequence[int]) -> Sequence[Any]:
-        """The samples of these ids, in this order; ids may repeat. Several threads may call it at
-        once.
+        """Return the samples of these ids, in this order; ids may repeat. Several threads may call
+        it at once.
 
         Raises:
             SampleError: one of them cannot be read; it names the file.
@@ -31,7 +30,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the samples, their number or their order does; cheap (names and sizes, not
+        """Changes with the samples, their number or their order; cheap (names and sizes, not
         contents).
         """
 
@@ -66,7 +65,7 @@ class Bad:
 
     @classmethod
     def of(cls, i: int, name: str | None, at: str, cause: Exception) -> Bad:
-        """Of an error in the stage ``at``."""
+        """Wrap an error from stage ``at``."""
         if isinstance(cause, SampleError):
             return cls(i, f"sample {i}: {cause}", cause)  # it names the file already
         return cls(

@@ -1,8 +1,7 @@
-"""Data echoing: each batch is trained on several times (Choi et al., "Faster Neural Network
-Training with Data Echoing", 2019).
+"""Data echoing: train on each batch several times (Choi et al., "Faster Neural Network Training
+with Data Echoing", 2019).
 
-An epoch's order is then its batches, each repeated: positions count what is trained on, so a run
-stops and goes on at any of them.
+Positions in an epoch count echoed batches, so a run can stop and resume at any of them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ __all__ = ["Echoed", "echoed"]
 
 @dataclass(frozen=True)
 class Echoed(Order):
-    """Another order, with each of its global batches several times in turn; a last one that is
-    shorter likewise.
+    """Another order with each global batch repeated; a shorter last batch too.
 
     Attributes:
         of: the other order.
@@ -39,9 +37,7 @@ class Echoed(Order):
         return f"{self.of.kind}, batches of {self.batch_size} {self.times} times each"
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """Indices into the data set of positions ``start`` … ``stop`` - 1 of ``epoch``, as
-        int64.
-        """
+        """Dataset indices of positions ``start`` … ``stop`` - 1 of ``epoch``, int64."""
         places = np.arange(start, min(stop, self.epoch_samples), dtype=np.int64)
         n, size = self.of.epoch_samples, self.batch_size
         whole = n - n % size
@@ -58,7 +54,7 @@ class Echoed(Order):
         )
 
     def again(self, last: Share, share: Share) -> bool:
-        """Whether a share holds the samples of the one before it."""
+        """Whether a share repeats the samples of the one before it."""
         size = self.batch_size
         whole = self.of.epoch_samples // size * size * self.times
         return (
@@ -72,7 +68,7 @@ class Echoed(Order):
 
 
 def echoed(order: Order, times: int, batch_size: int) -> Order:
-    """An order with each global batch ``times`` times.
+    """Repeat each global batch of an order ``times`` times.
 
     Raises:
         ArgumentError: of a sampler that draws: its draws are told apart by their position, which

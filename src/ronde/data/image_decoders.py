@@ -1,12 +1,10 @@
-"""JPEG, PNG and WebP bytes to pixels: a registry of decoders, of which Pillow is the judge and the
-fallback.
+"""Decode JPEG, PNG and WebP bytes to pixels. Pillow is the reference and the fallback.
 
-What comes out is what ``numpy.asarray(PIL.Image.open(file).convert("RGB"))`` gives: height × width
-× 3, ``uint8`` (but for grey images of
-16 bits, which that would clip: of these the upper 8 are taken, as Pillow does of 16-bit colours).
-simplejpeg and OpenCV carry the same libjpeg-turbo as Pillow, and their pixels were found equal to
-Pillow's bit for bit. What one of them will not have (a broken file, CMYK) Pillow is asked to
-decode, and that is counted; what Pillow rejects is an error that names the file.
+The result equals ``numpy.asarray(PIL.Image.open(file).convert("RGB"))``: height × width × 3,
+``uint8``. The one exception is 16-bit gray, which ``convert`` would clip: its upper 8 bits are
+kept, as Pillow does for 16-bit color. simplejpeg and OpenCV use the same libjpeg-turbo as Pillow;
+their pixels were found equal bit for bit. Images that another decoder rejects (broken files, CMYK)
+go to Pillow and are counted; if Pillow rejects one too, the error names the file.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def _no_inks(data: bytes) -> None:
-    """Raise for a JPEG in CMYK: libjpeg-turbo makes slightly other colours of it than Pillow
-    does.
-    """
+    """Reject CMYK JPEGs: libjpeg-turbo converts their colors slightly differently from Pillow."""
     at = 2
     while at + 9 < len(data) and data[at] == 0xFF:
         marker = data[at + 1]
@@ -55,9 +51,7 @@ def _no_inks(data: bytes) -> None:
 
 
 def _ended(data: bytes) -> None:
-    """Raise for a JPEG without its end, for decoders that fill in what is missing without a
-    word.
-    """
+    """Reject truncated JPEGs for decoders that fill in missing data silently."""
     if data.rfind(b"\xff\xd9", len(data) - 64) < 0:
         raise ValueError("no end of image")
 
@@ -152,7 +146,7 @@ _loads: dict[str, str | None] = {}
 
 
 def _why_not(name: str) -> str | None:
-    """Why a decoder cannot be used here, or None."""
+    """Why a decoder is unavailable here, or None."""
     module = DECODERS[name].module
     if module not in _loads:
         try:
@@ -166,7 +160,7 @@ def _why_not(name: str) -> str | None:
 
 
 def available() -> list[str]:
-    """The decoders that can be used here.
+    """Names of the decoders available here.
 
     Example:
         >>> "pillow" in available()
@@ -176,7 +170,7 @@ def available() -> list[str]:
 
 
 def check_decoder(decoder: str) -> str:
-    """The decoder that JPEG images will go through: a name; ``auto`` is resolved.
+    """Resolve the decoder for JPEG images to a name; ``auto`` picks one.
 
     Raises:
         ArgumentError: it is not known, or cannot be imported here.
@@ -202,7 +196,7 @@ def check_decoder(decoder: str) -> str:
 
 
 class Counts(NamedTuple):
-    """What was decoded in this process.
+    """Decoding counts of this process.
 
     Attributes:
         decoded: images by decoder.
@@ -216,9 +210,7 @@ class Counts(NamedTuple):
 
 
 class _Tally(threading.local):
-    """One thread's own counts: counting takes no lock, which a forked child could inherit
-    locked.
-    """
+    """One thread's counts: no lock, which a forked child could inherit locked."""
 
     def __init__(self) -> None:
         self.decoded: Counter[str] = Counter()
@@ -232,9 +224,7 @@ _tally = _Tally()
 
 
 def counts() -> Counts:
-    """Images decoded so far by all threads of this process; processes that load count for
-    themselves.
-    """
+    """Counts over all threads of this process; loading processes keep their own."""
     decoded: Counter[str] = Counter()
     fallbacks: Counter[str] = Counter()
     reasons: dict[str, str] = {}
@@ -246,10 +236,10 @@ def counts() -> Counts:
 
 
 def format_of(data: bytes) -> str | None:
-    """``jpeg``, ``png`` or ``webp`` by the first bytes; None for anything else.
+    """``jpeg``, ``png`` or ``webp`` from the first bytes, or None.
 
     Example:
-        >>> format_of(b"\\xff\\xd8\\xff\\xe0"), format_of(b"GIF89a")
+        >>> format_of(b"\xff\xd8\xff\xe0"), format_of(b"GIF89a")
         ('jpeg', None)
     """
     if data[:3] == b"\xff\xd8\xff":
@@ -271,7 +261,7 @@ def _error(name: str, data: bytes, error: Exception) -> SampleError:
 
 
 def image_size(data: bytes, name: str = "") -> tuple[int, int]:
-    """Height and width as the file's header says, before any orientation.
+    """Height and width from the file's header, before orientation.
 
     Raises:
         SampleError: the header cannot be read.
@@ -294,7 +284,7 @@ def image_size(data: bytes, name: str = "") -> tuple[int, int]:
 
 
 def _upright(pixels: Pixels, data: bytes) -> Pixels:
-    """Turned as the EXIF orientation says; as ``PIL.ImageOps.exif_transpose`` does."""
+    """Apply the EXIF orientation, as ``PIL.ImageOps.exif_transpose`` does."""
     from PIL import Image
 
     try:
@@ -320,8 +310,8 @@ def decode_image(
 ) -> Pixels:
     """Decode one image.
 
-    Grey images, palettes and transparency become RGB as Pillow's ``convert("RGB")`` makes them:
-    transparency is dropped. Of 16 bits, grey or colour, the upper 8 are kept, as OpenCV does too.
+    Gray, palette and transparent images become RGB as with Pillow's ``convert("RGB")``:
+    transparency is dropped. 16-bit images keep their upper 8 bits, as in OpenCV.
 
     Args:
         data: the file's bytes.

@@ -1,4 +1,4 @@
-"""Pictures as training data: decoded, cropped, made one size, flipped, coloured, normalised."""
+"""Images as training data: decode, crop, resize, flip, color, normalize."""
 
 from __future__ import annotations
 
@@ -55,10 +55,9 @@ class _Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An image whose pixels are worked on the device: the rectangle that is needed, and what shall
-    be done to it.
+    """An image finished on the device: the pixels needed, and what to do to them.
 
-    No tuple: what stacks samples need not look into it, and rectangles may differ.
+    Not a tuple: collation must not look inside, and sizes may differ.
     """
 
     pixels: Tensor  # height × width × 3
@@ -69,7 +68,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Images:
-    """How images are made, whatever they are read from; see :func:`images` for the arguments."""
+    """Settings of an image pipeline, for any source; see :func:`images` for the arguments."""
 
     transforms: tuple[Callable[[Any], Any], ...]
     decoder: str = "auto"
@@ -116,7 +115,7 @@ class Images:
 
     @property
     def result(self) -> tuple[int, int] | None:
-        """Height and width of every result, where they are known beforehand."""
+        """Height and width of every result, if fixed."""
         found = None
         for t in self.transforms:
             if isinstance(t, Transform) and t.moves and not isinstance(t, HorizontalFlip):
@@ -124,7 +123,7 @@ class Images:
         return found
 
     def pipeline(self, source: Source) -> Pipeline:
-        """These images of a source of encoded files."""
+        """The pipeline of these images for a source of encoded files."""
         steps = (
             Step("decode", Decode(self)),
             Step("augment", DevicePlacement(self) if self.on_device else Augment(self)),
@@ -135,8 +134,8 @@ class Images:
 
 
 def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
-    """By how much an image may be decoded smaller: a power of two, leaving at least as many pixels
-    as are wanted of it.
+    """The largest power of two by which an image can be decoded smaller without losing wanted
+    pixels.
     """
     if isinstance(first, RandomResizedCrop) and drawn is not None:
         ratio = min(drawn[2] / first.result[0], drawn[3] / first.result[1])
@@ -150,10 +149,9 @@ def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
 
 @dataclass(frozen=True)
 class Decode:
-    """The step from a file's bytes to its pixels.
+    """Decodes a file's bytes to pixels.
 
-    With ``decode_to_size``, a first transform that cuts out a random part is asked which before
-    decoding.
+    With ``decode_to_size``, a leading random crop is drawn before decoding.
 
     Args:
         spec: how images are made.
@@ -165,11 +163,11 @@ class Decode:
     whole: bool = False
 
     def settled(self) -> Decode:
-        """The same step for what is kept, in a cache say: a function of the file alone."""
+        """The same step without random draws, for caching: a function of the file alone."""
         return replace(self, whole=True)
 
     def __call__(self, sample: Any) -> _Decoded:
-        """The image of ``(bytes, label, name)``."""
+        """Decode ``(bytes, label, name)``."""
         data, label, name = sample
         spec = self.spec
         # An image that is turned afterwards has its sides swapped: it is decoded whole.
@@ -205,9 +203,7 @@ def _scaled(box: Drawn, down: float, across: float, height: int, width: int) -> 
 
 @dataclass(frozen=True)
 class Augment:
-    """The step from decoded pixels to an image as the model sees it, on the CPU; normalised
-    later.
-    """
+    """Applies the transforms on the CPU; normalization comes later."""
 
     spec: Images
 
@@ -223,7 +219,7 @@ class Augment:
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """The step from decoded pixels to those that the device needs, and what it shall do to them."""
+    """Picks the pixels the device needs, and what it must do to them."""
 
     spec: Images
 
@@ -246,8 +242,8 @@ class DevicePlacement:
 
 
 def _new(shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised batch of bytes; in a loading process in shared memory, so that it is not
-    copied on its way out.
+    """Allocate an uninitialized batch of bytes; in a loading process in shared memory, to avoid a
+    copy.
     """
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
@@ -262,8 +258,8 @@ def _sizes(sizes: set[tuple[int, ...]]) -> str:
 
 
 class CollateImages:
-    """Images of one size into batch × 3 × height × width, ``uint8``, channels innermost in memory:
-    no pixel is moved about.
+    """Collates equal-sized images to batch × 3 × height × width, ``uint8``, channels last in
+    memory.
     """
 
     def __call__(self, samples: Sequence[Any]) -> Any:
@@ -292,9 +288,7 @@ class CollateImages:
 
 
 class CollateViews:
-    """Rectangles of different sizes into one array of bytes, with what shall be done to each:
-    ``[pixels, numbers, labels]``.
-    """
+    """Collates rectangles of different sizes to one byte array: ``[pixels, numbers, labels]``."""
 
     def __call__(self, samples: Sequence[_Seen]) -> Any:
         if not isinstance(samples[0], _Seen):
@@ -313,7 +307,7 @@ class CollateViews:
 
 @dataclass(frozen=True)
 class Finish:
-    """What is left for the device: all that was put off, and bytes to numbers.
+    """Runs the deferred work on the device: transforms, and bytes to floats.
 
     Attributes:
         anywhere: each value is a function of the same few others, whatever computes it: the same
@@ -390,9 +384,7 @@ def _normalize(value: Any) -> Normalize | None:
 def _check_options(
     options: dict[str, Any], opens: Callable[..., Any], taken: tuple[str, ...]
 ) -> None:
-    """Whether all of them are arguments of what opens the files, besides those that :func:`images`
-    gives itself.
-    """
+    """Check that all options are arguments of the function that opens the files."""
     known = [
         p.name
         for p in inspect.signature(opens).parameters.values()
@@ -471,7 +463,7 @@ def images(
 ) -> Pipeline:
     """Images and their labels, ready for a model.
 
-    Batches travel as bytes and become numbers on the device. The crop alone is resized, with an
+    Batches travel as bytes and become floats on the device. Only the crop is resized, with an
     antialiased filter whose result is within 0.02 of 255 of Pillow's on average.
 
     Args:
@@ -538,7 +530,7 @@ def retuned(
     decode_to_size: bool | None = None,
     on_device: bool | None = None,
 ) -> Pipeline:
-    """A pipeline that :func:`images` made, with other settings; None leaves one as it is.
+    """Copy an :func:`images` pipeline with other settings; None keeps a setting.
 
     Raises:
         ArgumentError: it is not made of images, or has steps of its own that ``on_device`` would

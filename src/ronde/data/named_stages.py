@@ -1,8 +1,8 @@
-"""Stages of an input pipeline, by name, and the randomness of the sample that is being made.
+"""Named stages of an input pipeline, and the random numbers of the current sample.
 
-A *stage* is what is done to a sample on its way to the device: ``read``, ``decode``, ``augment``,
-``collate``, ``copy``, or any name that a script gives. Naming one costs nothing to speak of;
-``ronde doctor`` times it and takes it out.
+A *stage* is a step on a sample's way to the device: ``read``, ``decode``, ``augment``, ``collate``,
+``copy``, or any name a script chooses. Naming one is almost free; ``ronde doctor`` times stages and
+removes them.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Listener(Protocol):
-    """What looks on while samples are made; see :func:`listen`."""
+    """Observes stages while samples are made; see :func:`listen`."""
 
     def call(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a stage, or give what it would have given."""
+        """Call a stage, or return what it would have returned."""
 
     def enter(self, name: str) -> None:
-        """A stage that is a block of lines begins."""
+        """A stage block begins."""
 
     def leave(self, name: str) -> None:
-        """It ends."""
+        """A stage block ends."""
 
 
 listener: Listener | None = None
@@ -50,17 +50,17 @@ listener: Listener | None = None
 
 
 def listen(who: Listener | None) -> Listener | None:
-    """Put a listener in place, or none; returns the one that was there."""
+    """Install a listener, or None; return the previous one."""
     global listener
     before, listener = listener, who
     return before
 
 
 class stage:
-    """Name a step of the input pipeline, as a decorator or around some lines.
+    """Name a step of the input pipeline, as a decorator or a ``with`` block.
 
-    A function can be timed and taken out; a block can only be timed. ``copy`` names the way to the
-    device.
+    A function can be timed and removed; a block can only be timed. ``copy`` names the transfer to
+    the device.
 
     Args:
         name: as it shall be called; those of Ronde's own are ``read``, ``decode``, ``augment``,
@@ -84,7 +84,7 @@ class stage:
         self.name = name
 
     def __call__(self, function: F) -> F:
-        """The function under this stage's name."""
+        """Wrap a function under this stage's name."""
         name = self.name
 
         @functools.wraps(function)
@@ -120,7 +120,7 @@ _current = _Current()
 
 
 class sample_keys:
-    """While some samples are made in this thread: the keys of their random numbers.
+    """Set the random keys of the samples this thread is making.
 
     Args:
         n: how many samples.
@@ -151,7 +151,7 @@ class sample_keys:
         _current.keys = self._before
 
     def generator(self, j: int) -> np.random.Generator:
-        """That of the j-th sample: it goes on where the sample's last step left it."""
+        """Sample ``j``'s generator, continued from its previous step."""
         found = self.made.get(j)
         if found is None:
             found = self.made[j] = np.random.Generator(
@@ -160,12 +160,14 @@ class sample_keys:
         return found
 
     def key(self, j: int) -> int:
-        """The key of the j-th sample."""
+        """Sample ``j``'s key."""
         return self._key(j)
 
 
 class sample_key(sample_keys):
-    """While one sample is made in this thread, :func:`rng` is a function of ``key`` alone."""
+    """Set the random key of the one sample this thread is making; :func:`rng` depends on ``key``
+    alone.
+    """
 
     __slots__ = ()
 
@@ -175,20 +177,18 @@ class sample_key(sample_keys):
 
 
 def current_keys() -> sample_keys | None:
-    """The samples that are being made in this thread; None outside of a data set that Ronde
-    drives.
-    """
+    """The keys of the samples this thread is making; None outside Ronde's loading."""
     return _current.keys
 
 
 def rng() -> np.random.Generator:
-    """The random numbers of the sample that is being made: a function of (seed, epoch, sample),
-    whoever makes it.
+    """The random generator of the current sample: a function of (seed, epoch, sample), whoever
+    makes it.
 
-    Inside a data set, an augmentation or a collate function that Ronde drives; unlike torch's,
-    Python's and NumPy's global generators it can be used by several threads at once. Elsewhere it
-    gives an unseeded generator. Where many samples are made in one call, ask for :func:`rngs`:
-    otherwise they are made one by one, so that each still has its own.
+    Use it inside a dataset, an augmentation or a collate function that Ronde drives. Unlike the
+    global generators of torch, Python and NumPy, several threads can use it at once. Elsewhere it
+    returns an unseeded generator. In a step that handles a whole batch, use :func:`rngs`; otherwise
+    samples are made one by one, so that each has its own generator.
 
     Example:
         >>> from ronde.data.named_stages import sample_key  # Ronde enters it for each sample
@@ -209,7 +209,7 @@ def rng() -> np.random.Generator:
 
 
 def rngs(n: int) -> list[np.random.Generator]:
-    """The random numbers of each sample of a batch, where a step makes them all in one call.
+    """The random generators of each sample of a batch, for steps that handle all in one call.
 
     Args:
         n: how many samples the step was given.

@@ -1,17 +1,16 @@
-"""The order of samples: a pure function of (seed, epoch, position), whatever the number of workers.
+"""The order of samples: a pure function of (seed, epoch, position), for any number of workers.
 
-Small sets are sorted by a keyed hash of the index: a uniform permutation. Large ones use a keyed
+Small sets are sorted by a keyed hash of the index: a uniform permutation. Large sets use a keyed
 permutation (a Feistel network on the bits of the index, with cycle-walking to stay below n: Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): any position of any epoch is found in
-O(1) time and memory, at 10⁹ samples as at 10⁵. The mixing function is that of splitmix64 (Steele,
-Lea and Flood, 2014).
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It finds any position in O(1) time and
+memory, for 10⁹ samples as for 10⁵. The mixing function is splitmix64's (Steele, Lea and Flood,
+2014).
 
-Both are fixed for ever: an order that changed with a version of a library could not be resumed.
+Both never change: a run could not resume under an order that changed with a library version.
 
-Where samples are best read in runs (remote shards, row groups), the order goes by *blocks*: blocks
-are permuted, put together into windows, and the samples of a window permuted. A reader that holds
-one window reads each block once. It is as much a pure function of (seed, epoch, position);
-:meth:`Order.quality` says what it costs in shuffling.
+Where samples are best read in runs (remote shards, row groups), blocks are permuted, grouped into
+windows, and the samples of each window permuted. A reader that holds one window reads each block
+once. :meth:`Order.quality` reports what this costs in shuffling.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _OF_BLOCKS, _OF_WINDOW = (
 
 
 def _mix(x: _U64) -> _U64:
-    """splitmix64's finaliser, element by element."""
+    """splitmix64's finalizer, elementwise."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -52,7 +51,7 @@ def _mix(x: _U64) -> _U64:
 
 
 def key_of(*parts: int) -> int:
-    """A 64-bit key of some integers: equal parts give an equal key, on every machine and version.
+    """A 64-bit key of some integers, the same on every machine and version.
 
     Example:
         >>> key_of(0, 1) == key_of(0, 1), key_of(0, 1) == key_of(1, 0)
@@ -68,7 +67,7 @@ def key_of(*parts: int) -> int:
 
 
 def _feistel(x: _U64, bits: int, keys: list[np.uint64]) -> _U64:
-    """One bijection of [0, 2^bits): two uneven halves, each mixed in turn with the other."""
+    """A bijection of [0, 2^bits): two uneven halves, mixed in turn."""
     low_bits = bits // 2
     high_bits = bits - low_bits
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
@@ -83,7 +82,7 @@ def _feistel(x: _U64, bits: int, keys: list[np.uint64]) -> _U64:
 
 
 def permute(positions: npt.ArrayLike, n: int, key: int) -> Ids:
-    """Where a keyed permutation of [0, n) sends each position.
+    """Map positions by a keyed permutation of [0, n).
 
     Args:
         positions: integers in [0, n), any number of them.
@@ -134,8 +133,7 @@ def _sorted_permutation(n: int, key: int) -> Ids:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well an order shuffles: how many different blocks the samples of a global batch come
-    from.
+    """How well an order shuffles: how many blocks the samples of a global batch come from.
 
     Attributes:
         batch_size: samples of a global batch.
@@ -157,7 +155,7 @@ class Quality:
 
     @property
     def share(self) -> float:
-        """``distinct`` of ``ideal``, 1.0 at best."""
+        """``distinct`` over ``ideal``; 1.0 is best."""
         return self.distinct / self.ideal
 
     def __str__(self) -> str:
@@ -170,7 +168,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Order:
-    """Which sample stands at which position of which epoch.
+    """Which sample is at which position of which epoch.
 
     Args:
         n: samples in the data set.
@@ -233,9 +231,7 @@ class Order:
 
     @property
     def kind(self) -> str:
-        """``"samples"``, or which blocks are permuted: equal texts mean that a training may go on
-        under this order.
-        """
+        """``"samples"``, or the permuted blocks; runs can resume under the same kind."""
         if self.blocks is None or not self.shuffle or self.draw is not None:
             return "samples"
         if "_kind" not in self.__dict__:
@@ -246,9 +242,7 @@ class Order:
         return str(self.__dict__["_kind"])
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
-        """Indices into the data set of positions ``start`` … ``stop`` − 1 of ``epoch``, as
-        int64.
-        """
+        """Dataset indices of positions ``start`` … ``stop`` − 1 of ``epoch``, int64."""
         if self.draw is not None:
             return np.asarray(self._drawn(epoch)[start:stop], dtype=np.int64)
         if not self.shuffle:
@@ -267,9 +261,7 @@ class Order:
         return found[start - first : stop - first]
 
     def _layout(self, epoch: int) -> tuple[Ids, Ids, Ids]:
-        """How an epoch's blocks stand: their permutation, where each begins among the positions,
-        and each window's first block.
-        """
+        """An epoch's block permutation, block starts, and each window's first block."""
         held: dict[int, tuple[Ids, Ids, Ids]] = self.__dict__.setdefault("_layouts", {})
         found = held.get(epoch)
         if found is None:
@@ -309,7 +301,7 @@ class Order:
         return np.concatenate(parts)
 
     def _in_window(self, epoch: int, window: int, size: int, start: int, stop: int) -> Ids:
-        """Places ``start`` … ``stop`` − 1 of a window's permutation."""
+        """Entries ``start`` … ``stop`` − 1 of a window's permutation."""
         key = key_of(self.seed, epoch, _OF_WINDOW, window)
         held: dict[tuple[int, int, int], Ids] = self.__dict__.setdefault("_windows", {})
         chunk = size if size <= _SORTED_BELOW else _BLOCK  # a small one is sorted whole in any case
@@ -328,8 +320,7 @@ class Order:
         return np.concatenate(parts)[start - low : stop - low]
 
     def quality(self, batch_size: int, epoch: int = 0) -> Quality:
-        """How many different blocks a global batch comes from, against the ideal of a permutation
-        of all samples.
+        """Count the blocks in a global batch, and in one of a full permutation.
 
         Args:
             batch_size: samples of a global batch.
@@ -408,7 +399,7 @@ class Order:
 
 
 def _ideal(sizes: Ids, n: int, batch: int) -> float:
-    """Blocks that ``batch`` of ``n`` samples come from, on average, drawn without putting back."""
+    """Expected number of blocks among ``batch`` of ``n`` samples, drawn without replacement."""
     values, counts = np.unique(sizes, return_counts=True)
     found = 0.0
     for size, count in zip(values.tolist(), counts.tolist(), strict=True):

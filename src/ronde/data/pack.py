@@ -1,9 +1,8 @@
-"""Pack a folder of files into tar shards with an index, which readers use to seek to a sample.
+"""Pack a folder into tar shards with an index, so that readers can seek to a sample.
 
-The same folder gives the same bytes, wherever and whenever it is packed. A shard is written under
-another name, and takes its own when it is whole and on the disk; the manifest comes last and says
-that the pack is complete. So a pack that was killed goes on where it stopped, and ends with the
-very bytes of one that was not.
+The same folder always gives the same bytes. A shard is written under a temporary name and renamed
+when it is complete on disk; the manifest comes last. A killed pack therefore resumes, and ends with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Packed:
-    """What :func:`pack` wrote or :func:`verify_pack` found.
+    """The result of :func:`pack` or :func:`verify_pack`.
 
     Attributes:
         path: the pack.
@@ -86,9 +85,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _write_whole(path: Path, raw: bytes) -> None:
-    """Write a file so that either all of it is there or nothing; it is on the disk when this
-    returns.
-    """
+    """Write a file atomically; it is on disk when this returns."""
     temporary = path.with_name(path.name + _WRITING)
     with open(temporary, "wb") as file:
         file.write(raw)
@@ -99,7 +96,7 @@ def _write_whole(path: Path, raw: bytes) -> None:
 
 
 class _Summed:
-    """A file being written, with the digest and size of its bytes so far."""
+    """A file with a running digest and size."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
@@ -112,7 +109,7 @@ class _Summed:
         self.bytes += len(data)
 
     def finish(self) -> None:
-        """Flush all of it to the disk and close the file."""
+        """Flush the file to disk and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -123,7 +120,7 @@ class _Summed:
 
 @dataclass(frozen=True)
 class _Item:
-    """One sample on its way into a shard."""
+    """One sample to write."""
 
     i: int
     name: str
@@ -141,8 +138,8 @@ def _suffix_of(name: str) -> str:
 
 
 class _Keys:
-    """The key of each file in a tar: its path without ending, where no dot may be left, for that is
-    where WebDataset cuts; each once.
+    """Unique keys for files in a tar: the path without suffix and dots, because WebDataset splits
+    at the first dot.
     """
 
     def __init__(self) -> None:
@@ -169,7 +166,7 @@ def _padding(size: int) -> bytes:
 
 
 class _Shard:
-    """One tar that is being written."""
+    """A tar that is being written."""
 
     def __init__(self, path: Path, keys: _Keys, labels: Any) -> None:
         self.path = path
@@ -182,7 +179,7 @@ class _Shard:
         self._members: list[tuple[int, str, int, int]] = []  # sample, suffix, offset, size
 
     def size_with(self, item: _Item) -> int:
-        """Bytes of the tar if it also held this one."""
+        """The tar's size if it also held this sample."""
         return self.out.bytes + 1024 + len(item.data) + 512 + (1024 if self._labelled else 0) + 1024
 
     def add(self, item: _Item) -> None:
@@ -198,7 +195,7 @@ class _Shard:
         self.items.append((key, item.name, item.label, zlib.crc32(item.data)))
 
     def finish(self) -> bytes:
-        """End the tar; gives its index."""
+        """End the tar and return its index."""
         self.out.write(b"\0" * 1024)
         self.out.finish()
         suffixes = sorted({suffix for _, suffix, _, _ in self._members})
@@ -232,7 +229,7 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a pack is made of: everything that its bytes depend on."""
+    """Everything a pack's bytes depend on."""
 
     source: FolderSource
     shard_bytes: int
@@ -278,9 +275,7 @@ class _Task:
 
 
 def _smaller(data: bytes, file: str, side: int, quality: int) -> bytes:
-    """An image as a JPEG whose shorter side has so many pixels, or as many as it had where that is
-    fewer.
-    """
+    """Re-encode an image as a JPEG with a shorter side of at most so many pixels."""
     from PIL import Image, ImageOps
 
     try:
@@ -316,12 +311,11 @@ def pack(
     quality: int = 90,
     progress: Progress | None = None,
 ) -> Packed:
-    """Pack a folder: many small files become a few large ones, which disks and networks read many
-    times faster.
+    """Pack a folder: many small files become a few large ones, which load many times faster.
 
-    ``feed.tar(out)`` then gives what ``feed.folder(source)`` gives: the same samples, labels,
-    classes, names, order and fingerprint, so that a training resumes from either. Called again
-    after it was stopped, it goes on; after it was done, it does nothing.
+    ``feed.tar(out)`` then returns what ``feed.folder(source)`` returns: the same samples, labels,
+    classes, names, order and fingerprint, so a training resumes from either. An interrupted pack
+    resumes; a finished one is left as it is.
 
     Args:
         source: the folder, or what :func:`~ronde.feed.folder` gave of it.
@@ -432,7 +426,7 @@ def _said(error: OSError, place: Path) -> RondeError:
 
 
 def _done(place: Path, task: _Task) -> Packed | None:
-    """The pack at ``place`` if it is complete and this very one.
+    """The pack at ``place``, if it is complete and the same.
 
     Raises:
         ArgumentError: it is another one, or something else is there.
@@ -476,7 +470,7 @@ def _done(place: Path, task: _Task) -> Packed | None:
 
 
 def _broken(place: Path, shard: dict[str, Any]) -> str | None:
-    """What can be seen to be wrong with a finished shard without reading it; None if nothing."""
+    """What is visibly wrong with a finished shard, without reading it; None if nothing."""
     path = place / shard["name"]
     if not path.is_file() or path.stat().st_size != shard["bytes"]:
         return f"{path.name} is missing or has another size"
@@ -519,9 +513,7 @@ def _packed(place: Path, manifest: dict[str, Any], **more: Any) -> Packed:
 
 @contextlib.contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """Nobody else packs into this folder meanwhile. The system lets go of the lock of a process
-    that was killed.
-    """
+    """Lock the folder against other packs. The system releases a killed process's lock."""
     lock = place / _LOCK
     try:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -648,7 +640,7 @@ class _Packing:
         _write_whole(self.place / PARTIAL, _json({**described, "shards": self.shards}))
 
     def _items(self, start: int) -> Any:
-        """Samples in order, some of them read ahead by other threads."""
+        """Samples in order, read ahead by threads."""
         pool = ThreadPoolExecutor(4, thread_name_prefix="ronde-pack")
         waiting: deque[Future[_Item]] = deque()
         try:
@@ -666,7 +658,7 @@ class _Packing:
 
 
 def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) -> Packed:
-    """Read a pack whole and compare it with its checksums.
+    """Read a whole pack and compare it with its checksums.
 
     Args:
         path: what :func:`pack` wrote.
@@ -703,8 +695,8 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
 
 
 def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
-    """Whether the fingerprint, by which a training goes on, is that of what is packed. Of changed
-    pixels only how they were changed is known.
+    """Whether the fingerprint no longer matches the packed files. For changed pixels only the
+    settings are known.
     """
     given, changed = manifest["fingerprint"], manifest["pixels_changed"]
     if changed is not None:
@@ -797,7 +789,7 @@ def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> l
 
 
 def _damaged(path: Path, index: TarIndex) -> list[str]:
-    """Names of the samples whose bytes are not those that were packed."""
+    """Names of the samples whose checksum differs."""
     names = Names(index.more["names"].tobytes(), index.more["name_ends"])
     found: list[str] = []
     with open(path, "rb") as file:

@@ -1,6 +1,4 @@
-"""An input pipeline: a source, and named steps from what it gives to what the model takes. It is a
-map-style Dataset.
-"""
+"""An input pipeline: a source and named steps. It is a map-style Dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ make_cached: Callable[..., Any] | None = None
 
 @dataclass(frozen=True)
 class _Then:
-    """One function after another; unlike a lambda it can be sent to another process."""
+    """Function composition that can be sent to another process, unlike a lambda."""
 
     first: Callable[[Any], Any]
     second: Callable[[Any], Any]
@@ -36,7 +34,7 @@ class _Then:
 
 @dataclass(frozen=True)
 class Pipeline(Dataset[Any]):
-    """A source and what is done to its samples, step by step. Immutable: every method gives another
+    """A source and the steps applied to its samples. Immutable: every method returns a new
     pipeline.
 
     Attributes:
@@ -83,7 +81,7 @@ class Pipeline(Dataset[Any]):
     def map(
         self, function: Callable[[Any], Any], name: str | None = None, batched: bool = False
     ) -> Pipeline:
-        """One more step.
+        """Add a step.
 
         Args:
             function: of one sample (of the list of them, where ``batched``), giving one (as many).
@@ -93,20 +91,16 @@ class Pipeline(Dataset[Any]):
         return replace(self, steps=(*self.steps, Step(stage_name, function, batched)))
 
     def on_device(self, function: Callable[[Any], Any]) -> Pipeline:
-        """Something to do to each batch after it has reached the device; after what is already done
-        there.
+        """Add a function for each batch on the device, after those already there.
 
-        Its randomness, if it has any, should come from :func:`ronde.feed.rngs`: one generator for
-        each sample of the batch.
+        Random functions should use :func:`ronde.feed.rngs`: one generator per sample of the batch.
         """
         return replace(
             self, finish=function if self.finish is None else _Then(self.finish, function)
         )
 
     def skip_bad(self, max_share: float = 0.01) -> Pipeline:
-        """Samples that cannot be used are skipped, at most ``max_share`` of an epoch's; see
-        ``on_error``.
-        """
+        """Skip samples that cannot be used, at most ``max_share`` of an epoch; see ``on_error``."""
         return replace(self, on_error="skip", max_skipped=max_share)
 
     def cache(
@@ -116,8 +110,7 @@ class Pipeline(Dataset[Any]):
         limit: int | float | str | None = None,
         **more: Any,
     ) -> Pipeline:
-        """Keep what was read, or what a step made of it; see :func:`ronde.feed.cached` for the
-        arguments.
+        """Cache what was read, or a step's result; see :func:`ronde.feed.cached` for the arguments.
 
         Example:
             >>> pipeline.cache("decode", where="/local/cache", limit="100GiB")  # doctest: +SKIP
@@ -129,18 +122,18 @@ class Pipeline(Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """The source's."""
+        """The source's fingerprint."""
         return self.source.fingerprint
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        """The source's, where it is best read in runs; see :class:`Order`."""
+        """The source's blocks, if it is best read in runs; see :class:`Order`."""
         found = getattr(self.source, "blocks", None)
         return found if isinstance(found, tuple) else None
 
     @property
     def window(self) -> int:
-        """How many of the source's blocks may be open at once."""
+        """How many source blocks may be open at once."""
         return int(getattr(self.source, "window", Order.window))
 
     def __len__(self) -> int:
@@ -158,7 +151,7 @@ class Pipeline(Dataset[Any]):
         return samples
 
     def name(self, i: int) -> str | None:
-        """What a sample is called: the file's name, say; None where the source does not know."""
+        """A sample's name, such as its file name, or None."""
         try:
             named = getattr(self.source, "name", None)
             found = named(i) if callable(named) else getattr(self.source.read([i])[0], "name", None)
@@ -180,7 +173,7 @@ class Pipeline(Dataset[Any]):
             return [one for i in ids for one in self._read([i])]
 
     def attempt(self, ids: Sequence[int]) -> Sequence[Any]:
-        """The samples of these ids, with a :class:`Bad` where one cannot be made."""
+        """The samples of these ids, with a :class:`Bad` for each that fails."""
         keys = current_keys()
         # Where the samples are the very ones whose keys are set, each is made under its own.
         mine = keys if keys is not None and keys.at is None and keys.n == len(ids) else None
@@ -233,9 +226,7 @@ class Pipeline(Dataset[Any]):
         return samples
 
     def _one_by_one(self, ids: Sequence[int], mine: named_stages.sample_keys | None) -> list[Any]:
-        """Each sample by itself, from the beginning: what a batched step has drawn for them is
-        forgotten.
-        """
+        """Make each sample on its own, from the start; draws of a batched step are discarded."""
         found: list[Any] = []
         if mine is not None:
             mine.made.clear()

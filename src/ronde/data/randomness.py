@@ -1,11 +1,9 @@
-"""Randomness of augmentation keyed by (seed, epoch, sample): the same whichever process reads the
-sample.
+"""Augmentation randomness keyed by (seed, epoch, sample): the same in whichever process reads it.
 
-``random``, ``numpy.random`` and torch's default CPU generator are seeded before a sample is read,
-and put back afterwards, since the reader may share its process with the model. That costs some 10
-µs a sample and 200 µs a batch,
-more than reading rows of a tensor: a data set that was seen to draw nothing is read without, under
-one cheap comparison per batch that falls back to keys if something was drawn after all.
+``random``, ``numpy.random`` and torch's CPU generator are seeded before a sample is read and
+restored afterwards, because the reader may share its process with the model. That costs about 10 µs
+a sample and 200 µs a batch, more than reading tensor rows. A dataset that draws nothing is
+therefore read without keys, under one cheap check per batch that falls back to keys.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ T = TypeVar("T")
 
 
 class KeyedRandomness:
-    """Run reads under keys.
+    """Reads samples under keys.
 
     Args:
         seed: the run's seed.
@@ -44,7 +42,7 @@ class KeyedRandomness:
         read_all: Callable[[], T],
         collate: Callable[[list[Any]], T],
     ) -> T:
-        """Read some samples of ``epoch`` and make a batch of them.
+        """Read some samples of ``epoch`` and collate them.
 
         Args:
             keys: one for each sample, among those of the epoch.

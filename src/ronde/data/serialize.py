@@ -1,8 +1,7 @@
-"""Samples as bytes, without pickle: what a cache holds may come from a file that somebody else
-wrote.
+"""Samples as bytes without pickle, because a cache file may come from someone else.
 
-A value is a small JSON description and its raw buffers. Only what comes back equal, type by type,
-is taken: numbers, strings, bytes, NumPy arrays, CPU tensors, plain Pillow images, and tuples, named
+A value is a small JSON description plus raw buffers. Only types that round-trip exactly are
+accepted: numbers, strings, bytes, NumPy arrays, CPU tensors, plain Pillow images, and tuples, named
 tuples, lists and dicts of those.
 """
 
@@ -31,14 +30,13 @@ _IMAGE_MODES = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "LA", "I;16")
 
 
 class CannotEncode(TypeError):
-    """A value that would not come back as it was."""
+    """The value would not round-trip."""
 
 
 def _found(module: str, name: str) -> type | None:
-    """A class of tuples or dicts that holds nothing else: a NamedTuple of a module that is loaded,
-    or one of Ronde's own.
+    """Look up a tuple or dict class: a NamedTuple of a loaded module, or one of Ronde's.
 
-    Nothing of it is called to make one, so that a damaged file cannot have anything called.
+    Its constructor is never called, so a damaged file cannot run code.
     """
     if module not in sys.modules and module.startswith("ronde."):
         importlib.import_module(module)
@@ -60,7 +58,7 @@ class _Writer:
         self.end = 0
 
     def buffer(self, data: bytes | memoryview) -> int:
-        """Where these bytes will stand."""
+        """Reserve a place for these bytes."""
         gap = -self.end % _ALIGN
         if gap:
             self.parts.append(bytes(gap))
@@ -146,7 +144,7 @@ class _Writer:
 
 
 def encode_sample(value: Any) -> list[bytes | memoryview]:
-    """The value as parts that are written one after the other.
+    """Encode a value as parts to write one after another.
 
     Args:
         value: a sample.
@@ -237,11 +235,10 @@ class _Reader:
 
 
 def _order(dimensions: int, strides: Sequence[int]) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost; nothing where that is their own
-    order.
+    """Dimensions from outermost to innermost in memory; empty if that is their order.
 
-    An image is often channels × height × width over pixels that lie together, and much depends on
-    it staying so.
+    An image is often channels × height × width over interleaved pixels, and speed depends on
+    keeping that layout.
     """
     own = list(range(dimensions))
     found = sorted(own, key=lambda d: -abs(strides[d]))
@@ -256,7 +253,7 @@ def _undone(order: list[int]) -> list[int]:
 
 
 def _laid_out(node: list[Any]) -> tuple[list[int], list[int]]:
-    """The shape in memory, and in which order its dimensions stand there."""
+    """The shape in memory, and the order of its dimensions there."""
     order: list[int] = node[4] if len(node) > 4 else []
     if order and sorted(order) != list(range(len(node[2]))):
         raise ValueError("an order of dimensions that is none")
@@ -273,7 +270,7 @@ def _count(shape: list[int]) -> int:
 
 
 def decode_sample(data: bytearray | memoryview) -> Any:
-    """What :func:`encode_sample` was given.
+    """Decode what :func:`encode_sample` encoded.
 
     Args:
         data: the parts, joined, writable. Arrays and tensors that come back lie in it: it must not

@@ -1,5 +1,5 @@
-"""Tables as training data: a float32 matrix of numbers and an int64 matrix of categories, made in
-batches and read by batch.
+"""Tables as training data: a float32 matrix and an int64 category matrix, built and read in
+batches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Matrix = npt.NDArray[Any]
 
 @dataclass
 class _Columns:
-    """What is known of the columns once all rows have been seen."""
+    """What the first pass learned about the columns."""
 
     numeric: list[str]
     categorical: list[str]
@@ -52,7 +52,7 @@ class _Columns:
 
 
 class _Rows(Batch):
-    """Rows held as columns: inputs, of which there may be two kinds, and the target."""
+    """Rows as columns: numbers, categories or both, and the target."""
 
     __slots__ = ()
 
@@ -75,8 +75,8 @@ class _Rows(Batch):
 
     @property
     def collated(self) -> Any:
-        """``[inputs, target]``, or ``[inputs]``; inputs are ``[numbers, categories]`` where there
-        are both.
+        """``[inputs, target]`` or ``[inputs]``; inputs are ``[numbers, categories]`` if there are
+        both.
         """
         inputs, *target = cast("tuple[Any, ...]", self.columns)
         found = inputs[0] if len(inputs) == 1 else list(inputs)
@@ -86,7 +86,7 @@ class _Rows(Batch):
 def _batches(
     file: Path, columns: Sequence[str], text: frozenset[str], numbers: frozenset[str]
 ) -> Iterator[Any]:
-    """Record batches of some columns of one file."""
+    """Record batches of some columns of a file."""
     import pyarrow as pa
 
     try:
@@ -131,7 +131,7 @@ def _batches(
 
 
 def _header(file: Path) -> list[str]:
-    """The column names of a CSV file; a quoted one may go over several lines."""
+    """The column names of a CSV file; a quoted name may span lines."""
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         try:
             found = next((row for row in csv.reader(lines)), [])
@@ -145,7 +145,7 @@ def _header(file: Path) -> list[str]:
 
 
 def _without_empty(column: Any) -> Any:
-    """A column of texts in which empty ones are missing."""
+    """A text column with empty strings as missing values."""
     import pyarrow as pa
     import pyarrow.compute as compute
 
@@ -157,9 +157,7 @@ def _without_empty(column: Any) -> Any:
 
 
 def _padded(file: Path, target: str) -> bool:
-    """Whether a CSV file writes whole numbers of a column as 007: names of classes, which as
-    numbers would be those of others.
-    """
+    """Whether a CSV column writes integers like 007: such class names must stay text."""
     import pyarrow as pa
     import pyarrow.compute as compute
 
@@ -193,7 +191,7 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
 
 
 def _numbers(column: Any, name: str, file: Path) -> Matrix:
-    """A column as float64, NaN where there is no value."""
+    """A column as float64, with NaN for missing values."""
     import pyarrow as pa
 
     kind = column.type
@@ -219,15 +217,15 @@ def _numbers(column: Any, name: str, file: Path) -> Matrix:
 
 
 def _known(values: Matrix) -> npt.NDArray[np.bool_]:
-    """Which of them are numbers in float32: one infinity, or 1e300, would be the mean and the
-    spread of its whole column.
+    """Mask of finite float32 values: one infinity, or 1e300, would dominate a column's mean and
+    spread.
     """
     with np.errstate(over="ignore"):
         return np.isfinite(values.astype(np.float32))
 
 
 def _texts(column: Any, name: str, file: Path) -> Any:
-    """A column as an Arrow array of strings."""
+    """A column as an Arrow string array."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -242,8 +240,8 @@ def _texts(column: Any, name: str, file: Path) -> Any:
 
 
 def _sorted(values: set[str]) -> list[str]:
-    """Numbers by their value, then texts by their letters; "nan" is a text: as a number it would
-    have no place, and "inf" with it.
+    """Numbers by value, then texts; "nan" and "inf" are texts, because NaN has no place in an
+    order.
     """
 
     def key(value: str) -> tuple[int, float, str]:
@@ -260,9 +258,7 @@ _POINT_ZERO = r"\.0+$"
 
 
 def _whole_numbers(values: Sequence[str]) -> Any:
-    """A vocabulary written without .0 as an Arrow array, where it holds whole numbers only, and
-    none of them twice; else None.
-    """
+    """A vocabulary of distinct whole numbers as an Arrow array without ".0", else None."""
     import pyarrow as pa
 
     plain = [re.sub(_POINT_ZERO, "", value.strip()) for value in values]
@@ -274,14 +270,12 @@ def _whole_numbers(values: Sequence[str]) -> Any:
 
 
 def _truths(values: Iterable[str]) -> bool:
-    """Whether all are truth values, which Arrow spells true and false, pandas True and False."""
+    """Whether all values are booleans, which Arrow and pandas spell differently."""
     return {value.lower() for value in values} <= {"true", "false"}
 
 
 class _Moments:
-    """Mean and spread of columns, batch by batch (Chan, Golub and LeVeque, 1979): no sum of squares
-    that could cancel.
-    """
+    """Batchwise mean and spread of columns without cancellation (Chan, Golub and LeVeque, 1979)."""
 
     def __init__(self, columns: int) -> None:
         self.n = np.zeros(columns)
@@ -289,7 +283,7 @@ class _Moments:
         self.squares = np.zeros(columns)
 
     def add(self, k: int, values: Matrix) -> None:
-        """Values of column ``k``, all of them finite."""
+        """Add finite values of column ``k``."""
         if not len(values):
             return
         n, mean = len(values), float(values.mean())
@@ -300,7 +294,7 @@ class _Moments:
         self.n[k] = total
 
     def std(self) -> Matrix:
-        """Of the population; 1 where a column has one value only."""
+        """Population standard deviation; 1 for a constant column."""
         found = np.sqrt(self.squares / np.maximum(self.n, 1))
         return np.where(found > 0, found, 1.0)
 
@@ -323,7 +317,7 @@ def _target_kind(kind: Any, name: str, file: Path) -> str:
 def _first_pass(
     files: Sequence[Path], found: _Columns, like: _Columns | None, texts: frozenset[str]
 ) -> None:
-    """Count the rows; without ``like`` also learn means, spreads, vocabularies and classes."""
+    """Count the rows; without ``like``, also learn means, spreads, vocabularies and classes."""
     moments = _Moments(len(found.numeric))
     words: dict[str, set[str]] = {name: set() for name in found.categorical}
     classes: set[str] = set()
@@ -396,8 +390,8 @@ def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
 
 
 def _mapped(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
-    """A new array on disk, with room for all of it: what is written through a map where there is
-    none ends the process (SIGBUS).
+    """A new array on disk with its space reserved: a full disk under a memory map kills the process
+    (SIGBUS).
     """
     found = np.lib.format.open_memmap(file, "w+", kind, shape)  # type: ignore[no-untyped-call]
     with open(file, "r+b") as opened:
@@ -566,7 +560,7 @@ class TableSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files, the columns, and what was done to them."""
+        """Covers the files, the columns, and how they were encoded."""
         return digest_values("table", self._key, self.normalize)
 
     def _open(self) -> tuple[Matrix, Matrix, Matrix]:
@@ -585,7 +579,7 @@ class TableSource(BaseSource):
         return self._arrays
 
     def read(self, ids: Sequence[int]) -> Batch:
-        """``(inputs, target)`` of these rows, gathered column block by column block."""
+        """``(inputs, target)`` of these rows, gathered by column block."""
         wanted = check_ids(ids, len(self))
         numeric, codes, target = self._open()
         inputs: list[torch.Tensor] = []
@@ -625,12 +619,10 @@ def table(
     normalize: bool | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
-    """Rows of Parquet, CSV or Arrow files as numbers: ``(inputs, target)``, never read row by row
-    (extra ``tables``).
+    """Rows of Parquet, CSV or Arrow files as numbers: ``(inputs, target)`` (extra ``tables``).
 
-    The files are read once, in batches, into matrices on disk that are mapped into memory and
-    shared by all processes of a machine; they are made whole or not at all, and made anew when a
-    file changes.
+    The files are read once, in batches, into matrices on disk that all processes of a machine map
+    into memory. They are written atomically, and rebuilt when a file changes.
 
     Args:
         path: a file, a folder, a glob, or a list of such; ``.parquet``, ``.csv`` (with a header),
@@ -670,7 +662,7 @@ def table(
     Example:
         >>> import pathlib, tempfile
         >>> here = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (here / "t.csv").write_text("age,city,y\\n30,Rome,1\\n,Oslo,0\\n50,Rome,1\\n")
+        >>> _ = (here / "t.csv").write_text("age,city,y\n30,Rome,1\n,Oslo,0\n50,Rome,1\n")
         >>> data = table(here / "t.csv", numeric=["age"], categorical=["city"], target="y",
         ...     cache=here / "cache")
         >>> (ages, cities), y = data.collate(data.__getitems__([0, 1, 2]))

@@ -1,6 +1,4 @@
-"""Text as training data: tokens of all documents on disk, cut into samples of one length, each
-found at once.
-"""
+"""Text as training data: tokens of all documents on disk, cut into samples of equal length."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ Tokens = npt.NDArray[Any]
 
 
 class _Bytes:
-    """Tokens are bytes."""
+    """Byte tokens."""
 
     name = "bytes"
     size = 256
@@ -45,7 +43,7 @@ class _Bytes:
 
 
 class _Characters:
-    """Tokens count the characters that occur, sorted."""
+    """One token per distinct character, sorted."""
 
     name = "chars"
 
@@ -62,8 +60,8 @@ def _points(piece: str) -> Tokens:
 
 
 class _Given:
-    """A user's own: a function, or an object with ``encode``, as those of ``tokenizers`` and
-    ``transformers``.
+    """A user's tokenizer: a function, or an object with ``encode`` (``tokenizers``,
+    ``transformers``).
     """
 
     def __init__(self, tokenizer: Any, name: str | None) -> None:
@@ -108,9 +106,7 @@ _NAME_IT = "give it a name with name=, and another name whenever it gives other 
 
 
 class _Description(describe.Digest):
-    """Also of what tokenizers are made of: objects of other languages, which say themselves what
-    their state is.
-    """
+    """Describes tokenizers, including native objects that serialize themselves."""
 
     def _object(self, value: Any, where: str) -> None:
         kind = type(value)
@@ -148,7 +144,7 @@ class _Description(describe.Digest):
 
 
 def _described(tokenizer: Any) -> str:
-    """What tells a tokenizer from another one, in every process alike."""
+    """A digest that tells tokenizers apart, the same in every process."""
     found = _Description(files=False)
     try:
         found.visit(tokenizer, "tokenizer")
@@ -174,7 +170,7 @@ _TABLES = (".parquet", ".pq")
 
 
 def _refuse_others(file: Path) -> None:
-    """Of what begins as no text does, say what it is.
+    """Refuse files that are not text, by their first bytes.
 
     Raises:
         SampleError: it is compressed, an archive, or binary.
@@ -194,8 +190,8 @@ def _refuse_others(file: Path) -> None:
 
 
 def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Text in order, each with whether a document ends there; ``whole`` gives documents in one
-    piece, ``raw`` a text file's bytes.
+    """Text in order, each with whether a document ends there; ``whole`` keeps documents whole,
+    ``raw`` yields bytes.
     """
     try:
         _refuse_others(file)
@@ -273,9 +269,7 @@ def _choose(tokenizer: Any, name: str | None) -> Any:
 
 
 def _end_of(end: Any, tokenizer: Any) -> int | bool:
-    """The token after each document, False for none, True for one that is made up beyond the
-    vocabulary.
-    """
+    """The token after each document: False for none, True for a new one beyond the vocabulary."""
     if isinstance(end, bool):
         if not end or isinstance(tokenizer, str):
             return end
@@ -292,7 +286,7 @@ def _end_of(end: Any, tokenizer: Any) -> int | bool:
 
 
 def _encoded(encoder: Any, piece: Any, which: str) -> Tokens:
-    """The tokens of a piece; ``which`` says for an error where it stands."""
+    """Tokens of a piece; ``which`` names its place for errors."""
     try:
         given = encoder(piece)
     except RondeError:
@@ -316,7 +310,7 @@ def _encoded(encoder: Any, piece: Any, which: str) -> Tokens:
 def _tokenize(
     files: Sequence[Path], field: str, encoder: Any, end: int | bool, folder: Path
 ) -> None:
-    """Write ``tokens.raw``, ``ends.npy`` (where each document ends) and ``about.json``."""
+    """Write ``tokens.raw``, ``ends.npy`` (where documents end) and ``about.json``."""
     whole = isinstance(encoder, _Given)
     about: dict[str, Any] = {"version": _VERSION}
     if encoder is None:
@@ -419,7 +413,7 @@ class TextSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files, the tokenizer, and how samples are cut."""
+        """Covers the files, the tokenizer, and how samples are cut."""
         return digest_values("text", self._key, self.length, self.pack, self.pad)
 
     def _map(self) -> Tokens:
@@ -433,7 +427,7 @@ class TextSource(BaseSource):
         return cast("Tokens", self._tokens)
 
     def read(self, ids: Sequence[int]) -> Batch:
-        """``(inputs, targets)``, int64, batch × length; the targets are one token further."""
+        """``(inputs, targets)``, int64, batch × length; targets are shifted by one token."""
         wanted = check_ids(ids, len(self))
         tokens, length = self._map(), self.length
         inputs = np.empty((len(wanted), length), dtype=np.int64)
@@ -466,12 +460,12 @@ def text(
     cache: str | os.PathLike[str] | None = None,
     name: str | None = None,
 ) -> Pipeline:
-    """Text for a language model: sample ``i`` is ``(inputs, targets)``, ``length`` tokens each, the
-    targets one token further.
+    """Text for a language model: sample ``i`` is ``(inputs, targets)`` of ``length`` tokens,
+    targets shifted by one.
 
-    All documents are tokenized once, into a file of whole numbers that is mapped into memory and
-    shared by all processes of a machine; it is made whole or not at all, and made anew when a file
-    or the tokenizer changes. Any sample is found at once, whatever the size.
+    All documents are tokenized once into an integer file that all processes of a machine map into
+    memory. It is written atomically, and rebuilt when a file or the tokenizer changes. Every sample
+    is found in constant time.
 
     Args:
         path: a file, a folder, a glob, or a list of such. A text file, in UTF-8, is one document;

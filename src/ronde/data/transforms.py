@@ -1,12 +1,11 @@
-"""What is done to images: crops, sizes, flips, colour. On the CPU image by image, or on the device
-batch by batch.
+"""Image transforms: crop, resize, flip, color. Per image on the CPU, or per batch on the device.
 
-A transform draws its random numbers apart from using them: ``draw(height, width)`` asks
-:func:`ronde.feed.rng`, always on the CPU and for one sample, so that they do not depend on who
-computes the pixels. On the device, all that moves pixels (crop, size, window, flip) is one
-:class:`View` a sample, carried out as two batched matrix products: the same antialiased triangle
-filter, in the same order (rows first) and rounded at the same places as torch's
-``interpolate(uint8, antialias=True)`` and Pillow's ``resize`` on the CPU.
+Random numbers are drawn separately from their use: ``draw(height, width)`` asks
+:func:`ronde.feed.rng`, on the CPU and per sample, so they do not depend on where pixels are
+computed. On the device, all transforms that move pixels (crop, resize, window, flip) become one
+:class:`View` per sample, computed as two batched matrix products. They use the same antialiased
+triangle filter, order (rows first) and rounding as torch's ``interpolate(uint8, antialias=True)``
+and Pillow's ``resize`` on the CPU.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ Drawn = tuple[float, ...]
 
 @dataclass(frozen=True)
 class View:
-    """Where the pixels of a result come from: a rectangle of the image, resized, of which a window
-    is seen, perhaps mirrored.
+    """Where a result's pixels come from: a rectangle of the image, resized, cut to a window,
+    possibly mirrored.
 
     Attributes:
         top, left, height, width: the rectangle, in pixels of the decoded image.
@@ -68,11 +67,11 @@ class View:
 
     @classmethod
     def whole(cls, height: int, width: int) -> View:
-        """All of an image, as it is."""
+        """The whole image."""
         return cls(0, 0, height, width, None, 0, 0, height, width)
 
     def cropped(self, top: int, left: int, height: int, width: int) -> View:
-        """A rectangle of what is seen."""
+        """Crop the view."""
         if self.flip:
             left = self.columns - left - width
         if self.size is None:
@@ -88,7 +87,7 @@ class View:
         return replace(self, y=self.y + top, x=self.x + left, rows=height, columns=width)
 
     def resized(self, height: int, width: int) -> View:
-        """What is seen, at another size."""
+        """Resize the view."""
         if (height, width) == (self.rows, self.columns):
             return self
         if self.size is not None:
@@ -99,17 +98,17 @@ class View:
         return replace(self, size=(height, width), rows=height, columns=width)
 
     def numbers(self) -> Drawn:
-        """What :func:`render_views` needs to know of it: 7 numbers."""
+        """The 7 numbers that :func:`render_views` needs."""
         height, width = self.size or (self.height, self.width)
         return (self.height, self.width, height, width, self.y, self.x, float(self.flip))
 
 
 class Transform:
-    """Base of what is done to one image; a user's own may be any callable instead.
+    """Base class of image transforms; any callable also works.
 
-    Called with a ``uint8`` tensor 3 × height × width and gives another. A subclass overrides
-    :meth:`apply`, and :meth:`draw` if it is random; for ``on_device=True`` also :meth:`place` (it
-    moves pixels) or :meth:`on_batch` (it changes their values).
+    Maps a ``uint8`` tensor 3 × height × width to another. Subclasses override :meth:`apply`, and
+    :meth:`draw` if random. For ``on_device=True`` they also override :meth:`place` (moves pixels)
+    or :meth:`on_batch` (changes values).
     """
 
     moves: ClassVar[bool] = False
@@ -119,23 +118,23 @@ class Transform:
 
     @property
     def result(self) -> tuple[int, int] | None:
-        """Height and width of every result; None where they depend on the image."""
+        """Height and width of every result; None if they depend on the image."""
         return None
 
     def draw(self, height: int, width: int) -> Drawn:
-        """The random numbers for an image of this size, from :func:`ronde.feed.rng`."""
+        """Draw the random numbers for an image of this size, from :func:`ronde.feed.rng`."""
         return ()
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """The image, with these numbers."""
+        """Transform the image with these numbers."""
         raise NotImplementedError
 
     def place(self, view: View, drawn: Drawn) -> View:
-        """The same as :meth:`apply`, of where pixels come from."""
+        """The same as :meth:`apply`, for a view."""
         raise NotImplementedError
 
     def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """The same as :meth:`apply`, of a whole batch on the device.
+        """The same as :meth:`apply`, for a whole batch on the device.
 
         Args:
             images: batch × height × width × 3, floating-point values in 0 … 255.
@@ -144,7 +143,7 @@ class Transform:
         raise NotImplementedError
 
     def __call__(self, image: Tensor) -> Tensor:
-        """The image, with numbers drawn for it."""
+        """Draw numbers and transform the image."""
         return self.apply(image, self.draw(image.shape[-2], image.shape[-1]))
 
 
@@ -176,8 +175,7 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Transform):
-    """A random part of the image, of random shape, at a fixed size; torchvision's, with the same
-    distribution.
+    """Crop a random part of random shape and resize it; the same distribution as torchvision's.
 
     Args:
         size: of the result, in pixels: one number or (height, width).
@@ -206,11 +204,11 @@ class RandomResizedCrop(Transform):
 
     @property
     def result(self) -> tuple[int, int]:
-        """The size asked for."""
+        """The requested size."""
         return pair(self.size, "size")
 
     def draw(self, height: int, width: int) -> Drawn:
-        """Top, left, height and width of the part."""
+        """Top, left, height and width of the crop."""
         area = height * width
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         numbers = rng()
@@ -230,18 +228,18 @@ class RandomResizedCrop(Transform):
         return ((height - h) // 2, (width - w) // 2, h, w)
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Cut it out, and resize only that."""
+        """Crop, then resize."""
         top, left, h, w = (int(n) for n in drawn)
         return resized(image[:, top : top + h, left : left + w], *self.result)
 
     def place(self, view: View, drawn: Drawn) -> View:
-        """The part, resized."""
+        """Crop, then resize."""
         return view.cropped(*(int(n) for n in drawn)).resized(*self.result)
 
 
 @dataclass(frozen=True)
 class Resize(Transform):
-    """The whole image, smaller or larger.
+    """Resize the whole image.
 
     Args:
         shorter: pixels of its shorter side, the shape being kept; or (height, width).
@@ -255,7 +253,7 @@ class Resize(Transform):
 
     @property
     def result(self) -> tuple[int, int] | None:
-        """The size asked for, where it is (height, width)."""
+        """The requested size, if it is (height, width)."""
         return None if isinstance(self.shorter, int) else pair(self.shorter, "shorter")
 
     def target(self, height: int, width: int) -> tuple[int, int]:
@@ -267,17 +265,17 @@ class Resize(Transform):
         return max(1, int(self.shorter * height / width)), self.shorter
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Resize it."""
+        """Resize the image."""
         return resized(image, *self.target(image.shape[-2], image.shape[-1]))
 
     def place(self, view: View, drawn: Drawn) -> View:
-        """All that is seen, resized."""
+        """Resize the view."""
         return view.resized(*self.target(view.rows, view.columns))
 
 
 @dataclass(frozen=True)
 class CenterCrop(Transform):
-    """The middle of the image.
+    """Crop the center of the image.
 
     Args:
         size: in pixels: one number or (height, width).
@@ -291,7 +289,7 @@ class CenterCrop(Transform):
 
     @property
     def result(self) -> tuple[int, int]:
-        """The size asked for."""
+        """The requested size."""
         return pair(self.size, "size")
 
     def _box(self, height: int, width: int) -> tuple[int, int, int, int]:
@@ -306,18 +304,18 @@ class CenterCrop(Transform):
         return round((height - h) / 2), round((width - w) / 2), h, w
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Cut it out."""
+        """Crop the image."""
         top, left, h, w = self._box(image.shape[-2], image.shape[-1])
         return image[:, top : top + h, left : left + w]
 
     def place(self, view: View, drawn: Drawn) -> View:
-        """The middle of what is seen."""
+        """Crop the view."""
         return view.cropped(*self._box(view.rows, view.columns))
 
 
 @dataclass(frozen=True)
 class HorizontalFlip(Transform):
-    """Mirrored left to right, with a probability.
+    """Mirror left to right with a probability.
 
     Args:
         p: the probability.
@@ -332,15 +330,15 @@ class HorizontalFlip(Transform):
             raise ArgumentError(f"HorizontalFlip(p={self.p}): expected a probability, 0 … 1.")
 
     def draw(self, height: int, width: int) -> Drawn:
-        """1 to mirror, 0 not to."""
+        """1 to mirror, else 0."""
         return (float(rng().random() < self.p),)
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Mirror it, or not."""
+        """Mirror the image if drawn."""
         return image.flip(-1) if drawn[0] else image
 
     def place(self, view: View, drawn: Drawn) -> View:
-        """Mirror what is seen, or not."""
+        """Mirror the view if drawn."""
         return replace(view, flip=view.flip != bool(drawn[0]))
 
 
@@ -353,10 +351,10 @@ def _grey(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ColorJitter(Transform):
-    """Brightness, contrast and saturation, each by a random factor, always in this order.
+    """Change brightness, contrast and saturation by random factors, in this order.
 
-    A factor is uniform in [max(0, 1 - x), 1 + x]; values are cut off at 0 and 255 after each, and
-    rounded once at the end. torchvision shuffles the order and rounds after each.
+    A factor is uniform in [max(0, 1 - x), 1 + x]. Values are clamped to 0 … 255 after each step and
+    rounded once at the end; torchvision shuffles the order and rounds after each.
 
     Args:
         brightness, contrast, saturation: 0 leaves it as it is.
@@ -375,7 +373,7 @@ class ColorJitter(Transform):
                 )
 
     def draw(self, height: int, width: int) -> Drawn:
-        """The three factors."""
+        """Draw the three factors."""
         u = rng().random(3).tolist()
         spans = (self.brightness, self.contrast, self.saturation)
         return tuple(
@@ -383,12 +381,12 @@ class ColorJitter(Transform):
         )
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """With these factors."""
+        """Apply the factors."""
         values = image.permute(1, 2, 0).contiguous().to(torch.float32)
         return self._jittered(values, list(drawn)).to(image.dtype).permute(2, 0, 1)
 
     def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """With each image's own factors."""
+        """Apply each image's factors."""
         return self._jittered(
             images, [drawn[:, k].to(images.dtype).view(-1, 1, 1, 1) for k in range(3)]
         )
@@ -410,8 +408,8 @@ class ColorJitter(Transform):
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Means and deviations in 0 … 255, as long as a row of pixels: arithmetic on an innermost
-    dimension of 3 is slow on a CPU.
+    """Means and deviations in 0 … 255, repeated to a pixel row: an innermost dimension of 3 is slow
+    on CPUs.
     """
     found = [
         (torch.tensor(values, dtype=torch.float32) * 255).repeat(width).to(device)
@@ -422,10 +420,14 @@ def _constants(
 
 @dataclass(frozen=True)
 class Normalize(Transform):
-    """``(pixel / 255 - mean) / std`` by channel: floating-point numbers instead of bytes.
+    """``(pixel
 
-    As the last step it is always done on the device, whatever computes the rest: bytes are a
-    quarter of the way there.
+    255 - mean)
+
+    std`` per channel, as floats.
+
+    As the last step it always runs on the device, wherever the rest runs: bytes are a quarter of
+    the transfer.
 
     Args:
         mean: of red, green and blue, in [0, 1].
@@ -443,12 +445,12 @@ class Normalize(Transform):
             )
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Of one image, ``float32``."""
+        """Normalize one image, ``float32``."""
         return self.normalized(image[None], torch.float32)[0]
 
     def normalized(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of batch × 3 × height × width with values in 0 … 255; the result has its channels
-        innermost in memory (``channels_last``).
+        """Normalize batch × 3 × height × width with values in 0 … 255; the result is
+        ``channels_last``.
         """
         n, _, height, width = images.shape
         rows = images.permute(0, 2, 3, 1)
@@ -475,8 +477,8 @@ class Normalize(Transform):
 def _filter(
     source: Tensor, target: Tensor, first: Tensor, mirrored: Tensor | None, count: int, padded: int
 ) -> tuple[Tensor, Tensor]:
-    """The weights of an antialiased bilinear resize along one axis, as whole numbers: torch's and
-    Pillow's are, for bytes.
+    """Integer weights of an antialiased bilinear resize along one axis, as torch and Pillow use for
+    bytes.
 
     Args:
         source, target: pixels before and after, for each image.
@@ -516,7 +518,7 @@ def _filter(
 
 
 def render_views(pixels: Tensor, views: Tensor, rows: int, columns: int) -> Tensor:
-    """Resize, cut and mirror a batch of rectangles of different sizes, where they are.
+    """Resize, crop and mirror a batch of rectangles of different sizes, on their device.
 
     Args:
         pixels: batch × height × width × 3 ``uint8``: each rectangle in the upper left corner,

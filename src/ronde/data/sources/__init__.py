@@ -1,8 +1,8 @@
-"""Where samples come from: random access by batch of ids, locally or through fsspec.
+"""Sample sources: random access by batches of ids, locally or through fsspec.
 
 Offers :func:`folder`, :func:`tar`, :func:`parquet`, :func:`tokens`, :func:`arrays` and
-:func:`dataset`. Each gives a ``Source`` that is also a map-style Dataset, opens its files lazily in
-each process, and can be copied into loading processes.
+:func:`dataset`. Each returns a ``Source`` that is also a map-style Dataset, opens its files lazily
+in each process, and can be sent to loading processes.
 """
 
 from ronde.data.sources.arrays import ArraySource, arrays

@@ -1,4 +1,4 @@
-"""Arrays on disk (npy, npz, Arrow) by batch of rows."""
+"""Arrays on disk (npy, npz, Arrow), read by batches of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
 def npy_header(
     store: Store, path: str, size: int, start: int = 0
 ) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Where an npy file's numbers begin, their shape and type.
+    """The data offset, shape and type of an npy file.
 
     Raises:
         ArgumentError: it is none, holds Python objects, stands in Fortran order, or is truncated.
@@ -56,7 +56,7 @@ def npy_header(
 
 
 class _Rows:
-    """One array in a file: mapped where it is local, fetched by rows where it is remote."""
+    """One array in a file: memory-mapped if local, fetched by rows if remote."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Rows:
 
 
 class _Held:
-    """One array in memory."""
+    """An array in memory."""
 
     def __init__(self, values: np.ndarray[Any, Any], name: str) -> None:
         if not values.ndim:
@@ -140,7 +140,7 @@ class _Held:
 
 
 def open_arrow(source: Any) -> Any:
-    """A reader of an Arrow IPC file, or stream (what Hugging Face's ``datasets`` writes)."""
+    """Open an Arrow IPC file or stream (Hugging Face's ``datasets`` writes streams)."""
     import pyarrow as pa
 
     try:
@@ -151,13 +151,13 @@ def open_arrow(source: Any) -> Any:
 
 
 def arrow_batches(reader: Any) -> Iterator[Any]:
-    """Its record batches, in order."""
+    """The record batches, in order."""
     count = getattr(reader, "num_record_batches", None)
     yield from (reader.get_batch(i) for i in range(count)) if count is not None else reader
 
 
 class _Arrow:
-    """All columns of Arrow IPC files, one after the other, mapped."""
+    """All columns of several Arrow IPC files, concatenated and memory-mapped."""
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None) -> None:
         need("pyarrow", "tables", paths[0])
@@ -235,8 +235,8 @@ class _Arrow:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """The Arrow files of a folder: as its ``state.json`` says (Hugging Face's ``save_to_disk``
-    writes one), else by name.
+    """A folder's Arrow files, in the order of ``state.json`` (Hugging Face's ``save_to_disk``) or
+    by name.
     """
     try:
         named = [
@@ -278,18 +278,16 @@ class ArraySource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files' names and sizes, the arrays' shapes and types."""
+        """Covers file names and sizes, array shapes and types."""
         names = list(self._columns) if isinstance(self._columns, dict) else None
         return digest_values("arrays", names, [c.describe() for c in self._parts()])
 
     def origins(self) -> list[Any]:
-        """The files, or the arrays themselves where they are held in memory."""
+        """The files, or the in-memory arrays."""
         return [self._alone, *(each for column in self._parts() for each in column.origin())]
 
     def take(self, ids: Sequence[int]) -> Any:
-        """The rows of these ids, as columns: a dict, a tuple, or one array, as the source was
-        given.
-        """
+        """Rows as columns: a dict, a tuple or one array, as the source was given."""
         wanted = check_ids(ids, len(self))
         if isinstance(self._columns, _Arrow):
             return self._columns.take(wanted)
@@ -299,7 +297,7 @@ class ArraySource(BaseSource):
         return found[0] if self._alone else found
 
     def read(self, ids: Sequence[int]) -> Any:
-        """The rows of these ids, in this order.
+        """Rows of these ids, in this order.
 
         Raises:
             SampleError: a file cannot be read; it is named.
@@ -365,7 +363,7 @@ def _one(given: Any, name: str, store: Store) -> Any:
 
 
 def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
-    """An array, a tensor or a list as an array that says the same.
+    """An array, tensor or list as an equal NumPy array.
 
     Raises:
         ArgumentError: there is none.
@@ -397,10 +395,10 @@ def arrays(
     columns: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ArraySource:
-    """Rows of arrays on disk, mapped into memory and read by batch of ids.
+    """Rows of arrays on disk, memory-mapped and read by batches of ids.
 
-    Samples are tensors; torch's ``default_collate`` of a batch gives whole columns without going
-    through its rows.
+    Samples are tensors; torch's ``default_collate`` of a batch returns whole columns without
+    visiting rows.
 
     Args:
         given: a ``.npy`` file: its rows. A dict of names and ``.npy`` files (or arrays), or an

@@ -1,6 +1,4 @@
-"""What every source has in common: what a sample of a file is, compact lists of names, batches that
-know their collated form.
-"""
+"""What all sources share: samples of files, compact name lists, batches with a collated form."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class _Resets(Protocol):
 
 
 def reset_after_fork(thing: _Resets) -> None:
-    """Have ``thing.reset()`` called first thing in every child that this process forks."""
+    """Call ``thing.reset()`` first in every forked child."""
     _forked.add(thing)
 
 
@@ -76,8 +74,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Names(Sequence[str]):
-    """Many strings in two arrays: a million names cost their letters and 8 bytes each, and are
-    copied at once into a loading process.
+    """Many strings in two arrays: a million names cost their letters plus 8 bytes each, and copy
+    fast.
 
     Example:
         >>> names = Names.of(["a.jpg", "b.jpg"])
@@ -93,13 +91,13 @@ class Names(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Names:
-        """Of any strings; those of a file system may hold bytes that are no text."""
+        """Build from any strings; file names may hold bytes that are not text."""
         raw = [name.encode("utf-8", "surrogateescape") for name in names]
         return cls(b"".join(raw), np.cumsum([len(r) for r in raw], dtype=np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Names]) -> Names:
-        """Several, one after the other."""
+        """Concatenate several."""
         starts = np.cumsum([0, *(len(p.blob) for p in parts)])
         ends = [p.ends + start for p, start in zip(parts, starts, strict=False)]
         return cls(
@@ -132,23 +130,20 @@ class Names(Sequence[str]):
 
 
 class Row(dict[str, Any]):
-    """One sample of named columns. Many of them, as a source gave them, are collated column by
-    column.
-    """
+    """One sample of named columns; many of them collate column by column."""
 
 
 class Tuple(tuple[Any, ...]):
-    """One sample of columns without names; collated like :class:`Row`."""
+    """One sample of unnamed columns; collates like :class:`Row`."""
 
     __slots__ = ()
 
 
 class Batch(Sequence[Any]):
-    """Samples of one batch, held as columns: they are made one by one only if somebody looks at
-    them one by one.
+    """Samples of one batch as columns; rows are made only on access.
 
     torch's ``default_collate`` of it is :attr:`collated`, so neither Ronde nor a plain DataLoader
-    goes through it row by row.
+    visits rows.
 
     Args:
         columns: equally long columns: numpy arrays, tensors or lists; with names, as tuples, or one
@@ -183,8 +178,8 @@ class Batch(Sequence[Any]):
 
     @property
     def collated(self) -> Any:
-        """The batch as the model takes it: tensors for columns of numbers, lists for others; a
-        dict, or a list where columns have no names.
+        """The batch as the model takes it: tensors for numeric columns, else lists; a dict, or a
+        list for unnamed columns.
         """
         if isinstance(self.columns, dict):
             return {name: tensor_of(values) for name, values in self.columns.items()}
@@ -192,7 +187,7 @@ class Batch(Sequence[Any]):
 
 
 def tensor_of(values: Any) -> Any:
-    """A column of numbers as a tensor; anything else as it is."""
+    """A numeric column as a tensor; anything else unchanged."""
     if isinstance(values, np.ndarray):
         if values.dtype == object or values.dtype.kind in "SUV":
             return values.tolist()
@@ -224,8 +219,8 @@ default_collate_fn_map[Tuple] = _collate_batch
 
 
 class BaseSource(Dataset[Any]):
-    """A source is also a map-style Dataset: ``ronde.distribute(model, optimizer, source)`` takes it
-    as it is.
+    """A source is also a map-style Dataset, ready for ``ronde.distribute(model, optimizer,
+    source)``.
     """
 
     classes: list[str] | None = None
@@ -248,14 +243,13 @@ class BaseSource(Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the samples, their number or their order does."""
+        """Changes with the samples, their number or their order."""
         raise NotImplementedError
 
     def origins(self) -> Sequence[Any] | None:
-        """Paths, URLs and arrays in memory that the samples come from, of which a fingerprint knows
-        names and sizes only: for a cache.
+        """Paths, URLs and in-memory arrays behind the samples, for caches that check contents.
 
-        None where the attributes ``path``, ``paths`` or a method ``file(i)`` tell it.
+        None if the attributes ``path``, ``paths`` or the method ``file(i)`` say it.
         """
         return None
 
@@ -286,7 +280,7 @@ def check_ids(ids: Sequence[int], n: int) -> Ints:
 
 
 def digest_values(*parts: Any) -> str:
-    """16 letters that stand for some values; equal values give equal letters on every machine.
+    """16 letters, equal for equal values on every machine.
 
     Example:
         >>> digest_values("a", 1) == digest_values("a", 1), digest_values("a",
@@ -307,8 +301,7 @@ def digest_values(*parts: Any) -> str:
 
 
 def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str] | None:
-    """The classes that ``classes=`` or ``like=`` name, in the order in which labels count them;
-    None where neither is given.
+    """The classes named by ``classes=`` or ``like=``, in label order; None without either.
 
     Raises:
         ArgumentError: both are given, or what is given names none.
@@ -339,7 +332,7 @@ def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str]
 
 
 def unknown_class(label: Any, classes: Sequence[str]) -> str:
-    """What to say of a label that is no class."""
+    """The message for a label that is not a class."""
     shown = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
     return f"the label {label!r} is none of the {len(classes):,} classes that were given ({shown})"
 
@@ -347,7 +340,7 @@ def unknown_class(label: Any, classes: Sequence[str]) -> str:
 def encode_labels(
     values: Sequence[Any], known: Sequence[str] | None = None
 ) -> tuple[Any, list[str] | None]:
-    """Labels as they are trained on.
+    """Encode labels as class numbers.
 
     Args:
         known: the classes that texts are; None are those that occur, sorted.
@@ -390,10 +383,10 @@ _NO_NUMBER = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 
 
 def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
-    """Texts as integers if each is written as Python writes it, else as floating-point numbers if
-    all are decimals, else as they are.
+    """Texts as integers if all are written as Python writes them, else floats if all are decimals,
+    else unchanged.
 
-    So ``007`` and ``7``, which are two names, never become one number.
+    So ``007`` and ``7``, two different names, never become one number.
 
     Raises:
         ArgumentError: all are decimals but for some ``nan`` or ``inf``, which no training can take

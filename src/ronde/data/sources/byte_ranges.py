@@ -1,5 +1,5 @@
-"""Bytes by place: many ranges at once, of local files by ``pread``, of remote ones through fsspec
-with several requests in flight.
+"""Read many byte ranges at once: local files with ``pread``, remote ones through fsspec,
+concurrently.
 """
 
 from __future__ import annotations
@@ -46,20 +46,18 @@ V = TypeVar("V")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, as ``s3://bucket/shards``; ``file://`` is not remote, and a leading
-    ``file://`` is to be taken off.
-    """
+    """Whether a path is a URL such as ``s3://bucket/shards``; ``file://`` is local."""
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A local path as text."""
+    """A local path as text, without ``file://``."""
     text = os.fspath(path)
     return text.removeprefix("file://")
 
 
 class ByteRange(NamedTuple):
-    """Some bytes of a file.
+    """A byte range of a file.
 
     Attributes:
         path: a local path, or a URL.
@@ -75,9 +73,7 @@ class ByteRange(NamedTuple):
 
 
 class _OpenFiles:
-    """Descriptors of this process, opened when first needed, closed when others were used more
-    lately. Safe among threads.
-    """
+    """This process's open descriptors, closed least recently used first. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -87,9 +83,7 @@ class _OpenFiles:
         reset_after_fork(self)
 
     def reset(self) -> None:
-        """In a forked child: its copies of the descriptors are closed, which does not touch the
-        parent's.
-        """
+        """In a forked child, close the copied descriptors; the parent's stay open."""
         self._lock = threading.Lock()
         for descriptor, _ in self._held.values():
             os.close(descriptor)
@@ -125,9 +119,7 @@ class _OpenFiles:
                     os.close(entry[0])
 
     def refresh(self, path: str, now: os.stat_result) -> None:
-        """Keep a path open only if it is still that file: another of the same size may have taken
-        its place.
-        """
+        """Reopen a path if it now names another file, even of the same size."""
         with self._lock:
             for key in ((path, now.st_size), (path, None)):
                 entry = self._held.get(key)
@@ -137,7 +129,7 @@ class _OpenFiles:
                         os.close(entry[0])
 
     def count(self) -> int:
-        """How many are open."""
+        """Number of open descriptors."""
         return len(self._held)
 
 
@@ -181,9 +173,7 @@ def _read_local(place: ByteRange) -> bytes:
 
 
 class _FileSystems:
-    """fsspec's file systems of this process, one for each protocol and set of options, used by all
-    of its threads.
-    """
+    """fsspec file systems of this process, one per protocol and options, shared by threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -219,7 +209,7 @@ _file_systems = _FileSystems()
 
 
 def _final(error: BaseException) -> bool:
-    """Whether trying again is of no use."""
+    """Whether retrying is pointless."""
     return isinstance(
         error,
         FileNotFoundError
@@ -231,7 +221,7 @@ def _final(error: BaseException) -> bool:
 
 
 class Store:
-    """Where some paths are: this machine, or what a URL's protocol says.
+    """Access to some paths: local, or by a URL's protocol.
 
     Args:
         options: for fsspec's file system, as ``{"anon": True}``.
@@ -241,11 +231,11 @@ class Store:
         self.options = dict(options or {})
 
     def file_system(self, url: str) -> Any:
-        """fsspec's file system for a URL."""
+        """The fsspec file system of a URL."""
         return _file_systems.of(url, self.options)
 
     def read(self, places: Sequence[ByteRange]) -> list[bytes]:
-        """The bytes of each place.
+        """Read the bytes of each range.
 
         Raises:
             SampleError: one of them cannot be read; it names the file.
@@ -318,10 +308,10 @@ class Store:
         return self.stat(path)[0]
 
     def stat(self, path: str) -> tuple[int, int, str]:
-        """``(bytes, time of the last change in ns, tag)`` of a file.
+        """``(bytes, modification time in ns, tag)`` of a file.
 
-        A local file has no tag. A remote one's time is 0; its tag is its ETag, checksum or time,
-        and empty where its server says none.
+        A local file has no tag. A remote file's time is 0; its tag is its ETag, checksum or time,
+        empty if the server gives none.
 
         Raises:
             ArgumentError: there is no such file.
@@ -349,7 +339,7 @@ class Store:
         )
 
     def whole(self, path: str) -> bytes | None:
-        """A whole file; None if there is none."""
+        """A whole file; None if it is missing."""
         try:
             if not is_remote(path):
                 return Path(path).read_bytes() if Path(path).is_file() else None
@@ -373,7 +363,7 @@ def _said(error: BaseException) -> str:
 
 
 def _merge(asked: list[tuple[int, ByteRange]]) -> list[tuple[ByteRange, list[int]]]:
-    """Neighbouring ranges of a file as one request."""
+    """Merge neighboring ranges of a file into one request."""
     whole = [(place, [i]) for i, place in asked if place.length is None]
     merged: list[tuple[ByteRange, list[int]]] = []
     for i, place in sorted(
@@ -399,8 +389,8 @@ def _merge(asked: list[tuple[int, ByteRange]]) -> list[tuple[ByteRange, list[int
 def expand(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], store: Store, argument: str
 ) -> list[str]:
-    """Paths, globs (``shards/*.tar``) and counted braces (``shard-{000..012}.tar``) as a list of
-    files, each glob's sorted.
+    """Expand globs (``shards/*.tar``) and braces (``shard-{000..012}.tar``) to a file list; globs
+    sort.
 
     Raises:
         ArgumentError: nothing matches.
@@ -436,7 +426,7 @@ def expand(
 
 
 def inside(folder: str, ending: str, argument: str) -> list[str]:
-    """The files of a local folder with this ending, sorted; the folder's own name is no pattern.
+    """A local folder's files with this suffix, sorted; the folder's name is not a pattern.
 
     Raises:
         ArgumentError: there is none.
@@ -461,7 +451,7 @@ def _braces(text: str) -> list[str]:
 
 
 class BytesCache(Generic[K, V]):
-    """What was made last, up to so many bytes. Safe among threads: what two of them want is made
+    """The last values, up to a number of bytes. Thread-safe; concurrent requests build a value
     once.
 
     Args:
@@ -476,7 +466,7 @@ class BytesCache(Generic[K, V]):
         reset_after_fork(self)
 
     def reset(self) -> None:
-        """Empty it. In a forked child, what other threads of the parent were making never comes."""
+        """Empty it. In a forked child, values the parent's threads were building never arrive."""
         self._lock = threading.Lock()
         self._held: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._coming: dict[K, Future[V]] = {}

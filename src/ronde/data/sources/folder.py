@@ -71,7 +71,7 @@ class FolderSource(BaseSource):
         return f"{self.path}/{self.names[i]}"
 
     def name(self, i: int) -> str:
-        """The path of sample ``i`` below the folder."""
+        """Sample ``i``'s path within the folder."""
         return self.names[i]
 
     def label(self, i: int) -> Any:
@@ -93,7 +93,7 @@ class FolderSource(BaseSource):
 
     @property
     def sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Bytes of each file, looked up when first asked for."""
+        """Bytes of each file, read on first use."""
         if self._sizes is None:
             self._sizes = np.fromiter(
                 (self._store.size(self.file(i)) for i in range(len(self))),
@@ -104,8 +104,8 @@ class FolderSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files' names, sizes and labels, wherever the folder is; what ``ronde pack`` makes
-        of the folder has the same.
+        """Covers file names, sizes and labels, not the location; a pack of the folder has the same
+        one.
         """
         if self._fingerprint is None:
             self._fingerprint = digest_values(
@@ -137,8 +137,7 @@ def folder(
 ) -> FolderSource:
     """Files below a folder, sorted by name; each is a :class:`Sample` of bytes, label and name.
 
-    Hidden files and folders are left out, and links that lead back to a folder above them. Files
-    are listed once, here: what is added later is not seen.
+    Hidden files, hidden folders and link cycles are skipped. Files are listed once, at this call.
 
     Args:
         path: the folder, or a URL that fsspec knows (``s3://bucket/train``; extra ``remote``).
@@ -226,8 +225,7 @@ def folder(
 
 
 def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None) -> None:
-    """A class folder without files would be no class, and the classes after it would have the
-    numbers before theirs.
+    """Refuse empty class folders, which would shift the numbers of later classes.
 
     Raises:
         ArgumentError: there is one.
@@ -249,9 +247,7 @@ def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None
 
 
 def _listed(root: str) -> dict[str, int | None]:
-    """Files below a local folder; their sizes are left for later: each would be one more call to
-    the system.
-    """
+    """Files below a local folder, without sizes: each would cost a system call."""
     if not os.path.isdir(root):  # noqa: PTH112
         kind = "is a file" if os.path.exists(root) else "does not exist"  # noqa: PTH110
         raise ArgumentError(f"the folder {root} {kind}.")

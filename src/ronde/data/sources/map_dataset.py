@@ -30,17 +30,13 @@ class DatasetSource(BaseSource):
         return f"dataset({type(self.data).__name__}): {len(self):,} samples"
 
     def read(self, ids: Sequence[int]) -> Any:
-        """The samples of these ids, in this order, by the data set's own ``__getitems__`` where it
-        has one.
-        """
+        """The samples of these ids, through the dataset's ``__getitems__`` if it has one."""
         wanted = check_ids(ids, len(self)).tolist()
         return self.data.__getitems__(wanted) if self._many else [self.data[i] for i in wanted]
 
     @property
     def fingerprint(self) -> str:
-        """The data set's own ``fingerprint`` where it has one; else of its class and length, which
-        is all that can be known of it.
-        """
+        """The dataset's own ``fingerprint`` if it has one, else its class and length."""
         own = getattr(self.data, "fingerprint", None)
         if isinstance(own, str):
             return own
@@ -54,7 +50,7 @@ class DatasetSource(BaseSource):
 
 
 def dataset(data: Any) -> DatasetSource:
-    """A map-style Dataset as a source, to build a pipeline on it.
+    """Wrap a map-style Dataset as a source, to build a pipeline on it.
 
     Args:
         data: anything with ``__len__`` and ``__getitem__``; its ``__getitems__`` is used where it

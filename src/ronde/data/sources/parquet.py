@@ -1,6 +1,4 @@
-"""Rows of Parquet files, by batch of ids: row groups are decoded whole and kept while memory
-lasts.
-"""
+"""Rows of Parquet files by batches of ids: row groups are decoded whole and cached."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ Columns = dict[str, Any]
 
 
 class _Ranges(io.RawIOBase):
-    """A remote file of which some ranges are in memory; others are fetched when they are read."""
+    """A remote file with some ranges in memory; others are fetched when read."""
 
     def __init__(self, store: Store, path: str, size: int, held: list[tuple[int, bytes]]) -> None:
         self._store, self._path, self._size, self._held = store, path, size, held
@@ -81,8 +79,9 @@ class _Ranges(io.RawIOBase):
 
 
 def plain_type(kind: Any) -> Any:
-    """A type without Arrow's views (``string_view``, ``list_view`` and so on, as Polars writes
-    them), of which rows cannot be taken."""
+    """A type without Arrow views (``string_view``, ``list_view``; Polars writes them), which
+    ``take`` cannot handle.
+    """
     import pyarrow as pa
 
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
@@ -112,9 +111,7 @@ def plain_type(kind: Any) -> Any:
 
 
 def holds_nulls(column: Any) -> bool:
-    """Whether a column of an Arrow table holds nulls, or one of its lists of constant length
-    does.
-    """
+    """Whether an Arrow column, or a fixed-size list in it, holds nulls."""
     import pyarrow as pa
 
     return bool(column.null_count) or (
@@ -126,8 +123,8 @@ def holds_nulls(column: Any) -> bool:
 def to_columns(
     table: Any, nulls: frozenset[str], where: str, as_it_is: str | None = None
 ) -> Columns:
-    """An Arrow table as columns: numbers as numpy arrays, lists of constant length as 2-D ones, all
-    else as Arrow arrays.
+    """An Arrow table as columns: numbers as NumPy arrays, fixed-size lists as 2-D arrays, others as
+    Arrow arrays.
 
     Args:
         nulls: columns that hold nulls somewhere: of them, whole numbers are floating-point
@@ -191,7 +188,7 @@ def gather(
     starts: np.ndarray[Any, np.dtype[np.int64]],
     groups: dict[int, Columns],
 ) -> Columns:
-    """Rows of several groups, in the order of ids; texts and bytes as lists.
+    """Rows of several groups, in id order; texts and bytes as lists.
 
     Args:
         starts: the first id of each group, and the end.
@@ -230,9 +227,7 @@ def gather(
 
 
 def _leaves(kind: Any) -> int:
-    """How many of a file's columns hold a field of this type: one for each part that is no list,
-    map or struct.
-    """
+    """How many file columns a field of this type spans."""
     if hasattr(kind, "storage_type"):
         return _leaves(kind.storage_type)
     return (
@@ -241,8 +236,8 @@ def _leaves(kind: Any) -> int:
 
 
 def _owners(metadata: Any) -> list[str]:
-    """The field that each of a file's columns belongs to. Their paths do not say it: ``a.b`` may be
-    a field, or a part of ``a``.
+    """The field each file column belongs to. Paths are ambiguous: ``a.b`` may be a field, or a part
+    of ``a``.
     """
     return [
         field.name
@@ -267,8 +262,8 @@ def _is_bytes(kind: Any) -> bool:
 
 
 def _holds_files(kind: Any) -> bool:
-    """Whether a column's type is bytes, or a struct of ``bytes`` and ``path``, as Hugging Face's
-    data sets keep images and sounds.
+    """Whether a column holds bytes, or structs of ``bytes`` and ``path`` (Hugging Face images and
+    audio).
     """
     import pyarrow as pa
 
@@ -279,7 +274,7 @@ def _holds_files(kind: Any) -> bool:
 
 
 def _class_names(schema: Any, label: str | None) -> list[str] | None:
-    """The names of a label's classes, as Hugging Face's data sets write them beside the schema."""
+    """Class names of a label, as Hugging Face stores them in the schema's metadata."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
         return (
@@ -438,7 +433,7 @@ class ParquetSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files' names, sizes and row groups, and the columns."""
+        """Covers file names, sizes, row groups and columns."""
         return self._fingerprint
 
     @property
@@ -509,9 +504,7 @@ class ParquetSource(BaseSource):
         return found
 
     def _fetched(self, wanted: list[int]) -> dict[int, list[tuple[int, bytes]]]:
-        """The bytes of some row groups' columns, all in flight together; nothing for local
-        files.
-        """
+        """The bytes of some row groups' columns, fetched together; empty for local files."""
         if not is_remote(self.paths[0]):
             return {}
         places: list[tuple[int, ByteRange]] = []
@@ -534,14 +527,13 @@ class ParquetSource(BaseSource):
         return held
 
     def _path(self, i: int) -> str:
-        """The file of row ``i``."""
+        """The file that holds row ``i``."""
         return self.paths[
             self._group_file[int(np.searchsorted(self._starts, i, side="right")) - 1][0]
         ]
 
     def count_classes(self, known: list[str] | None = None) -> ParquetSource:
-        """Texts among the labels become the numbers of sorted classes, or of those ``known``; the
-        column is read once, whole.
+        """Map text labels to sorted classes, or to ``known``; reads the column once.
 
         Raises:
             ArgumentError: a label is none of the classes.
@@ -589,7 +581,7 @@ class ParquetSource(BaseSource):
         return self
 
     def take(self, ids: Sequence[int]) -> Columns:
-        """The rows of these ids as columns: numpy arrays for numbers, lists for texts and bytes."""
+        """Rows as columns: NumPy arrays for numbers, lists for texts and bytes."""
         wanted = check_ids(ids, len(self))
         if not wanted.size:
             return {name: [] for name in self.columns}
@@ -597,8 +589,7 @@ class ParquetSource(BaseSource):
         return gather(wanted, self._starts, self._cache.get(groups, self._decode))
 
     def read(self, ids: Sequence[int]) -> Any:
-        """The rows of these ids, in this order: dicts, or :class:`Sample` where ``data=`` was
-        given.
+        """Rows of these ids, in this order: dicts, or :class:`Sample` with ``data=``.
 
         Raises:
             SampleError: a file cannot be read; it is named.
@@ -634,8 +625,7 @@ class ParquetSource(BaseSource):
 
 
 def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any) -> ParquetSource:
-    """Rows of Parquet files as :class:`Sample`: of the one column that holds files, and of the
-    labels.
+    """Rows of Parquet files as :class:`Sample`, from the one column of files and the labels.
 
     Args:
         label: the column of labels; None is Hugging Face's ClassLabel, or else the column
@@ -709,12 +699,12 @@ def parquet(
     cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
 ) -> ParquetSource:
-    """Rows of Parquet files, read by batch of ids (extra ``tables``).
+    """Rows of Parquet files, read by batches of ids (extra ``tables``).
 
-    A batch is read column by column, never row by row, and torch's ``default_collate`` of it gives
-    the columns as tensors. Row groups are decoded whole and kept, up to ``cache_bytes`` in each
-    process. Whole numbers with nulls become floating-point, with NaN; times are ``datetime64``, a
-    null NaT, of which ``default_collate`` makes the smallest of whole numbers.
+    A batch is read by column, never by row; torch's ``default_collate`` of it returns tensors. Row
+    groups are decoded whole and cached, up to ``cache_bytes`` per process. Integers with nulls
+    become floats with NaN. Times are ``datetime64`` with NaT for null, which ``default_collate``
+    turns into the smallest integer.
 
     Args:
         paths: a file, a folder, a glob, URLs, or a list of such; or a Parquet pack from an earlier

@@ -1,4 +1,4 @@
-"""Samples in tars, as WebDataset and ``ronde pack`` write them, read by place."""
+"""Samples in tars, as WebDataset and ``ronde pack`` write them, with random access."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Label = str | Callable[[dict[str, Any]], Any]
 
 
 def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
-    """The manifest of a pack; None where ``path`` is none.
+    """A pack's manifest, or None if ``path`` is not a pack.
 
     Raises:
         ArgumentError: it cannot be read.
@@ -104,7 +104,7 @@ _FIELDS_OF_SHARD: dict[str, tuple[type, ...]] = {
 
 
 def _wrong_in(manifest: dict[str, Any]) -> str | None:
-    """What a manifest lacks of what is read of it; None if nothing."""
+    """What a manifest lacks; None if nothing."""
     if manifest.get("kind") not in ("tar", "parquet"):
         return f"its kind is {manifest.get('kind')!r}, expected tar or parquet"
     fields = _FIELDS_OF_SHARD | ({"index_sha256": (str,)} if manifest["kind"] == "tar" else {})
@@ -119,7 +119,7 @@ def _wrong_in(manifest: dict[str, Any]) -> str | None:
 
 
 def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
-    """The manifest of a complete pack, to be opened; None where ``path`` is no pack.
+    """The manifest of a complete pack; None if ``path`` is not a pack.
 
     Raises:
         ArgumentError: it cannot be read, or the pack is unfinished: the shards that are there would
@@ -134,7 +134,7 @@ def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
 
 
 def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | None:
-    """``"tar"`` or ``"parquet"`` where ``path`` is what ``ronde pack`` wrote, else None.
+    """``"tar"`` or ``"parquet"`` if ``path`` is a pack, else None.
 
     Raises:
         ArgumentError: it is a pack that cannot be opened, as one that is unfinished.
@@ -235,8 +235,7 @@ class TarSource(BaseSource):
         )
 
     def count_classes(self, known: list[str]) -> TarSource:
-        """Labels become the numbers of these classes: texts, and those of a pack, whose numbers
-        stand for names.
+        """Map labels to class numbers: texts, and packed labels, whose numbers stand for names.
 
         Raises:
             ArgumentError: the labels of a pack have no names, or others.
@@ -268,15 +267,15 @@ class TarSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the tars' names, sizes and samples; of a pack, that of the folder that was packed."""
+        """Covers tar names, sizes and samples; for a pack, the packed folder's fingerprint."""
         return self._fingerprint
 
     def name(self, i: int) -> str:
-        """The key of sample ``i`` and the tar that it is in."""
+        """Sample ``i``'s key and tar."""
         return f"{self.keys[i]} in {self.paths[self._shard(i)]}"
 
     def label(self, i: int) -> Any:
-        """The label of sample ``i`` of a pack; of other tars, labels are read with the samples."""
+        """Sample ``i``'s label in a pack; in other tars, labels are read with the samples."""
         if self.labels is None:
             return None
         found = self.labels[i]
@@ -286,13 +285,13 @@ class TarSource(BaseSource):
         return int(np.searchsorted(self._starts, i, side="right")) - 1
 
     def _span(self, low: int, high: int) -> tuple[int, int, int]:
-        """Tar, offset and bytes of samples ``low`` … ``high`` − 1, which lie in one tar."""
+        """Tar, offset and bytes of samples ``low`` … ``high`` − 1 of one tar."""
         a, b = int(self._first[low]), int(self._first[high])
         start = int(self._offset[a])
         return self._shard(low), start, int((self._offset[a:b] + self._size[a:b]).max()) - start
 
     def _cut(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where blocks of some megabytes begin; none goes over the end of a tar."""
+        """Starts of blocks of a few megabytes; none spans two tars."""
         begins = self._offset[self._first[:-1]]
         found: list[int] = []
         for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
@@ -441,7 +440,7 @@ class TarSource(BaseSource):
         return Sample(data, self._counted(self._parsed(files[suffix], suffix, key, i), key, i), key)
 
     def _counted(self, label: Any, key: str, i: int) -> Any:
-        """A label's number among the classes, where these were given."""
+        """A label's class number, if there are classes."""
         if self.classes is None or not isinstance(label, str):
             return label
         name = label.strip()
@@ -465,7 +464,7 @@ class TarSource(BaseSource):
 
 
 def damaged(path: str, name: str) -> str:
-    """What to say of a packed sample whose checksum is another."""
+    """The message for a packed sample with the wrong checksum."""
     folder = path.rpartition("/")[0]
     return (
         f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack "
@@ -532,19 +531,18 @@ def tar(
     cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
 ) -> TarSource:
-    """Samples in tars, by place: WebDataset's, or a pack of ``ronde pack``.
+    """Samples in tars with random access: WebDataset's, or a pack of ``ronde pack``.
 
-    A tar's files belong to one sample if they follow each other and their paths agree up to the
-    first dot of the file's name. Where
-    each lies is read from the headers once and kept in an index: beside the tar
-    (``shard.tar.ronde-index``), or below ``~/.cache/ronde`` where that folder cannot be written to.
-    An index whose tar has another size or time is made anew; for a remote tar, its ETag, checksum
-    or time, or the first and last header where its server says none of them. Links to files of the
-    tar are those files.
+    Consecutive files whose paths agree up to the first dot of the file name are one sample. Offsets
+    are read from the headers once and kept in an index: next to the tar
+    (``shard.tar.ronde-index``), or below ``~/.cache/ronde`` if that folder is read-only. The index
+    is rebuilt if the tar's size or time changed; for a remote tar its ETag, checksum or time
+    counts, or its first and last header if the server gives none. Links to files in the tar are
+    those files.
 
     Samples are dicts, ``{"__key__": "0001", "jpg": b"…", "cls": b"7"}``; with ``data=`` they are
-    :class:`Sample`. Those of a pack are
-    what ``feed.folder`` gave of the folder: same samples, labels, names, order and fingerprint.
+    :class:`Sample`. A pack returns what ``feed.folder`` returned: same samples, labels, names,
+    order and fingerprint.
 
     Args:
         paths: a pack, a tar, a folder of tars, a glob (``shards/*.tar``), braces

@@ -1,8 +1,7 @@
-"""Where each file of a tar lies: read from its headers once, kept beside it, and checked against
-its size and its time or tag.
+"""Index of a tar: file offsets, read from its headers once, stored, and checked by size and time or
+tag.
 
-The headers are walked here and not by ``tarfile``, which takes a damaged header in the middle for
-the end and says nothing.
+The headers are parsed here, because ``tarfile`` silently treats a damaged header as the end.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class TarIndex:
     tar_tag: str = ""
 
     def to_bytes(self) -> bytes:
-        """As a file: an npz, whose parts carry checksums; equal indices give equal bytes."""
+        """Serialize as an npz, whose parts have checksums; equal indices give equal bytes."""
         meta = {
             "version": _VERSION,
             "tar_size": self.tar_size,
@@ -96,7 +95,7 @@ class TarIndex:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TarIndex:
-        """What :meth:`to_bytes` wrote.
+        """Parse :meth:`to_bytes`.
 
         Raises:
             ValueError: it is something else, or damaged.
@@ -129,8 +128,7 @@ class TarIndex:
 
 
 def key_and_suffix(name: str) -> tuple[str, str]:
-    """A member's sample and ending, as WebDataset has them: the path up to the first dot of its
-    last part, and what comes after it.
+    """A member's sample key and suffix, as in WebDataset: split at the first dot of the file name.
 
     Example:
         >>> key_and_suffix("train/0001.seg.png")
@@ -142,7 +140,7 @@ def key_and_suffix(name: str) -> tuple[str, str]:
 
 
 def header_of(name: str, size: int) -> bytes:
-    """The header of a file in a tar that ``ronde pack`` writes."""
+    """A tar header as ``ronde pack`` writes it."""
     member = tarfile.TarInfo(name)
     member.size = size
     member.mode = 0o644
@@ -150,7 +148,7 @@ def header_of(name: str, size: int) -> bytes:
 
 
 def _no_sample(name: str) -> bool:
-    """Whether a file is what a file system or a tool left behind."""
+    """Whether a file is debris of a file system or tool."""
     return name.rpartition("/")[2].startswith(".") or _NO_SAMPLE.match(name) is not None
 
 
@@ -159,7 +157,7 @@ def _text(raw: bytes) -> str:
 
 
 def _number(field: bytes, path: str, at: int) -> int:
-    """An octal number of a header, or one in base 256 where it is too large for that."""
+    """An octal header number, or base 256 for large ones."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     text = field.split(b"\0", 1)[0].strip()
@@ -202,7 +200,7 @@ def _pax(raw: bytes, path: str, at: int) -> dict[str, str]:
 
 
 def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: str) -> list[_Member]:
-    """A tar's files and links, where each link has the place of the file that it leads to.
+    """A tar's files and links, each link with its target's offset.
 
     Args:
         found: members in the tar's order.
@@ -256,7 +254,7 @@ _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip,
 
 
 def _not_compressed(begin: bytes, path: str) -> None:
-    """Refuse a file that begins as compressed ones do."""
+    """Refuse compressed files, by their first bytes."""
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
             f"{path} is compressed, so its files cannot be read by place: unpack it to a "
@@ -265,8 +263,7 @@ def _not_compressed(begin: bytes, path: str) -> None:
 
 
 def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[_Member]:
-    """The files of a tar, and the links to them: ``(name, offset of its bytes, bytes)``. A link
-    that leads out of the tar is warned of.
+    """The files and links of a tar: ``(name, offset, bytes)``. Warns about links out of the tar.
 
     Args:
         read: gives ``length`` bytes from ``offset``.
@@ -369,9 +366,7 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
 
 
 def _windowed(store: Store, path: str, size: int) -> Callable[[int, int], bytes]:
-    """Small reads of a file out of larger ones; a remote file is streamed, for a request costs as
-    much as some megabytes.
-    """
+    """Buffer small reads; a remote file is streamed: a request costs as much as megabytes."""
     window = _REMOTE_WINDOW if is_remote(path) else _WINDOW
     held = b""
     start = 0
@@ -445,9 +440,7 @@ def build_index(store: Store, path: str) -> TarIndex:
 
 
 def _ends(store: Store, path: str, index: TarIndex) -> bytes:
-    """The headers of a tar's first and last file: they tell two tars of one size apart where
-    nothing else does.
-    """
+    """Headers of a tar's first and last file, to tell tars of equal size apart."""
     places = [index.offset.min(), index.offset.max()] if len(index.offset) else []
     return b"".join(
         store.read([ByteRange(path, int(at) - _BLOCK, _BLOCK, index.tar_size) for at in places])
@@ -455,7 +448,7 @@ def _ends(store: Store, path: str, index: TarIndex) -> bytes:
 
 
 def _fits(store: Store, path: str, index: TarIndex) -> bool:
-    """Whether an index is of this tar as it is now."""
+    """Whether an index matches the tar as it is now."""
     size, mtime, tag = store.stat(path)
     if index.tar_size != size:
         return False
@@ -473,7 +466,7 @@ def _fits(store: Store, path: str, index: TarIndex) -> bool:
 
 
 def write_bytes_whole(path: Path, raw: bytes) -> None:
-    """Write a file under another name first: nobody ever sees half of it."""
+    """Write a file atomically."""
     descriptor, temporary = tempfile.mkstemp(
         prefix=path.name + ".", suffix=".writing", dir=path.parent
     )
@@ -489,13 +482,12 @@ def write_bytes_whole(path: Path, raw: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Where indices are kept of tars whose own folder cannot be written to."""
+    """The folder for indices of tars in read-only folders."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde" / "tar-index"
 
 
 def index_of(store: Store, path: str) -> TarIndex:
-    """The index of a tar: the one beside it or in the cache folder if it fits the tar, else a new
-    one, which is then kept.
+    """The stored index of a tar if it matches, else a new one, which is stored.
 
     Raises:
         ArgumentError: there is no such tar, or it cannot be read as one.

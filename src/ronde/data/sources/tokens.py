@@ -65,7 +65,7 @@ class TokenSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Of the files' names and sizes, and the windows."""
+        """Covers file names and sizes, and the windows."""
         return digest_values(
             "tokens",
             [(f.path.rpartition("/")[2], f.size, f.dtype.str) for f in self._files],
@@ -78,7 +78,7 @@ class TokenSource(BaseSource):
         return [file.path for file in self._files]
 
     def _windows(self, f: int) -> Any:
-        """All windows of a local file as rows of one array, without copying any."""
+        """All windows of a local file as rows of one array view."""
         if f not in self._maps:
             file = self._files[f]
             try:
@@ -99,7 +99,7 @@ class TokenSource(BaseSource):
         return self._maps[f]
 
     def take(self, ids: Sequence[int]) -> torch.Tensor:
-        """The windows of these ids: int64, one row of ``length`` + 1 tokens each."""
+        """Windows of these ids: int64, one row of ``length`` + 1 tokens each."""
         wanted = check_ids(ids, len(self))
         files = np.searchsorted(self._starts, wanted, side="right") - 1
         places = (wanted - self._starts[files]) * self.stride
@@ -126,8 +126,7 @@ class TokenSource(BaseSource):
         return torch.from_numpy(out)
 
     def read(self, ids: Sequence[int]) -> Batch:
-        """The samples of these ids, in this order: ``(inputs, targets)``, int64, the targets one
-        token further.
+        """``(inputs, targets)`` of these ids, int64, targets shifted by one token.
 
         Raises:
             SampleError: a file cannot be read; it is named.
@@ -145,10 +144,10 @@ def tokens(
     blocks: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> TokenSource:
-    """Windows of tokens on disk: sample ``i`` is ``(inputs, targets)``, ``length`` tokens each, the
+    """Windows of tokens on disk: sample ``i`` is ``(inputs, targets)`` of ``length`` tokens,
     targets shifted by one.
 
-    Files are mapped into memory, not read into it. A window never goes over the end of a file.
+    Files are memory-mapped. A window never spans two files.
 
     Args:
         path: a ``.npy`` file, or raw numbers one after the other (``train.bin``); a glob or a list
