@@ -319,7 +319,7 @@ def test_two_at_once(tmp_path):
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out/.ronde-pack.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ArgumentError, match=r"another command is packing into"):
+        with pytest.raises(ArgumentError, match=r"another process is packing into"):
             pack(files, tmp_path / "out")
     pack(files, tmp_path / "out")
     assert not (tmp_path / "out/.ronde-pack.lock").exists()
@@ -329,14 +329,14 @@ def test_out_must_be_free(tmp_path):
     files = folder(tmp_path / "files", 5)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/mine.txt").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"other holds something else \(mine.txt\)"):
+    with pytest.raises(ArgumentError, match=r"other is not empty \(mine.txt\)"):
         pack(files, tmp_path / "other")
     assert (tmp_path / "other/mine.txt").read_text() == "mine" and len(
         list((tmp_path / "other").iterdir())
     ) == 1
     with pytest.raises(ArgumentError, match=r"is a file"):
         pack(files, tmp_path / "other/mine.txt")
-    with pytest.raises(ArgumentError, match=r"lies in"):
+    with pytest.raises(ArgumentError, match=r"is inside"):
         pack(files, files / "packed")
     with pytest.raises(ArgumentError, match=r"/proc/packed cannot be made: "):
         pack(files, Path("/proc/packed"))
@@ -381,7 +381,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         (tmp_path / "out").glob("*.writing")
     )
     gone.write_bytes(data + b"more")
-    with pytest.raises(RondeError, match=f"{source.names[30]} has changed while it was packed"):
+    with pytest.raises(RondeError, match=f"{source.names[30]} changed while it was packed"):
         pack(source, tmp_path / "out", shard_bytes=1 << 16)
     gone.write_bytes(data)
     assert pack(source, tmp_path / "out", shard_bytes=1 << 16).resumed > 0
@@ -427,7 +427,7 @@ def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path, monkeypatch):
     files = folder(tmp_path / "files", 5)
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(RondeError, match=r"1,000 bytes free, and [\d,]+ are still to be packed"):
+    with pytest.raises(RondeError, match=r"1,000 bytes free, but [\d,]+ remain to be packed"):
         pack(files, tmp_path / "out")
 
 
@@ -469,7 +469,7 @@ def test_damage_is_found_and_named(tmp_path, kind):
             feed.tar(tmp_path / "out")
         with pytest.raises(ArgumentError, match=r"open it with feed.tar"):
             feed.parquet(tmp_path / "out")
-    with pytest.raises(ArgumentError, match=r"is no pack"):
+    with pytest.raises(ArgumentError, match=r"is not a pack"):
         verify_pack(tmp_path / "files")
 
 
@@ -496,7 +496,7 @@ def test_smaller_images(tmp_path):
         == 64
     )
     (tmp_path / "files/b/text.jpg").write_text("no image")
-    with pytest.raises(RondeError, match=r"b/text.jpg is no image"):
+    with pytest.raises(RondeError, match=r"b/text.jpg cannot be resized as an image"):
         pack(tmp_path / "files", tmp_path / "other", resize=64)
 
 

@@ -56,8 +56,8 @@ def _whole(folder: Path) -> bool:
 def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
     """The message for a folder that was complete and can no longer be read."""
     return ArgumentError(
-        f"{folder}, where {what} are kept, is gone or damaged ({error}). Start again: it "
-        "is made anew."
+        f"{folder}, where {what} are kept, is missing or damaged ({error}). Run again to rebuild "
+        "it."
     )
 
 
@@ -148,9 +148,7 @@ def files_of(
         return found
     given = os.fspath(path)  # type: ignore[arg-type]
     if is_remote(given):
-        raise ArgumentError(
-            f"{what} reads files of this machine, no URLs: copy {given} here first."
-        )
+        raise ArgumentError(f"{what} reads local files, not URLs: copy {given} here first.")
     place = Path(local_path(given)).expanduser()
     if place.is_file():
         return [place]
@@ -178,7 +176,7 @@ def files_of(
         if found:
             return found
         raise ArgumentError(f"{what}: no file matches {text}.")
-    raise ArgumentError(f"{what}: there is no file or folder {text}.")
+    raise ArgumentError(f"{what}: no such file or folder: {text}.")
 
 
 def identity(files: Sequence[Path]) -> str:

@@ -80,8 +80,8 @@ def echoed(order: Order, times: int, batch_size: int) -> Order:
     """
     if order.draw is not None:
         raise ArgumentError(
-            "feed setting echo cannot be used with a sampler of the script's own: let "
-            "ronde shuffle, or leave echo out."
+            "feed setting echo cannot be combined with the script's own sampler. Let ronde "
+            "shuffle, or remove echo."
         )
     return Echoed(
         order.n,

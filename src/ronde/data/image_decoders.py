@@ -253,7 +253,7 @@ def _error(name: str, data: bytes, error: Exception) -> SampleError:
     what = str(error).rstrip(".") or type(error).__name__
     if type(error).__name__ == "UnidentifiedImageError":
         what = (
-            f"it is no image that Pillow knows; it begins with {data[:8]!r}"
+            f"Pillow does not recognize it as an image; it begins with {data[:8]!r}"
             if data
             else "it is empty"
         )

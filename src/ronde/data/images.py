@@ -103,14 +103,14 @@ class Images:
                 )
             if t.moves and colour:
                 raise ArgumentError(
-                    f"on_device=True: {name} moves pixels: it must come before what "
-                    "changes colours."
+                    f"on_device=True: {name} moves pixels: it must come before transforms that "
+                    "change colors."
                 )
             colour = colour or not t.moves
         if self.result is None:
             raise ArgumentError(
-                "on_device=True: results must be of one size: let a RandomResizedCrop, a "
-                "CenterCrop or a Resize to (height, width) be among them."
+                "on_device=True needs results of one size: add a RandomResizedCrop, a CenterCrop "
+                "or a Resize to (height, width)."
             )
 
     @property
@@ -276,8 +276,8 @@ class CollateImages:
         if any(x.shape != image.shape for x in column):
             sizes = {tuple(x.shape[-2:]) for x in column}
             raise ArgumentError(
-                f"images of different sizes cannot be one batch ({_sizes(sizes)}): end "
-                "with a crop or a Resize to (height, width)."
+                f"images of different sizes cannot form a batch ({_sizes(sizes)}): end with a crop "
+                "or a Resize to (height, width)."
             )
         batch = _new((len(column), *image.shape[1:], 3)).permute(0, 3, 1, 2)
         for place, x in zip(batch, column, strict=True):
@@ -293,8 +293,8 @@ class CollateViews:
     def __call__(self, samples: Sequence[_Seen]) -> Any:
         if not isinstance(samples[0], _Seen):
             raise ArgumentError(
-                "on_device=True: a step of your own after the images' meets pixels that "
-                "are not finished. Use Pipeline.on_device."
+                "on_device=True: your own step after the images' would receive unfinished pixels. "
+                "Use Pipeline.on_device."
             )
         height, width = (max(s.pixels.shape[k] for s in samples) for k in (0, 1))
         batch = _new((len(samples), height, width, 3))
@@ -393,7 +393,7 @@ def _check_options(
     for name in options:
         if name not in known:
             raise ArgumentError(
-                f"feed.images: {name}= is not known for these files: feed.{opens.__name__} "
+                f"feed.images: {name}= is not an option for these files: feed.{opens.__name__} "
                 f"takes {', '.join(known)}."
             )
 
@@ -407,7 +407,7 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
                 )
             return path
         raise ArgumentError(
-            "feed.images needs a folder, tar files, a pack or a source, found "
+            "feed.images needs a folder, tar files, a pack or a source; found "
             f"{type(path).__name__}."
         )
     from ronde.data.sources.folder import folder
@@ -539,7 +539,7 @@ def retuned(
     spec = next((s.call.spec for s in pipeline.steps if isinstance(s.call, Decode)), None)
     if spec is None:
         raise ArgumentError(
-            "decoder, decode_to_size and on_device are for pipelines that feed.images made."
+            "decoder, decode_to_size and on_device are for feed.images pipelines only."
         )
     given: dict[str, Any] = {
         "decoder": decoder,
@@ -552,8 +552,8 @@ def retuned(
         len(pipeline.steps) != 2 or not isinstance(pipeline.finish, Finish | None)
     ):
         raise ArgumentError(
-            "on_device cannot be changed where steps of your own follow: they would meet "
-            "pixels that are not finished."
+            "on_device cannot change here: your own steps follow, and they would receive "
+            "unfinished pixels."
         )
     parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], DevicePlacement: fresh.steps[1]}
     steps = tuple(parts.get(type(step.call), step) for step in pipeline.steps)

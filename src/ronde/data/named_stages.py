@@ -231,7 +231,7 @@ def rngs(n: int) -> list[np.random.Generator]:
         from ronde.world import ArgumentError
 
         raise ArgumentError(
-            f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with a "
-            "generator of its own."
+            f"ronde.feed.rngs({n}): {keys.n} samples are being made here, each with its own "
+            "generator."
         )
     return [keys.generator(j) for j in range(n)]

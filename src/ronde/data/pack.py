@@ -266,8 +266,8 @@ class _Task:
         data, suffix = sample.data, _suffix_of(sample.name)
         if len(data) != self.source.sizes[i]:
             raise SampleError(
-                f"{self.source.file(i)} has changed while it was packed: "
-                f"{self.source.sizes[i]:,} bytes before, {len(data):,} now."
+                f"{self.source.file(i)} changed while it was packed: {self.source.sizes[i]:,} "
+                f"bytes before, {len(data):,} now."
             )
         if self.resize is not None:
             data, suffix = _smaller(data, self.source.file(i), self.resize, self.quality), "jpg"
@@ -282,7 +282,7 @@ def _smaller(data: bytes, file: str, side: int, quality: int) -> bytes:
         with Image.open(io.BytesIO(data)) as opened:
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise SampleError(f"{file} is no image that can be made smaller: {error}.") from error
+        raise SampleError(f"{file} cannot be resized as an image: {error}.") from error
     width, height = image.size
     ratio = side / min(width, height)
     if ratio < 1:
@@ -390,7 +390,7 @@ def pack(
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ArgumentError(
-            f"{place} cannot be made: {error.strerror or error}. Give a folder that can be written."
+            f"{place} cannot be made: {error.strerror or error}. Choose a writable folder."
         ) from error
     with _alone(place):
         try:
@@ -402,10 +402,10 @@ def pack(
 def _apart(source: Path, out: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
         raise ArgumentError(
-            f"{out} lies in {source}, which is to be packed: give a folder outside of it."
+            f"{out} is inside {source}, the folder to pack. Choose a folder outside it."
         )
     if out.exists() and not out.is_dir():
-        raise ArgumentError(f"{out} is a file: give a folder that does not exist or is empty.")
+        raise ArgumentError(f"{out} is a file. Choose a new or empty folder.")
 
 
 def _said(error: OSError, place: Path) -> RondeError:
@@ -416,12 +416,11 @@ def _said(error: OSError, place: Path) -> RondeError:
         free = shutil.disk_usage(place).free
         return RondeError(
             f"{where} cannot be written: {error.strerror} ({free:,} bytes are free there). "
-            "The shards that are complete stay: make room, "
-            "and give the same command again."
+            "Finished shards are kept. Free some space and run the same command again."
         )
     return RondeError(
-        f"{where}: {error.strerror or error}. The shards that are complete stay: the same "
-        "command goes on."
+        f"{where}: {error.strerror or error}. Finished shards are kept. Run the same command again "
+        "to resume."
     )
 
 
@@ -462,9 +461,8 @@ def _done(place: Path, task: _Task) -> Packed | None:
         )
         if foreign:
             raise ArgumentError(
-                f"{place} holds something else "
-                f"({foreign[0]}{', …' if len(foreign) > 1 else ''}): give an empty or a "
-                "new folder."
+                f"{place} is not empty ({foreign[0]}{', …' if len(foreign) > 1 else ''}). Choose a "
+                "new or empty folder."
             )
     return None
 
@@ -489,12 +487,12 @@ def _same(found: dict[str, Any], wanted: dict[str, Any], place: Path, what: str)
         if found.get(name) != value:
             if name == "fingerprint":
                 raise ArgumentError(
-                    f"{place} is {what} of other files, or they have changed since: remove "
-                    "it or give another folder."
+                    f"{place} is {what} of other files, or the files have changed. Remove it, or "
+                    "choose another folder."
                 )
             raise ArgumentError(
                 f"{place} is {what} with other settings ({name} {found.get(name)!r}, now "
-                f"{value!r}): remove it or give another folder."
+                f"{value!r}). Remove it, or choose another folder."
             )
 
 
@@ -519,13 +517,13 @@ def _alone(place: Path) -> Iterator[None]:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise ArgumentError(
-            f"{place} cannot be written: {error.strerror or error}. Give a folder that can be."
+            f"{place} cannot be written: {error.strerror or error}. Choose a writable folder."
         ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ArgumentError(f"another command is packing into {place} now.") from None
+            raise ArgumentError(f"another process is packing into {place} now.") from None
         yield
         lock.unlink(missing_ok=True)
     finally:
@@ -586,8 +584,8 @@ class _Packing:
         free = shutil.disk_usage(self.place).free
         if needed > free:
             raise RondeError(
-                f"{self.place} has {free:,} bytes free, and {needed:,} are still to be "
-                "packed: make room or give another disk."
+                f"{self.place} has {free:,} bytes free, but {needed:,} remain to be packed. Free "
+                "some space, or choose another disk."
             )
 
     def _write(self, start: int, described: dict[str, Any]) -> None:
@@ -676,10 +674,9 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
     if manifest is None:
         if (place / PARTIAL).exists():
             raise ArgumentError(
-                f"{place} is an unfinished pack: the command that began it goes on where "
-                "it stopped."
+                f"{place} is an unfinished pack. Run the command that began it again to finish it."
             )
-        raise ArgumentError(f"{place} is no pack: there is no {MANIFEST} in it.")
+        raise ArgumentError(f"{place} is not a pack: it has no {MANIFEST} in it.")
     problems: list[str] = []
     done = 0
     for shard in manifest["shards"]:
@@ -758,7 +755,7 @@ def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> l
         try:
             raw = side.read_bytes()
             if hashlib.sha256(raw).hexdigest() != shard["index_sha256"]:
-                found.append(f"{side.name}: damaged (its SHA-256 is another)")
+                found.append(f"{side.name}: damaged (its SHA-256 differs)")
             else:
                 index = TarIndex.from_bytes(raw)
         except OSError as error:

@@ -74,9 +74,7 @@ class Pipeline(Dataset[Any]):
             )
         share = self.max_skipped
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ArgumentError(
-                f"max_skipped={share!r} must be a share of all samples, from 0 to 1."
-            )
+            raise ArgumentError(f"max_skipped={share!r} must be a share of all samples, 0 to 1.")
 
     def map(
         self, function: Callable[[Any], Any], name: str | None = None, batched: bool = False
@@ -200,7 +198,7 @@ class Pipeline(Dataset[Any]):
                 if len(done) != len(good):
                     raise ArgumentError(
                         f"the batched step {step.name!r} was given {len(good)} samples and "
-                        f"gave {len(done)}: expected as many."
+                        f"returned {len(done)}: expected as many."
                     )
                 if len(good) != len(samples):
                     rest = iter(done)

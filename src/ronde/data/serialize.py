@@ -165,7 +165,7 @@ def encode_sample(value: Any) -> list[bytes | memoryview]:
     try:
         text = json.dumps(writer.tree(value), separators=(",", ":")).encode()
     except RecursionError:
-        raise CannotEncode("a value that holds itself, or is nested too deeply") from None
+        raise CannotEncode("a value that contains itself, or is nested too deeply") from None
     head = _TREE + _LENGTH.pack(len(text)) + text
     return [head, bytes(-len(head) % _ALIGN), *writer.parts]
 
@@ -176,7 +176,7 @@ class _Reader:
 
     def buffer(self, start: int, size: int) -> memoryview:
         if start < 0 or size < 0 or start + size > len(self.data):
-            raise ValueError("a buffer outside of its record")
+            raise ValueError("a buffer outside its record")
         return self.data[start : start + size]
 
     def tree(self, node: Any) -> Any:
@@ -256,7 +256,7 @@ def _laid_out(node: list[Any]) -> tuple[list[int], list[int]]:
     """The shape in memory, and the order of its dimensions there."""
     order: list[int] = node[4] if len(node) > 4 else []
     if order and sorted(order) != list(range(len(node[2]))):
-        raise ValueError("an order of dimensions that is none")
+        raise ValueError("an invalid order of dimensions")
     return [node[2][d] for d in order] if order else node[2], order
 
 
@@ -264,7 +264,7 @@ def _count(shape: list[int]) -> int:
     count = 1
     for size in shape:
         if type(size) is not int or size < 0:
-            raise ValueError("a shape that is none")
+            raise ValueError("an invalid shape")
         count *= size
     return count
 

@@ -137,10 +137,10 @@ def _header(file: Path) -> list[str]:
             found = next((row for row in csv.reader(lines)), [])
         except csv.Error as error:
             raise SampleError(
-                f"{file} cannot be read: its line of column names is none ({error})."
+                f"{file} cannot be read: its first line is not a line of column names ({error})."
             ) from None
     if not any(name.strip() for name in found):
-        raise ArgumentError(f"{file} is empty: a CSV file begins with a line of column names.")
+        raise ArgumentError(f"{file} is empty. A CSV file begins with a line of column names.")
     return found
 
 
@@ -177,11 +177,10 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
             if len(names) == 1 and (
                 mark := next((m for m in (";", "\t", "|") if m in names[0]), None)
             ):
-                hint = f" Its columns seem to be divided by {mark!r}, not by commas."
+                hint = f" Its columns seem to be separated by {mark!r}, not commas."
             if any(part.startswith(f"{column}=") for part in file.parts):
                 hint = (
-                    f" What the names of folders say ({column}=…) is not read: write it into "
-                    "the files."
+                    f" Values in folder names ({column}=…) are not read. Write them into the files."
                 )
             raise ArgumentError(
                 f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}"
@@ -205,8 +204,8 @@ def _numbers(column: Any, name: str, file: Path) -> Matrix:
         or pa.types.is_null(kind)
     ):
         raise ArgumentError(
-            f"{file}: the column {name!r} is {kind}, no number: name it in categorical=, "
-            "or leave it out."
+            f"{file}: the column {name!r} is {kind}, not a number. List it in categorical=, or "
+            "leave it out."
         )
     try:
         return np.asarray(
@@ -234,8 +233,8 @@ def _texts(column: Any, name: str, file: Path) -> Any:
         return column.cast(pa.string())
     except pa.ArrowException:
         raise ArgumentError(
-            f"{file}: the column {name!r} is {column.type}: its values cannot be told "
-            "apart as texts. Leave it out."
+            f"{file}: the column {name!r} is {column.type}, whose values cannot be compared as "
+            "text. Leave it out."
         ) from None
 
 
@@ -456,7 +455,7 @@ def _build(
             at = end
     if at != found.rows:
         raise SampleError(
-            f"{files[0]}: {found.rows:,} rows at first, {at:,} the second time: it was "
+            f"{files[0]}: {found.rows:,} rows in the first pass and {at:,} in the second. It "
             "changed while it was read."
         )
     for array in (numeric, codes, target):
@@ -485,8 +484,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
         if (values < 0).any():
             refuse(
                 values < 0,
-                "is a class that is not known "
-                f"({texts[int(np.flatnonzero(values < 0)[0])].as_py()!r})",
+                f"is an unknown class ({texts[int(np.flatnonzero(values < 0)[0])].as_py()!r})",
             )
         return cast("Matrix", values)
     if pa.types.is_dictionary(column.type):
@@ -504,7 +502,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
         if (given != numbers).any():  # NaN too: it equals nothing
             refuse(
                 given != numbers,
-                f"is no whole number of 64 bits ({given[np.argmax(given != numbers)]:g})",
+                f"is not a 64-bit integer ({given[np.argmax(given != numbers)]:g})",
             )
     return cast("Matrix", numbers)
 
@@ -674,7 +672,7 @@ def table(
     if like is not None:
         source = getattr(like, "source", like)
         if not isinstance(source, TableSource):
-            raise ArgumentError("feed.table: like= takes what feed.table gave.")
+            raise ArgumentError("feed.table: like= takes a table from feed.table.")
         known = source.columns
         missing = source.fill if missing is None else missing
         normalize = source.normalize if normalize is None else normalize

@@ -85,8 +85,8 @@ class _Given:
             self._settled = True
             if _described(self.tokenizer) != self.name:
                 raise ArgumentError(
-                    "feed.text: the tokenizer is another one after its first text, as "
-                    f"something that counts: {_NAME_IT}."
+                    "feed.text: the tokenizer changes with its first text, like a counter: "
+                    f"{_NAME_IT}."
                 )
         return found
 
@@ -102,7 +102,7 @@ class _Given:
         return getattr(found, "ids", found)
 
 
-_NAME_IT = "give it a name with name=, and another name whenever it gives other tokens"
+_NAME_IT = "name it with name=, and change the name whenever its tokens change"
 
 
 class _Description(describe.Digest):
@@ -203,19 +203,20 @@ def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[
                             value = json.loads(line)[field]
                         except (ValueError, KeyError, TypeError, IndexError):
                             raise SampleError(
-                                f"{file}, line {number} is no JSON object with a field {field!r}."
+                                f"{file}, line {number} is not a JSON object with a field "
+                                f"{field!r}."
                             ) from None
                         if not isinstance(value, str):
                             raise SampleError(
                                 f"{file}, line {number}: the field {field!r} is "
-                                f"{type(value).__name__}, expected text."
+                                f"{type(value).__name__}; expected text."
                             )
                         try:
                             value.encode()
                         except UnicodeEncodeError as error:
                             raise SampleError(
-                                f"{file}, line {number}: the field {field!r} is no text: "
-                                f"half a character stands at {error.start:,}."
+                                f"{file}, line {number}: the field {field!r} is not text: half a "
+                                f"character at {error.start:,}."
                             ) from None
                         yield value, True
         elif file.suffix.lower() in _TABLES:
@@ -281,7 +282,7 @@ def _end_of(end: Any, tokenizer: Any) -> int | bool:
         return True
     own = getattr(tokenizer, "eos_token_id", None)
     if own is None and end is True:
-        raise ArgumentError("end=True: the tokenizer has no eos_token_id. Give the token's number.")
+        raise ArgumentError("end=True: the tokenizer has no eos_token_id. Pass the token's number.")
     return False if own is None else int(own)
 
 
@@ -341,8 +342,8 @@ def _tokenize(
                     low, high = int(found.min()), int(found.max())
                     if low < 0 or high > np.iinfo(kind).max:
                         raise ArgumentError(
-                            f"the tokenizer gave the token {low if low < 0 else high} for "
-                            f"a document of {file}: its vocabulary has {size}."
+                            f"the tokenizer gave the token {low if low < 0 else high} for a "
+                            f"document in {file}: its vocabulary has {size}."
                         )
                     highest = max(highest, high)
                     out.write(found.astype(kind).tobytes())
@@ -529,9 +530,8 @@ def text(
     source = TextSource(folder, key, length, pack, pad)
     if not len(source):
         raise ArgumentError(
-            "feed.text: "
-            f"{files[0]}{f' and {len(files) - 1:,} more' if len(files) > 1 else ''}: "
-            f"{source.total:,} tokens in "
-            f"{source.documents:,} documents are too few for a sample of length={length:,}."
+            f"feed.text: {files[0]}{f' and {len(files) - 1:,} more' if len(files) > 1 else ''}: "
+            f"{source.total:,} tokens in {source.documents:,} documents are too few for one sample "
+            f"of length={length:,}."
         )
     return Pipeline(source, collate=default_collate)

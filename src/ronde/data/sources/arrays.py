@@ -42,9 +42,7 @@ def npy_header(
     if kind.hasobject:
         raise ArgumentError(f"{path} holds Python objects, which are not read from files.")
     if fortran and len(shape) > 1:
-        raise ArgumentError(
-            f"{path} stands column by column (Fortran order): save np.ascontiguousarray of it."
-        )
+        raise ArgumentError(f"{path} is in Fortran order. Save np.ascontiguousarray of it.")
     offset = start + head.tell()
     needed = offset + kind.itemsize * int(np.prod(shape, dtype=np.int64))
     if needed > size:
@@ -101,7 +99,7 @@ class _Rows:
             try:
                 if Path(self.path).stat().st_size != self.size:
                     raise SampleError(
-                        f"{self.path} has changed since it was opened: it had {self.size:,} bytes."
+                        f"{self.path} changed after it was opened: it had {self.size:,} bytes."
                     )
                 self._map = (
                     np.memmap(self.path, self.dtype, "r", self.offset, self.shape).view(np.ndarray)
@@ -190,8 +188,7 @@ class _Arrow:
                 ) from error
             if schema is not None and not schema.equals(reader.schema):
                 raise ArgumentError(
-                    f"feed.arrays: {path} has other columns than {self.paths[0]}, or of "
-                    "other types."
+                    f"feed.arrays: {path} has different columns, or types, than {self.paths[0]}."
                 )
             schema = reader.schema
         names = list(schema.names)
@@ -372,21 +369,20 @@ def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
         masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
         if masked:
             raise ArgumentError(
-                f"feed.arrays: {name} is a masked array with {masked:,} masked values, "
-                "which would be read as if they were not. "
-                "Give filled(numpy.nan) of it, or another value in their place."
+                f"feed.arrays: {name} is a masked array with {masked:,} masked values, which would "
+                "be read as ordinary ones. Pass array.filled(numpy.nan), or another fill value."
             )
         return np.asarray(given.data)
     if isinstance(given, Tensor) and given.dtype == bfloat16:
         raise ArgumentError(
-            f"feed.arrays: {name} is torch.bfloat16, which NumPy does not have: give float() of it."
+            f"feed.arrays: {name} is torch.bfloat16, which NumPy lacks. Pass tensor.float()."
         )
     try:
         if isinstance(given, Tensor):
             return np.asarray(given.detach().cpu().resolve_conj().resolve_neg().numpy())
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"feed.arrays: {name} is no array: {error}") from None
+        raise ArgumentError(f"feed.arrays: {name} is not an array: {error}") from None
 
 
 def arrays(
@@ -435,7 +431,7 @@ def arrays(
                 inside = sorted(
                     p.name for p in Path(path).iterdir() if p.is_dir() and any(p.glob("*.arrow"))
                 )
-                which = f" Give one of the folders in it: {', '.join(inside)}." if inside else ""
+                which = f" Pass one of its folders: {', '.join(inside)}." if inside else ""
                 raise ArgumentError(
                     f"feed.arrays: the folder {path} holds no .npy and no .arrow file.{which}"
                 )

@@ -269,9 +269,7 @@ def check_ids(ids: Sequence[int], n: int) -> Ints:
     """
     given = np.asarray(ids)
     if given.dtype.kind in "fc" and given.size:  # numpy would cut off what is behind the point
-        raise TypeError(
-            f"a sample is asked for by a whole number, not by {given.reshape(-1)[0].item()!r}"
-        )
+        raise TypeError(f"a sample index must be an integer, not {given.reshape(-1)[0].item()!r}")
     found = given.astype(np.int64).reshape(-1)
     if found.size and (int(found.min()) < 0 or int(found.max()) >= n):
         wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
@@ -314,8 +312,8 @@ def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str]
         classes = getattr(getattr(like, "source", like), "classes", None)
         if classes is None:
             raise ArgumentError(
-                f"{what}: like= takes a source, or a pipeline of one, that has classes; "
-                "this one has none."
+                f"{what}: like= takes a source, or a pipeline of one, with classes; this one has "
+                "none."
             )
     if classes is None:
         return None
@@ -334,7 +332,7 @@ def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str]
 def unknown_class(label: Any, classes: Sequence[str]) -> str:
     """The message for a label that is not a class."""
     shown = ", ".join(classes[:10]) + (", …" if len(classes) > 10 else "")
-    return f"the label {label!r} is none of the {len(classes):,} classes that were given ({shown})"
+    return f"the label {label!r} is not among the {len(classes):,} given classes ({shown})"
 
 
 def encode_labels(
@@ -407,8 +405,8 @@ def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
         return numbers if all(map(math.isfinite, numbers)) else texts
     if len(others) < len(texts) and all(_NO_NUMBER.fullmatch(text) for text in others):
         raise ArgumentError(
-            f"{len(others):,} of {len(texts):,} labels are no number, such as "
-            f"{others[0]!r}; all others are numbers."
+            f"{len(others):,} of {len(texts):,} labels are not numbers, such as {others[0]!r}; all "
+            "others are numbers."
         )
     return texts
 

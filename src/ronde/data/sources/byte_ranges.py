@@ -100,8 +100,8 @@ class _OpenFiles:
                 if size is not None and found != size:
                     os.close(descriptor)
                     raise SampleError(
-                        f"{path} has changed: it has {found:,} bytes and had {size:,} when "
-                        "the data was opened."
+                        f"{path} changed: it has {found:,} bytes and had {size:,} when it was "
+                        "opened."
                     )
                 entry = self._held[key] = [descriptor, 0]
                 for old in [k for k, e in self._held.items() if e[1] == 0 and k != key][
@@ -287,9 +287,8 @@ class Store:
                 raise SampleError(f"{place.path} cannot be read: {_said(data)}.") from data
             if place.length is not None and len(data) > place.length:
                 raise SampleError(
-                    f"{place.path} cannot be read in parts: {place.length:,} bytes were "
-                    f"asked for and {len(data):,} came. "
-                    "Its server does not know range requests."
+                    f"{place.path} cannot be read in ranges: {place.length:,} bytes were requested "
+                    f"and {len(data):,} arrived. Its server does not support range requests."
                 )
             if place.length is not None and len(data) < place.length:
                 raise SampleError(
@@ -330,7 +329,7 @@ class Store:
             raise ArgumentError(f"{path} cannot be opened: {_said(error)}.") from error
         if info.get("size") is None:
             raise ArgumentError(
-                f"{path}: its server does not say how long it is, which reading by place needs."
+                f"{path}: its server does not report a length, which random access needs."
             )
         return (
             int(info["size"]),
@@ -358,7 +357,7 @@ class Store:
 def _said(error: BaseException) -> str:
     text = str(error).strip().rstrip(".")
     if isinstance(error, FileNotFoundError):
-        return "there is no such file"
+        return "no such file"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -421,7 +420,7 @@ def expand(
                 raise ArgumentError(f"{argument}: nothing matches {one}.")
             found += matches
     if not found:
-        raise ArgumentError(f"{argument}: no path was given.")
+        raise ArgumentError(f"{argument}: no path given.")
     return found
 
 

@@ -331,8 +331,7 @@ def _from_csv(
         raise ArgumentError(f"labels={table!r} is not a CSV file in UTF-8: {error}.") from None
     if len(rows) < 2:
         raise ArgumentError(
-            f"labels={table!r} needs a line of column names and a line for each file; it "
-            f"has {len(rows)}."
+            f"labels={table!r} needs a header and one line per file; it has {len(rows)}."
         )
     header = rows[0]
 
@@ -340,7 +339,7 @@ def _from_csv(
         if isinstance(which, str):
             if which not in header:
                 raise ArgumentError(
-                    f"{argument}={which!r} is no column of {table}: choose among "
+                    f"{argument}={which!r} is not a column of {table}: choose among "
                     f"{', '.join(header)}."
                 )
             return header.index(which)
@@ -352,8 +351,8 @@ def _from_csv(
     known = set(found)
     if len(header) > files and header[files].strip().removeprefix("./") in known:
         raise ArgumentError(
-            f"labels={table!r} needs a line of column names first: its first line names a "
-            f"file, {header[files]!r}, which would be left out."
+            f"labels={table!r} needs a header line: its first line names a file, "
+            f"{header[files]!r}, which would be skipped."
         )
     stems: dict[str, list[str]] = {}
     for name in found:
@@ -373,19 +372,16 @@ def _from_csv(
                 what = (
                     f"could be any of {', '.join(match[:3])}"
                     if match
-                    else "is not among the files of the folder"
+                    else "is not a file of the folder"
                 )
                 raise ArgumentError(f"{table}, line {number}: {name!r} {what}.")
             name = match[0]
         if name in given:
-            raise ArgumentError(
-                f"{table}, line {number}: {name!r} stands there for the second time."
-            )
+            raise ArgumentError(f"{table}, line {number}: {name!r} appears a second time.")
         label = row[labels].strip()
         if not label:  # one of them would make classes of a column of numbers
             raise ArgumentError(
-                f"{table}, line {number}: {name!r} has no label. Give it one, or leave the "
-                "line out."
+                f"{table}, line {number}: {name!r} has no label. Add one, or delete the line."
             )
         given[name] = label
     return given

@@ -169,8 +169,8 @@ def to_columns(
             )
         elif (whole or listed) and name not in nulls and holds_nulls(column):
             raise SampleError(
-                f"{where}: the column {name!r} holds nulls, which its file does not say. "
-                "Write it again with statistics."
+                f"{where}: the column {name!r} holds nulls that the file does not declare. Rewrite "
+                "it with statistics."
             )
         if listed and name not in nulls:
             found[name] = (
@@ -329,16 +329,16 @@ class ParquetSource(BaseSource):
             )
             if twice is not None:
                 raise ArgumentError(
-                    f"feed.parquet: {path} has {names.count(twice)} columns named "
-                    f"{twice!r}: leave it out with columns=[…]."
+                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}. Leave "
+                    "it out with columns=[…]."
                 )
             if known is None:
                 known, first = names, schema
                 for name in columns or ():
                     if name not in names:
                         hint = (
-                            f" What the names of folders say ({name}=…) is not read: write "
-                            "it into the files."
+                            f" Values in folder names ({name}=…) are not read. Write them into the "
+                            "files."
                             if f"/{name}=" in path
                             else ""
                         )
@@ -394,7 +394,7 @@ class ParquetSource(BaseSource):
                 bytes_of.append(size)
         if not counts:
             raise ArgumentError(
-                f"feed.parquet: there is no row in {paths[0]}"
+                f"feed.parquet: no rows in {paths[0]}"
                 + (f" and {len(paths) - 1} more." if len(paths) > 1 else ".")
             )
         self._nulls = frozenset(nulls)
@@ -549,8 +549,8 @@ class ParquetSource(BaseSource):
             if known is not None and known != self.classes:
                 if self.classes is None:
                     raise ArgumentError(
-                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are "
-                        "numbers without names: classes= and like= are for names."
+                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are unnamed "
+                        "numbers; classes= and like= need names."
                     )
                 wrong = next((name for name in self.classes if name not in known), None)
                 if wrong is not None:
@@ -619,7 +619,7 @@ class ParquetSource(BaseSource):
             ):
                 raise SampleError(
                     f"{self._path(i)}: row {i} of the table has no "
-                    f"{(data if d is None else label)!r}: the column holds nothing there."
+                    f"{(data if d is None else label)!r}: the column is empty there."
                 )
         return [Sample(d, one, n) for d, one, n in zip(values, labels, names, strict=True)]
 
@@ -651,7 +651,7 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
                 if held
                 else f"none of its columns {', '.join(names)} holds"
             )
-            raise ArgumentError(f"{first}: {found} bytes: say which with data='…'.")
+            raise ArgumentError(f"{first}: {found} bytes: choose one with data='…'.")
         data = held[0]
     if label is None:
         classed = [name for name in names if _class_names(schema, name) is not None]

@@ -68,8 +68,7 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
             raise ValueError(f"{found['format']} {found['version']}")
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
-            f"{path}/{MANIFEST} is not the manifest of a pack that this version of ronde "
-            f"reads: {error}."
+            f"{path}/{MANIFEST} is not a pack manifest that this version of ronde reads: {error}."
         ) from None
     wrong = _wrong_in(found)
     if wrong is not None:
@@ -128,7 +127,7 @@ def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
     found = read_manifest(path, store)
     if found is None and store.whole(f"{path.rstrip('/')}/{PARTIAL}") is not None:
         raise ArgumentError(
-            f"{path} is an unfinished pack: the command that began it goes on where it stopped."
+            f"{path} is an unfinished pack. Run the command that began it again to finish it."
         )
     return found
 
@@ -243,8 +242,8 @@ class TarSource(BaseSource):
         if self._manifest is not None and known != self.classes:
             if self.classes is None or not isinstance(self.labels, np.ndarray):
                 raise ArgumentError(
-                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names: "
-                    "classes= and like= are for names."
+                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names, which "
+                    "classes= and like= need."
                 )
             wrong = next((name for name in self.classes if name not in known), None)
             if wrong is not None:
@@ -467,8 +466,8 @@ def damaged(path: str, name: str) -> str:
     """The message for a packed sample with the wrong checksum."""
     folder = path.rpartition("/")[0]
     return (
-        f"{path}: {name!r} is damaged: its bytes are not those that were packed. 'ronde pack "
-        f"--verify {folder}' says what else is."
+        f"{path}: {name!r} is damaged: its checksum differs. 'ronde pack --verify {folder}' lists "
+        "all damage."
     )
 
 
@@ -505,15 +504,15 @@ def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str
                 raise ValueError("it belongs to another shard")
         except ValueError as error:
             raise ArgumentError(
-                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify "
-                f"{path}' says what is damaged."
+                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify {path}' "
+                "lists the damage."
             ) from None
         if not is_remote(place):
             found = store.size(place)
             if found != index.tar_size:
                 raise ArgumentError(
                     f"{place} has {found:,} bytes; {index.tar_size:,} were packed. It is "
-                    "truncated or another file."
+                    "truncated, or another file."
                 )
         indices.append(index)
     return paths, indices
@@ -612,7 +611,7 @@ def tar(
         files = expand(paths, store, "feed.tar")
     remote = {is_remote(path) for path in files}
     if len(remote) > 1:
-        raise ArgumentError("feed.tar: local and remote tars in one source: give two.")
+        raise ArgumentError("feed.tar: one source cannot mix local and remote tars. Use two.")
     if len(files) == 1 or not remote.pop():
         indices = [index_of(store, path) for path in files]
     else:
@@ -620,7 +619,7 @@ def tar(
             indices = list(pool.map(lambda path: index_of(store, path), files))
     if not sum(len(index.keys) for index in indices):
         raise ArgumentError(
-            f"feed.tar: there is no sample in {files[0]}"
+            f"feed.tar: no samples in {files[0]}"
             + (f" and {len(files) - 1} more." if len(files) > 1 else ".")
         )
     source = TarSource(files, indices, store, wanted, label, None, read, cache_bytes, blocks)

@@ -165,7 +165,7 @@ def _number(field: bytes, path: str, at: int) -> int:
         return int(text or b"0", 8)
     except ValueError:
         raise ArgumentError(
-            f"{path} is damaged at byte {at:,}: {text!r} is no number of a tar header."
+            f"{path} is damaged at byte {at:,}: {text!r} is not a number in a tar header."
         ) from None
 
 
@@ -235,15 +235,14 @@ def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: st
     for i in lost:
         if links[i][0]:
             raise ArgumentError(
-                f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, "
-                "which is not in the tar before it."
+                f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, which does "
+                "not come before it."
             )
     if lost:
         name, target = found[lost[0]][0], links[lost[0]][1]
         warnings.warn(
-            f"ronde: {path}: links that lead to no file in the tar are left out "
-            f"({len(lost):,}), such as {name!r} to {target!r}. "
-            "tar --dereference packs files instead of links.",
+            f"ronde: {path}: links without a target in the tar are skipped ({len(lost):,}), such "
+            f"as {name!r} to {target!r}. tar --dereference packs files instead of links.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -257,8 +256,7 @@ def _not_compressed(begin: bytes, path: str) -> None:
     """Refuse compressed files, by their first bytes."""
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
-            f"{path} is compressed, so its files cannot be read by place: unpack it to a "
-            "plain .tar."
+            f"{path} is compressed, so it has no random access. Unpack it to a plain .tar."
         )
 
 
@@ -286,9 +284,7 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
                 break
             # a small one may be shorter than a header
             _not_compressed(read(place, size - place) if place == 0 else b"", path)
-            raise ArgumentError(
-                f"{path} is truncated: it ends at byte {size:,}, in the middle of a header."
-            )
+            raise ArgumentError(f"{path} is truncated: it ends at byte {size:,}, inside a header.")
         header = read(place, _BLOCK)
         if not any(header):
             # The end; but tars that were put one after the other go on behind it.
@@ -298,20 +294,20 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         if not _checked(header):
             if place == 0:
                 _not_compressed(header, path)
-                raise ArgumentError(f"{path} is not a tar: its first header is wrong.")
+                raise ArgumentError(f"{path} is not a tar: its first header is invalid.")
             if ended:
                 raise ArgumentError(
-                    f"{path} has something behind its end, at byte {place:,}, that is no tar."
+                    f"{path} has data after its end, at byte {place:,}, that is not a tar."
                 )
-            raise ArgumentError(f"{path} is damaged at byte {place:,}: the header there is wrong.")
+            raise ArgumentError(f"{path} is damaged at byte {place:,}: invalid header.")
         ended = False
         kind = header[156:157]
         length = _number(header[124:136], path, place)
         data = place + _BLOCK
         if kind == b"S" or "GNU.sparse.map" in pax or "GNU.sparse.major" in pax:
             raise ArgumentError(
-                f"{path} holds a sparse file at byte {place:,}, which cannot be read by "
-                "place. Pack it again without --sparse."
+                f"{path} holds a sparse file at byte {place:,}, which has no random access. Pack "
+                "it again without --sparse."
             )
         if kind in (b"0", b"\0", b"7") and "size" in pax:
             length = int(pax["size"])
@@ -360,7 +356,7 @@ def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[
         place = following
     if not ended:
         raise ArgumentError(
-            f"{path} is truncated: it ends at byte {size:,} without the mark of a tar's end."
+            f"{path} is truncated: it ends at byte {size:,} without an end-of-archive mark."
         )
     return _resolved(found, links, path) if links else found
 
@@ -409,8 +405,8 @@ def build_index(store: Store, path: str) -> TarIndex:
                 here = set()
             if ending in here:
                 raise ArgumentError(
-                    f"{path}: the sample {key!r} has two files .{ending}; each ending may "
-                    "stand once in a sample."
+                    f"{path}: the sample {key!r} has two files .{ending}; a sample may have each "
+                    "suffix once."
                 )
             here.add(ending)
             suffix.append(known.setdefault(ending, len(known)))
@@ -420,8 +416,8 @@ def build_index(store: Store, path: str) -> TarIndex:
         raise ArgumentError(str(error)) from error
     if len(known) > 1024:
         raise ArgumentError(
-            f"{path} has {len(known):,} different endings, such as .{list(known)[-1]}. A "
-            "sample's name goes up to the first dot of a file's name."
+            f"{path} has {len(known):,} different suffixes, such as .{list(known)[-1]}. A sample's "
+            "name ends at the first dot of the file name."
         )
     found = TarIndex(
         size,

@@ -84,7 +84,7 @@ class TokenSource(BaseSource):
             try:
                 if Path(file.path).stat().st_size != file.size:
                     raise SampleError(
-                        f"{file.path} has changed since it was opened: it had {file.size:,} bytes."
+                        f"{file.path} changed after it was opened: it had {file.size:,} bytes."
                     )
                 flat = np.memmap(
                     file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,)
@@ -184,7 +184,7 @@ def tokens(
             offset, shape, kind = npy_header(store, one, size)
             if len(shape) != 1:
                 raise ArgumentError(
-                    f"feed.tokens: {one} has the shape {shape}; tokens stand in one row."
+                    f"feed.tokens: {one} has the shape {shape}; tokens must be one-dimensional."
                 )
             if dtype is not None and np.dtype(dtype) != kind:
                 raise ArgumentError(f"feed.tokens: {one} holds {kind}, not dtype={str(dtype)!r}.")
@@ -192,17 +192,17 @@ def tokens(
         else:
             if dtype is None:
                 raise ArgumentError(
-                    f'feed.tokens: {one} is raw numbers: say which, as dtype="uint16".'
+                    f'feed.tokens: {one} is raw: give its type, such as dtype="uint16".'
                 )
             kind, offset = np.dtype(dtype), 0
             if size % kind.itemsize:
                 raise ArgumentError(
-                    f"feed.tokens: {one} has {size:,} bytes, which is no whole number of "
-                    f"{kind} tokens."
+                    f"feed.tokens: {one} has {size:,} bytes, which is not a whole number of {kind} "
+                    "tokens."
                 )
             count = size // kind.itemsize
         if kind.kind not in "iu":
-            raise ArgumentError(f"feed.tokens: {one} holds {kind}; tokens are whole numbers.")
+            raise ArgumentError(f"feed.tokens: {one} holds {kind}; tokens are integers.")
         files.append(_File(one, offset, count, kind, size))
     source = TokenSource(files, length, step, store, blocks)
     if not len(source):
