@@ -346,7 +346,9 @@ def test_out_must_be_free(tmp_path):
     with pytest.raises(ArgumentError, match=r"other settings"):
         pack(files, tmp_path / "out", labels=None)
     (files / "ant/new.jpg").write_bytes(b"new")
-    with pytest.raises(ArgumentError, match=r"other settings|other files, or they have changed"):
+    with pytest.raises(
+        ArgumentError, match=r"other settings|other files, or the files have changed"
+    ):
         pack(files, tmp_path / "out")
     (files / "ant/new.jpg").unlink()
     (tmp_path / "out/shard-000000.tar").write_bytes(b"short")

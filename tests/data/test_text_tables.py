@@ -329,7 +329,7 @@ def test_text_says_what_is_wrong(texts, tmp_path):
         (
             lambda: feed.text(tmp_path / "bad.jsonl", 4, cache=cache),
             SampleError,
-            r"bad\.jsonl, line 2 is no JSON object with a field 'text'",
+            r"bad\.jsonl, line 2 is not a JSON object with a field 'text'",
         ),
         (
             lambda: feed.text(texts, 4, lambda t: [0.5], cache=cache),
@@ -724,7 +724,7 @@ def test_tables_say_what_is_wrong(tmp_path):
         (
             lambda: feed.table(path, numeric=["rooms"], like=3, cache=cache),
             ArgumentError,
-            r"like= takes what feed\.table gave",
+            r"like= takes a table from feed\.table",
         ),
     ):
         with pytest.raises(kind, match=says):

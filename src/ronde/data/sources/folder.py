@@ -310,8 +310,8 @@ def _class_of(name: str, root: str) -> str:
     first, slash, _ = name.partition("/")
     if not slash:
         raise ArgumentError(
-            f'{root}/{name} lies in no class folder. Give labels="none", a CSV file, or a '
-            "function of the path; or one folder a class."
+            f'{root}/{name} is in no class folder. Use one folder per class, or pass labels="none", '
+            "a CSV file, or a function of the path."
         )
     return first
 
@@ -322,8 +322,7 @@ def _from_csv(
     raw = store.whole(table) if is_remote(table) else Store().whole(local_path(table))
     if raw is None:
         raise ArgumentError(
-            f'labels={table!r}: there is no such file. Give "folder", "none", a CSV file '
-            "or a function."
+            f'labels={table!r}: no such file. Pass "folder", "none", a CSV file or a function.'
         )
     try:
         rows = list(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline="")))

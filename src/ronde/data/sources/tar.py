@@ -585,7 +585,7 @@ def tar(
         )
     if label is not None and data is None:
         raise ArgumentError(
-            'feed.tar: label= goes with data=, as data=("jpg", "png"), label="cls". '
+            'feed.tar: label= needs data=, as in data=("jpg", "png"), label="cls". '
             "Without data=, samples are dicts of all their files."
         )
     known = classes_of(classes, like, "feed.tar")
