@@ -310,8 +310,8 @@ def _class_of(name: str, root: str) -> str:
     first, slash, _ = name.partition("/")
     if not slash:
         raise ArgumentError(
-            f'{root}/{name} is in no class folder. Use one folder per class, or pass labels="none", '
-            "a CSV file, or a function of the path."
+            f"{root}/{name} is in no class folder. Use one folder per class, or pass "
+            'labels="none", a CSV file, or a function of the path.'
         )
     return first
 
