@@ -302,10 +302,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Use another plan for this model, and report this: ronde should refuse the plan or get "
         "it right.",
     ),
-    "unknown": (
-        "The cause is not known.",
-        "The names above say where to look.",
-    ),
+    "unknown": ("The cause is not known.", "The names above say where to look."),
 }
 """Identifier -> (explanation, cure)."""
 

@@ -256,9 +256,7 @@ def _patch_ranks(watch: Watch) -> None:
         )
     public = sys.modules["ronde"]  # what the script imported; this room lies below it
     public.world = noted(  # type: ignore[attr-defined]
-        "ronde.world()",
-        public.world,
-        lambda found: dataclasses.replace(found, **one),
+        "ronde.world()", public.world, lambda found: dataclasses.replace(found, **one)
     )
     for name, answer in (("rank", 0), ("world_size", 1), ("is_main", True)):
         setattr(

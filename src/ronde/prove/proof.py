@@ -418,10 +418,9 @@ class Study:
             if same is None:
                 self._chaos = apart
                 found.notes.append(
-                    "This training magnifies rounding: one unit in the last place of the "
-                    f"weights becomes {apart.relative or 0:.1e} in the "
-                    f"{apart.phase} of {apart.name!r} in step {apart.step}. Smaller errors "
-                    "than that cannot be seen."
+                    "This training magnifies rounding: one unit in the last place of the weights "
+                    f"becomes {apart.relative or 0:.1e} in the {apart.phase} of {apart.name!r} in "
+                    f"step {apart.step}. Smaller errors than that cannot be seen."
                 )
                 return
             apart, id = same, "nondeterministic-kernel"
@@ -511,9 +510,8 @@ class Study:
         ):
             verdict = _verdict(plan, "cannot", result, launch.seconds)
             error = (
-                f"from step {d.step} on rounding cannot be told from error: one unit in "
-                "the last place of the weights changes the "
-                f"{self._chaos.phase} of {self._chaos.name!r} by "
+                f"from step {d.step} on rounding cannot be told from error: one unit in the last "
+                f"place of the weights changes the {self._chaos.phase} of {self._chaos.name!r} by "
                 f"{self._chaos.relative or 0:.1e}, {self.pool.workers} workers change the "
                 f"{d.phase} of {d.name!r} by {d.relative or 0:.1e}. What comes before is equal."
             )
@@ -800,11 +798,10 @@ def _logged_otherwise(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str |
                 again - value
             ):
                 return (
-                    f"The training is the same, what the script logs is not: {name!r} "
-                    f"after step {a['step']} is {value:.6g} with one process and "
-                    f"{there:.6g} on rank 0 of {many.size}, the only one that writes it. "
-                    "run.evaluate() and the loss that run.step() returns "
-                    "are of all workers."
+                    f"The training is the same, what the script logs is not: {name!r} after step "
+                    f"{a['step']} is {value:.6g} with one process and {there:.6g} on rank 0 of "
+                    f"{many.size}, the only one that writes it. run.evaluate() and the loss that "
+                    "run.step() returns are of all workers."
                 )
     return None
 
@@ -910,8 +907,7 @@ def _failed_alone(failure: Failure) -> str:
     told = f"the script fails with one process, in float64 on the CPU: {text}"
     if "dtype" in failure.text or "scalar type" in failure.text or "Double" in failure.text:
         told += (
-            "\nA type is fixed to single precision somewhere: let it follow the input's or "
-            "the "
+            "\nA type is fixed to single precision somewhere: let it follow the input's or the "
             "weights' (x.dtype)."
         )
     return told + (f"\n{failure.trace.rstrip()}" if failure.trace else "")

@@ -339,10 +339,7 @@ class Watch(hooks.Observer):
         with torch.no_grad():
             model.double()
             # which double() leaves as they are
-            for held in (
-                *model.parameters(),
-                *model.buffers(),
-            ):
+            for held in (*model.parameters(), *model.buffers()):
                 if held.dtype == torch.complex64:
                     held.data = held.data.to(torch.complex128)
         for state in optimizer.state.values():

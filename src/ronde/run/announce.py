@@ -60,8 +60,7 @@ def _warn_of_differences(run: Run, left_out: list[str]) -> None:
         warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
         run._watcher.say(
             f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
-            f"{plan.batch_size} samples per step; "
-            f"learning rate × {plan.lr_factor:g} ({cite}){warm}"
+            f"{plan.batch_size} samples per step; learning rate × {plan.lr_factor:g} ({cite}){warm}"
         )
     for note in run.port.data.notes:
         run._warn(note)
@@ -82,10 +81,9 @@ def _warn_of_differences(run: Run, left_out: list[str]) -> None:
         )
         run._warn(
             "batch normalisation "
-            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees "
-            f"{size} samples at a time, not the "
-            f"global batch of {plan.batch_size}: this is not the same training as on one "
-            f"device{cure}"
+            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} "
+            f"samples at a time, not the global batch of {plan.batch_size}: this is not the same "
+            f"training as on one device{cure}"
         )
     if plan.accumulation > 1 and (iterating := spectral_norms(run.model)):
         run._warn(

@@ -112,10 +112,9 @@ class PredictionCheck:
         )
         text = (
             f"predicted {_ms(f.raw_seconds)} a step{corrected}, measured {_ms(whole)} "
-            f"({whole / f.step_seconds - 1:+.0%}): "
-            f"passes and exchange {_ms(early)} → {_ms(passes)} ({inside}), optimizer "
-            f"{_ms(late)} → {_ms(optimizer)}, "
-            f"data and the rest 0 → {_ms(max(0.0, whole - passes - optimizer))}"
+            f"({whole / f.step_seconds - 1:+.0%}): passes and exchange {_ms(early)} → "
+            f"{_ms(passes)} ({inside}), optimizer {_ms(late)} → {_ms(optimizer)}, data and the "
+            f"rest 0 → {_ms(max(0.0, whole - passes - optimizer))}"
         )
         return text, whole
 

@@ -134,10 +134,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
         )
         more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
         raise ArgumentError(
-            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are "
-            f"not the model's (shapes {shapes}{more}). It would "
-            "train something else. Build it from model.parameters() of this very model, "
-            "after any copy, wrap or replacement of its "
+            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the "
+            f"model's (shapes {shapes}{more}). It would train something else. Build it from "
+            "model.parameters() of this very model, after any copy, wrap or replacement of its "
             "layers; parameters of the loss belong into the model."
         )
     ids = {id(p) for p in held}

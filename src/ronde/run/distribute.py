@@ -165,11 +165,7 @@ def distribute(
             "precision": (precision, ("fp32", "bf16", "fp16")),
             "on_nan": (on_nan, ("error", "ignore")),
         },
-        counts={
-            "batch_size": batch_size,
-            "micro_batch": micro_batch,
-            "save_every": save_every,
-        },
+        counts={"batch_size": batch_size, "micro_batch": micro_batch, "save_every": save_every},
         keep=keep,
         seed=seed,
         warmup_steps=warmup_steps,

@@ -88,9 +88,8 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
         if value.shape[0] == samples:
             return float(value.double().sum()), float(value.numel())
         raise ArgumentError(
-            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for "
-            f"{samples} samples: expected a mean (0-d), one value per "
-            "sample, or (sum, weight)."
+            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} "
+            "samples: expected a mean (0-d), one value per sample, or (sum, weight)."
         )
     if isinstance(value, int | float):
         return float(value) * samples, float(samples)

@@ -38,10 +38,9 @@ def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str
                 forward.arguments(model, feed.finish(share, micros)[0])
     except Exception as error:
         raise ArgumentError(
-            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not "
-            "be given their shape by running one sample "
-            f"({type(error).__name__}: {error}). Run one batch through the model before "
-            "ronde.distribute."
+            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not be "
+            f"given their shape by running one sample ({type(error).__name__}: {error}). Run one "
+            "batch through the model before ronde.distribute."
         ) from error
     finally:
         model.train(was_training)

@@ -71,9 +71,8 @@ def say_in_parts(optimizer: Optimizer, say: Callable[[str], None]) -> None:
         if not told:
             told = True
             say(
-                "optimizer.state_dict() has the state of what this worker updates, and no "
-                "other's. It loads again under this plan; run.save() "
-                "writes the whole, for any plan."
+                "optimizer.state_dict() has the state of what this worker updates, and no other's. "
+                "It loads again under this plan; run.save() writes the whole, for any plan."
             )
 
     optimizer.register_state_dict_post_hook(tell)

@@ -158,11 +158,10 @@ def _check(run: RunParts, found: Mapping[str, Any]) -> None:
         then = found["data"].get(name, value)
         if name == "fingerprint" and then != value:
             raise CheckpointError(
-                "the checkpoint cannot be continued: the data set is not the one that it "
-                f"was written with (its fingerprint was {then} then and "
-                f"is {value} now): samples were added, removed, renamed, changed or "
-                "brought into another order, so those still to come would not "
-                "be the same. Restore the data set, or start a new run; init= the "
+                "the checkpoint cannot be continued: the data set is not the one that it was "
+                f"written with (its fingerprint was {then} then and is {value} now): samples were "
+                "added, removed, renamed, changed or brought into another order, so those still to "
+                "come would not be the same. Restore the data set, or start a new run; init= the "
                 "checkpoint's path keeps its weights."
             )
         if then != value:

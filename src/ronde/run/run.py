@@ -409,14 +409,12 @@ class Run:
             for p in group["params"]:
                 if id(p) not in known:
                     raise PlanError(
-                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of "
-                        f"shape {tuple(p.shape)} that was not there when ronde.distribute "
-                        "divided "
-                        "the model over the workers: nothing exchanges its gradients. "
-                        "Build the model and load it before ronde.distribute, copy values "
-                        "into "
-                        "its parameters (p.copy_(…), load_state_dict without assign=True), "
-                        "or use plan='replicate'."
+                        f"plan={self.plan.spec!r}: the optimizer holds a parameter of shape "
+                        f"{tuple(p.shape)} that was not there when ronde.distribute divided the "
+                        "model over the workers: nothing exchanges its gradients. Build the model "
+                        "and load it before ronde.distribute, copy values into its parameters "
+                        "(p.copy_(…), load_state_dict without assign=True), or use "
+                        "plan='replicate'."
                     )
 
     def _taken_share(self, call: str) -> Share:
@@ -615,17 +613,15 @@ class Run:
         found = "The weights were not updated."
         if not self._reads_are_free:
             found = (
-                f"On this device that is looked at every {_NAN_EVERY} steps: it may have "
-                "begun "
-                "in an earlier one."
+                f"On this device that is looked at every {_NAN_EVERY} steps: it may have begun in "
+                "an earlier one."
             )
         shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
         raise LossError(
-            f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, "
-            f"samples {share.start}–{share.stop - 1} of its order: "
-            f"indices {shown}){local}. {found} Look at these samples, lower the learning "
-            "rate, or clip "
-            "(clip_norm=1.0); on_nan='ignore' trains on."
+            f"the loss is {value} in step {self.state.step + 1} (epoch {share.epoch}, samples "
+            f"{share.start}–{share.stop - 1} of its order: indices {shown}){local}. {found} Look "
+            "at these samples, lower the learning rate, or clip (clip_norm=1.0); on_nan='ignore' "
+            "trains on."
         )
 
     def _whose_loss(self) -> str:
