@@ -262,7 +262,7 @@ def cut_worker(out: Path, rounds: int) -> None:
         return max(sum(UNEVEN[a:b]) for a, b in itertools.pairwise([0, *bounds, len(UNEVEN)]))
 
     best = min(slowest(c) for c in itertools.combinations(range(1, len(UNEVEN)), stages - 1))
-    begins = [int(row["begins"]) for row in runs["chosen"]._strategy.table()[1:]]
+    begins = [int(row["begins"]) for row in runs["chosen"].port.strategy.table()[1:]]
     if ronde.world().is_main:
         found = {
             "stages": stages,

@@ -122,9 +122,9 @@ def main() -> None:
         held = {
             k: v.detach().clone().contiguous()
             for k, v in built.model.state_dict().items()
-            if run._strategy.owns(k)
+            if run.port.strategy.owns(k)
         }
-        table = [row["begins"] for row in run._strategy.table()]
+        table = [row["begins"] for row in run.port.strategy.table()]
         save_file(
             held,
             file.with_suffix(".safetensors"),

@@ -550,7 +550,7 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
     evaluated = run.evaluate(data(case["kind"], case["n"]))["loss"]
     held = {}
     for name, value in model.state_dict().items():
-        if run._strategy.owns(name):
+        if run.port.strategy.owns(name):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             held[name] = value.detach().clone()
     return {

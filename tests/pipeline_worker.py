@@ -21,7 +21,7 @@ for i, case in enumerate(cases):
     except (ronde.ArgumentError, ronde.PlanError) as error:
         (out / f"{i}-{rank}.error").write_text(str(error))
         continue
-    table = run._strategy.table() if hasattr(run._strategy, "table") else []
+    table = run.port.strategy.table() if hasattr(run.port.strategy, "table") else []
     save_file(
         {k: v.contiguous() for k, v in held.items()},
         out / f"{i}-{rank}.safetensors",

@@ -689,7 +689,7 @@ def worker(listing: str, out: str) -> None:
                 f"{case.name}: {name} differs between rank 0 and rank {run.rank}"
             )
         _boxes(run.model)
-        divided = run._strategy.divided
+        divided = run.port.strategy.divided
         parts = sum(
             p.to_local().numel() if hasattr(p, "to_local") else p.numel()
             for p in run.model.parameters()

@@ -84,7 +84,7 @@ class Doctor(hooks.Observer):
         self.options = options
         self.file = file
 
-    def ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
         values = examine(run, self.options, _tell if run.is_main else _silent)
         if run.is_main:

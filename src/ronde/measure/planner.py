@@ -101,11 +101,11 @@ class Gauge(hooks.Observer):
         self.options = options
         self.file = file
 
-    def workers(self, found: int) -> int:
+    def count_workers(self, workers: int) -> int:
         """See :class:`Observer`: those that are planned for, not those that measure."""
-        return int(self.options.get("devices") or found)
+        return int(self.options.get("devices") or workers)
 
-    def planned(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
+    def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         costs = gauge(
             work,

@@ -318,7 +318,7 @@ class Watch(hooks.Observer):
         """Whether an error at the script's end is no failure of what was compared: the training was
         over, sooner than the script expects.
         """
-        if self.phase != "between" or not self.over():
+        if self.phase != "between" or not self.is_over():
             return False
         self.event("ended with", error=error)
         return True
@@ -333,8 +333,8 @@ class Watch(hooks.Observer):
 
     # -- distribute --------------------------------------------------------------------
 
-    def opening(self, given: hooks.Opening) -> None:
-        """See :meth:`hooks.Observer.opening`."""
+    def on_open(self, given: hooks.Opening) -> None:
+        """See :meth:`hooks.Observer.on_open`."""
         model, optimizer, settings = given.model, given.optimizer, self.settings
         with torch.no_grad():
             model.double()
@@ -471,12 +471,12 @@ class Watch(hooks.Observer):
         )
         save_file(start, self.folder / "init.safetensors")
 
-    def workers(self, found: int) -> int:
-        """See :meth:`hooks.Observer.workers`."""
+    def count_workers(self, found: int) -> int:
+        """See :meth:`hooks.Observer.count_workers`."""
         return self.settings.workers
 
-    def ready(self, run: RunView, plan: Plan) -> None:
-        """See :meth:`hooks.Observer.ready`."""
+    def on_ready(self, run: RunView, plan: Plan) -> None:
+        """See :meth:`hooks.Observer.on_ready`."""
         if self._mine and self.run is None:
             self.run = run
             # the script may write into it: into one that goes with the study. Nothing is saved
@@ -493,8 +493,8 @@ class Watch(hooks.Observer):
 
     # -- the loop ----------------------------------------------------------------------
 
-    def epochs(self, run: RunView, n: int) -> int:
-        """See :meth:`hooks.Observer.epochs`."""
+    def on_epochs(self, run: RunView, n: int) -> int:
+        """See :meth:`hooks.Observer.on_epochs`."""
         if run is not self.run:
             return min(n, self.settings.steps)
         self.event("epochs", n=n)
@@ -502,23 +502,23 @@ class Watch(hooks.Observer):
         self._limit = min(self.settings.steps, n * self._steps_per_epoch)
         return max(n, self._limit)
 
-    def starting(self, run: RunView) -> None:
-        """See :meth:`hooks.Observer.starting`."""
-        if self.over():
+    def on_epoch_start(self, run: RunView) -> None:
+        """See :meth:`hooks.Observer.on_epoch_start`."""
+        if self.is_over():
             self._empty += 1
             if self._empty >= _EMPTY_ROUNDS:
                 raise SystemExit(0)
 
-    def over(self) -> bool:
-        """See :meth:`hooks.Observer.over`."""
+    def is_over(self) -> bool:
+        """See :meth:`hooks.Observer.is_over`."""
         return self.run is not None and self.run.state.step >= self._limit
 
-    def several(self, found: bool) -> bool:
-        """See :meth:`hooks.Observer.several`."""
+    def yields_lists(self, found: bool) -> bool:
+        """See :meth:`hooks.Observer.yields_lists`."""
         return found or self._asked_micro
 
-    def apart(self, run: RunView) -> bool:
-        """See :meth:`hooks.Observer.apart`."""
+    def splits_steps(self, run: RunView) -> bool:
+        """See :meth:`hooks.Observer.splits_steps`."""
         return self.settings.apart and run is self.run
 
     def _keep_gradients(self, run: RunView) -> None:
@@ -579,8 +579,8 @@ class Watch(hooks.Observer):
         """The script, or Ronde for it, has stepped a scheduler."""
         self._scheduled += 1
 
-    def batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
-        """See :meth:`hooks.Observer.batch`."""
+    def on_batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
+        """See :meth:`hooks.Observer.on_batch`."""
         micros = cast(list(micros))
         if run is not self.run:
             return micros
@@ -820,8 +820,8 @@ class Watch(hooks.Observer):
                     self._step["shapes"][key] = "samples" if same else "differ"
                 self._tensors[f"{key}|{i}"] = per_sample(tensor, samples)
 
-    def gradients(self, run: RunView, loss: torch.Tensor) -> None:
-        """See :meth:`hooks.Observer.gradients`."""
+    def on_gradients(self, run: RunView, loss: torch.Tensor) -> None:
+        """See :meth:`hooks.Observer.on_gradients`."""
         if run is not self.run:
             return
         assert self._marks is not None
@@ -856,8 +856,8 @@ class Watch(hooks.Observer):
             if p.grad is not None:
                 self._tensors[f"{phase}|{name}"] = written(p.grad)
 
-    def clipped(self, run: RunView) -> None:
-        """See :meth:`hooks.Observer.clipped`."""
+    def before_update(self, run: RunView) -> None:
+        """See :meth:`hooks.Observer.before_update`."""
         if run is not self.run:
             return
         if run.plan.clip_norm is not None:
@@ -865,8 +865,8 @@ class Watch(hooks.Observer):
         self._marks = generators()
         self.phase = "update"
 
-    def updated(self, run: RunView, share: Share) -> None:
-        """See :meth:`hooks.Observer.updated`."""
+    def after_update(self, run: RunView, share: Share) -> None:
+        """See :meth:`hooks.Observer.after_update`."""
         self._ticks += 1
         if run is not self.run:
             return
@@ -888,8 +888,8 @@ class Watch(hooks.Observer):
 
     # -- evaluation --------------------------------------------------------------------
 
-    def evaluating(self, run: RunView, taken: Taken) -> Taken:
-        """See :meth:`hooks.Observer.evaluating`."""
+    def on_evaluation_data(self, run: RunView, taken: Taken) -> Taken:
+        """See :meth:`hooks.Observer.on_evaluation_data`."""
         order = taken.order
         if run is self.run:
             self._evaluation_samples = order.epoch_samples
@@ -906,15 +906,15 @@ class Watch(hooks.Observer):
     def _note_evaluated(self, i: int, value: Any) -> None:
         self._evaluated[int(i)] = digest_value(value)
 
-    def evaluation(self, run: RunView) -> None:
-        """See :meth:`hooks.Observer.evaluation`."""
+    def before_evaluation(self, run: RunView) -> None:
+        """See :meth:`hooks.Observer.before_evaluation`."""
         self.phase = "evaluate"
         self._marks = generators()
         self._evaluated.clear()
         self.event("evaluating", step=run.state.step)
 
-    def evaluated(self, run: RunView, result: dict[str, Any], samples: int) -> None:
-        """See :meth:`hooks.Observer.evaluated`."""
+    def after_evaluation(self, run: RunView, result: dict[str, Any], samples: int) -> None:
+        """See :meth:`hooks.Observer.after_evaluation`."""
         if run is self.run:
             assert self._marks is not None
             self.event(
@@ -928,8 +928,8 @@ class Watch(hooks.Observer):
             )
         self.phase = "between"
 
-    def logged(self, run: RunView, values: Mapping[str, Any]) -> None:
-        """See :meth:`hooks.Observer.logged`."""
+    def on_log(self, run: RunView, values: Mapping[str, Any]) -> None:
+        """See :meth:`hooks.Observer.on_log`."""
         numbers = {
             name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
             for name, v in values.items()

@@ -1,6 +1,4 @@
-"""After the first steps: was the prediction right? Said in a line, term by term, and kept for the
-next one.
-"""
+"""Compares the predicted step time with the first measured steps, once, term by term."""
 
 from __future__ import annotations
 
@@ -10,27 +8,29 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["PredictionCheck", "Forecast"]
+from ronde.world import RondeError
 
-_FIRST, _STEPS = 3, 8  # steps that warm up, and those that are measured
-# on the CPU, in a sharded plan's first passes its workers compare their ways, which takes some
-# hundredths of a step
-_FIRST_SHARDED = 16
+__all__ = ["Forecast", "PredictionCheck"]
+
+_WARM_UP, _MEASURED = 3, 8  # steps
+# On the CPU a sharded plan tries its ways to exchange in the first passes, which costs hundredths
+# of a step.
+_WARM_UP_SHARDED = 16
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What was predicted of a plan.
+    """The prediction for a plan.
 
     Attributes:
         family: of the plan.
         raw_seconds: of one step, as composed.
-        step_seconds: the same, corrected by what earlier runs on this cluster showed.
+        step_seconds: the same, corrected by earlier runs on this cluster.
         terms: seconds by kind, uncorrected.
-        keep: called with (raw predicted, measured) seconds of a step: keeps the residual, and
-            returns the new factor.
+        keep: takes (raw predicted, measured) seconds of a step, stores the residual, and returns
+            the new factor.
         sentence: why this plan.
-        gathers_after: whether what is gathered is gathered after the optimizer's step.
+        gathers_after: whether parameters are gathered after the optimizer's step.
     """
 
     family: str
@@ -44,12 +44,7 @@ class Forecast:
 
 @dataclass
 class PredictionCheck:
-    """Times the first steps of a run.
-
-    Args:
-        forecast: what is compared with.
-        device: of this worker; an accelerator is waited for while steps are measured.
-    """
+    """Times the first steps of a run. It waits for an accelerator at each mark."""
 
     forecast: Forecast
     device: torch.device
@@ -57,13 +52,13 @@ class PredictionCheck:
     passes: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     last: float | None = None
-    _began: float = 0.0
-    _passed: float = 0.0
+    _start: float = 0.0
+    _passes_end: float = 0.0
 
     @property
     def _first(self) -> int:
         sharded = "shard" in self.forecast.family and not self.forecast.gathers_after
-        return _FIRST_SHARDED if sharded and self.device.type == "cpu" else _FIRST
+        return _WARM_UP_SHARDED if sharded and self.device.type == "cpu" else _WARM_UP
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -71,32 +66,44 @@ class PredictionCheck:
         return time.perf_counter()
 
     def begin(self) -> None:
-        """Forward and backward passes begin."""
-        self._began = self._now()
+        """Forward and backward passes start."""
+        self._start = self._now()
 
-    def passed(self) -> None:
+    def end_passes(self) -> None:
         """Passes and exchange are done."""
-        self._passed = self._now()
+        self._passes_end = self._now()
 
-    def stepped(self) -> bool:
-        """The optimizer has stepped. Returns whether enough was seen."""
+    def end_step(self) -> bool:
+        """The optimizer has stepped. Returns whether enough steps were measured."""
         now = self._now()
         if self.last is not None:
             self.whole.append(now - self.last)
-            self.passes.append(self._passed - self._began)
-            self.optimizer.append(now - self._passed)
+            self.passes.append(self._passes_end - self._start)
+            self.optimizer.append(now - self._passes_end)
         self.last = now
-        return len(self.whole) >= self._first + _STEPS
+        return len(self.whole) >= self._first + _MEASURED
+
+    def report(self, keep: bool) -> tuple[str, str]:
+        """The comparison in a line, and an error if its residual could not be kept."""
+        text, seconds = self.sentence()
+        forecast = self.forecast
+        if not keep or forecast.keep is None:
+            return text, ""
+        try:
+            factor = forecast.keep(forecast.raw_seconds, seconds)
+        except (OSError, RondeError) as error:
+            return text, f"the comparison could not be kept: {error}"
+        return f"{text}; the next prediction of {forecast.family} here is × {factor:.3g}", ""
 
     def sentence(self) -> tuple[str, float]:
         """The comparison in a line, and the measured seconds of a step."""
-        import statistics  # and with it decimal and fractions, for a sentence that few runs print
+        import statistics  # and with it decimal and fractions, which few runs need
 
         f = self.forecast
         whole, passes, optimizer = (
             statistics.median(v[self._first :]) for v in (self.whole, self.passes, self.optimizer)
         )
-        # With a sharded optimizer, what it updated is sent around after its step.
+        # A sharded optimizer sends its results around after its step.
         after = {"optimizer", "host"} | ({"gather"} if f.gathers_after else set())
         late = sum(f.terms.get(name, 0.0) for name in after)
         early = sum(f.terms.values()) - late
@@ -105,11 +112,9 @@ class PredictionCheck:
             for name, seconds in f.terms.items()
             if seconds > 0.02 * f.raw_seconds and name != "optimizer"
         )
-        corrected = (
-            ""
-            if f.step_seconds == f.raw_seconds
-            else f", {_ms(f.step_seconds)} as corrected by earlier runs"
-        )
+        corrected = f", {_ms(f.step_seconds)} as corrected by earlier runs"
+        if f.step_seconds == f.raw_seconds:
+            corrected = ""
         text = (
             f"predicted {_ms(f.raw_seconds)} a step{corrected}, measured {_ms(whole)} "
             f"({whole / f.step_seconds - 1:+.0%}): passes and exchange {_ms(early)} → "

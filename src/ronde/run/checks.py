@@ -1,6 +1,4 @@
-"""What a script may hand to ``distribute``: each check names what was found, what was expected and
-what to do.
-"""
+"""Checks of the arguments of ``distribute``."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ronde.loader import Taken
 from ronde.plan import Plan
 from ronde.run import lr_rules
-from ronde.world import ArgumentError, World
+from ronde.world import ArgumentError, PlanError, World
 
 __all__ = [
     "check_arguments",
     "check_init",
     "check_model",
     "check_optimizer",
+    "check_same_parameters",
     "check_scheduler",
     "run_facts",
     "lazy_names",
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def positive(name: str, value: Any, optional: bool = False) -> None:
-    """Refuse what is not a whole number above 0."""
+    """Refuse a value that is not a whole number above 0."""
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -40,21 +39,21 @@ def positive(name: str, value: Any, optional: bool = False) -> None:
 
 
 def lazy_names(model: nn.Module) -> list[str]:
-    """Parameters and buffers whose shape is not known yet."""
+    """Parameters and buffers without a shape."""
     lazy = torch.nn.parameter.is_lazy
     return [n for n, p in [*model.named_parameters(), *model.named_buffers()] if lazy(p)]
 
 
 def check_init(init: Any, model: nn.Module) -> None:
-    """How a model on meta gets its values; None for one that has them."""
+    """``init`` for a model on meta, and only there."""
     meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if init is None:
         if meta:
             raise ArgumentError(
                 f"model is on the meta device ({meta[0]!r} has no values): give "
-                "ronde.distribute(…, init=…) what fills it: a function of a "
-                "module, 'reset' for each module's own reset_parameters(), or the path of "
-                "a checkpoint or of safetensors."
+                "ronde.distribute(…, init=…) what fills it: a function of a module, 'reset' for "
+                "each module's own reset_parameters(), or the path of a checkpoint or of "
+                "safetensors."
             )
         return
     if not callable(init) and not isinstance(init, str | os.PathLike):
@@ -64,19 +63,19 @@ def check_init(init: Any, model: nn.Module) -> None:
     if not meta:
         raise ArgumentError(
             "init is for a model that was built under torch.device('meta'), and this one "
-            f"({type(model).__name__}) has its values already: "
-            "leave init out, or build it under meta."
+            f"({type(model).__name__}) has its values already: leave init out, or build the model "
+            "under meta."
         )
 
 
 def check_model(model: Any, me: World) -> None:
-    """A module with something to train, on one device that this worker may use; or on meta."""
+    """A module with trainable parameters, on meta or on one device that this worker may use."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ArgumentError(
-            f"model is wrapped in {type(model).__name__} already: give the module inside "
-            "it (model.module), ronde distributes it."
+            f"model is wrapped in {type(model).__name__} already: give the module inside it "
+            "(model.module), ronde distributes it."
         )
     named = list(model.named_parameters())
     if not named:
@@ -93,15 +92,13 @@ def check_model(model: Any, me: World) -> None:
         if not torch.nn.parameter.is_lazy(tensor):
             places.setdefault(tensor.device, name)
     places.pop(torch.device("meta"), None)
-    allowed = {torch.device("cpu"), me.device}
     for device, name in places.items():
-        if device in allowed:
-            continue
-        raise ArgumentError(
-            f"model is on another device: {name!r} is on {device}, this worker (rank "
-            f"{me.rank}) trains on {me.device}. Leave the "
-            "model on the CPU; ronde moves it to the worker's device."
-        )
+        if device not in (torch.device("cpu"), me.device):
+            raise ArgumentError(
+                f"model is on another device: {name!r} is on {device}, this worker (rank "
+                f"{me.rank}) trains on {me.device}. Leave the model on the CPU; ronde moves it to "
+                "the worker's device."
+            )
     if len(places) > 1:
         pairs = ", ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ArgumentError(
@@ -111,9 +108,7 @@ def check_model(model: Any, me: World) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
-    """An optimizer over the model's parameters. Returns names of trainable parameters that it
-    leaves out.
-    """
+    """An optimizer over the model's parameters. Returns the trainable ones that it leaves out."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}."
@@ -128,10 +123,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in by_id]
     if foreign:
-        shapes = ", ".join(
-            str(tuple(p.shape)) if not torch.nn.parameter.is_lazy(p) else "lazy"
-            for p in foreign[:3]
-        )
+        lazy = torch.nn.parameter.is_lazy
+        shapes = ", ".join("lazy" if lazy(p) else str(tuple(p.shape)) for p in foreign[:3])
         more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
         raise ArgumentError(
             f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the "
@@ -143,14 +136,30 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     return [n for n, p in named.items() if p.requires_grad and id(p) not in ids]
 
 
+def check_same_parameters(
+    optimizer: Optimizer, known: Mapping[int, torch.Tensor], plan: Plan
+) -> None:
+    """Refuse a parameter that came to the optimizer after the model was divided."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in known:
+                raise PlanError(
+                    f"plan={plan.spec!r}: the optimizer holds a parameter of shape "
+                    f"{tuple(p.shape)} that was not there when ronde.distribute divided the model "
+                    "over the workers: nothing exchanges its gradients. Build the model and load "
+                    "it before ronde.distribute, copy values into its parameters (p.copy_(…), "
+                    "load_state_dict without assign=True), or use plan='replicate'."
+                )
+
+
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """A scheduler of this optimizer that needs no measurement."""
     if scheduler is None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ArgumentError(
-            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, "
-            "call scheduler.step(value) yourself after run.evaluate()."
+            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call "
+            "scheduler.step(value) yourself after run.evaluate()."
         )
     if not isinstance(scheduler, LRScheduler) and not callable(getattr(scheduler, "step", None)):
         raise ArgumentError(
@@ -168,37 +177,38 @@ def _setting(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def run_facts(
     plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any
 ) -> dict[str, Any]:
-    """What every rank must say alike before anything is exchanged."""
+    """Facts that must agree on all ranks before the first exchange."""
     shown = plan.to_dict()
-    said: dict[str, Any] = {"batch_size": shown.pop("batch_size")}
-    said["the length of the data set"] = taken.order.n
-    said["the samples of an epoch"] = taken.order.epoch_samples
-    said["shuffle"] = taken.order.shuffle
+    facts: dict[str, Any] = {"batch_size": shown.pop("batch_size")}
+    facts["the length of the data set"] = taken.order.n
+    facts["the samples of an epoch"] = taken.order.epoch_samples
+    facts["shuffle"] = taken.order.shuffle
     if taken.fingerprint is not None:
-        said["the data set's fingerprint"] = taken.fingerprint
-    said["what is done about bad samples"] = [taken.settings.on_error, taken.settings.max_skipped]
+        facts["the data set's fingerprint"] = taken.fingerprint
+    facts["what is done about bad samples"] = [taken.settings.on_error, taken.settings.max_skipped]
     if taken.order.draw is not None:
-        said["the order that the sampler draws"] = hashlib.sha256(
-            taken.order.ids(0, 0, taken.order.epoch_samples).tobytes()
-        ).hexdigest()[:12]
-    said.update(shown)
+        ids = taken.order.ids(0, 0, taken.order.epoch_samples)
+        digest = hashlib.sha256(ids.tobytes()).hexdigest()
+        facts["the order that the sampler draws"] = digest[:12]
+    facts.update(shown)
     for name, p in model.named_parameters():
-        said[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}" + (
-            "" if p.requires_grad else ", frozen"
-        )
+        facts[f"parameter {name!r}"] = _kind(p) + ("" if p.requires_grad else ", frozen")
     for name, b in model.named_buffers():
-        said[f"buffer {name!r}"] = f"{str(b.dtype).removeprefix('torch.')} {list(b.shape)}"
-    said["the optimizer"] = type(optimizer).__name__
+        facts[f"buffer {name!r}"] = _kind(b)
+    facts["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            said[f"the optimizer's {key} (group {i})"] = (
-                len(value) if key == "params" else _setting(value)
-            )
-    said["the scheduler"] = type(scheduler).__name__
-    return said
+            fact = len(value) if key == "params" else _setting(value)
+            facts[f"the optimizer's {key} (group {i})"] = fact
+    facts["the scheduler"] = type(scheduler).__name__
+    return facts
 
 
 def check_arguments(
@@ -212,12 +222,7 @@ def check_arguments(
     loss: Any,
     clip_norm: Any,
 ) -> None:
-    """Refuse plain arguments of ``distribute`` that cannot be used, before anything is done.
-
-    Args:
-        choices: argument -> its value, and those that it may have.
-        counts: argument -> a whole number above 0, or None.
-    """
+    """The plain arguments. ``choices``: name -> (value, options); ``counts``: name -> count."""
     for argument, (value, allowed) in choices.items():
         if value not in allowed:
             raise ArgumentError(

@@ -1,6 +1,4 @@
-"""``ronde.distribute``: a script's model, optimizer, data and loss become a Run on however many
-workers there are.
-"""
+"""``ronde.distribute``: makes a Run of a script's model, optimizer, data, and loss."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +42,7 @@ from ronde.world.consensus import agree, broadcast_json
 
 __all__ = ["distribute"]
 
-_made = 0  # runs that this process has made
+_runs = 0  # that this process has made
 
 
 def distribute(
@@ -84,67 +81,64 @@ def distribute(
 ) -> Run:
     """Train one script's model on one device or on many: the same training.
 
-    Started by plain ``python`` this is one device; under ``ronde run --workers N``, ``torchrun``,
-    ``srun``, ``mpirun`` or in a SageMaker-style container the same lines run on all workers.
+    Under plain ``python`` the script uses one device. Under ``ronde run --workers N``,
+    ``torchrun``, ``srun``, ``mpirun``, or in a SageMaker-style container, the same lines run on all
+    workers.
 
     Args:
-        model: the module as the script built it. It stays the script's own; it is moved to this
-            worker's device.
+        model: the script's module. It stays the script's own and moves to this worker's device.
         optimizer: a torch optimizer over ``model.parameters()``.
-        data: a map-style Dataset; or a DataLoader, whose dataset, batch_size, sampler, collate_fn,
-            drop_last and loading processes are taken over; or a :class:`ronde.feed.Pipeline`. A
-            bare Dataset is shuffled.
-        loss: ``loss(output, target)`` -> scalar mean over the samples given, or ``(sum, weight)``
-            for a weighted mean (of tokens, say).
-        forward: ``forward(model, batch)`` -> what ``loss`` takes (a tuple is spread), where a batch
+        data: a map-style Dataset, which is shuffled; a DataLoader, whose dataset, batch_size,
+            sampler, collate_fn, drop_last, and loading processes are taken over; or a
+            :class:`ronde.feed.Pipeline`.
+        loss: ``loss(output, target)`` -> scalar mean over the given samples, or ``(sum, weight)``
+            for a weighted mean (over tokens, say).
+        forward: ``forward(model, batch)`` -> arguments of ``loss`` (a tuple is spread), if a batch
             is not ``(inputs, target)``.
         batch_size: **global** samples per optimizer step, over all workers.
-        batch: ``"keep"``: the global batch stays, whatever the number of workers. ``"grow"``:
-            ``batch_size`` is per worker, and the learning rate follows ``lr_rule``.
-        micro_batch: most samples that a worker holds at once; the rest of its share is accumulated.
-        scheduler: stepped once per optimizer step.
+        batch: ``"keep"`` keeps the global batch for any number of workers. With ``"grow"``,
+            ``batch_size`` is per worker and the learning rate follows ``lr_rule``.
+        micro_batch: most samples that a worker holds at once; it accumulates the rest of its share.
+        scheduler: steps once per optimizer step.
         clip_norm: largest norm of all gradients together.
         precision: ``"bf16"`` and ``"fp16"`` run forward and loss under autocast; ``"fp32"`` leaves
             the script's types alone.
         plan: how the work is split: ``"replicate"``, ``"shard"``, ``"pipeline=2,shard=optimizer"``,
-            … (see :meth:`Plan.parse`), a :class:`Plan`, a file that holds one, or ``"auto"``.
+            … (see :meth:`Plan.parse`), a :class:`Plan`, the path of a plan file, or ``"auto"``.
             ``ronde run --plan`` overrides it.
-        shard, pipeline, tensor, recompute, split_at: the plan's own fields of these names, one by
-            one.
-        tensor_plan: module name -> a ``torch.distributed.tensor.parallel`` style, for ``tensor``:
-            overrides what is recognised.
-        init: fills a model that was built under ``torch.device("meta")``: a function of a module,
-            which initialises the parameters and buffers that this module itself owns; ``"reset"``
-            for each module's ``reset_parameters()``; or the path of a checkpoint, of a safetensors
-            file or of a folder of such. The same weights come out under any plan.
-        seed: key of the order of samples and of augmentation. The order is a pure function of
-            (seed, epoch, position).
-        name: of the run directory, where the script is not started by ``ronde run``, which names
-            it.
-        drop_last: leave out a last batch that is shorter.
-        shuffle: overrides the DataLoader's, or a Dataset's True.
-        sync_batchnorm: batch normalisation over the global batch instead of each worker's share.
+        shard, pipeline, tensor, recompute, split_at: the fields of the plan with these names.
+        tensor_plan: for ``tensor``: module name -> a ``torch.distributed.tensor.parallel`` style
+            that overrides the recognized one.
+        init: fills a model that was built under ``torch.device("meta")``: a function of a module
+            that initializes the module's own parameters and buffers; ``"reset"`` for each module's
+            ``reset_parameters()``; or the path of a checkpoint, a safetensors file, or a folder of
+            them. The weights are the same under any plan.
+        seed: key of the sample order and of augmentation. The order is a pure function of (seed,
+            epoch, position).
+        name: of the run directory, unless ``ronde run`` starts the script and names it.
+        drop_last: drop a shorter last batch.
+        shuffle: overrides the DataLoader's setting, or a Dataset's True.
+        sync_batchnorm: batch normalization over the global batch instead of each worker's share.
         lr_rule: for ``batch="grow"``: ``"linear"`` (Goyal et al. 2017), ``"sqrt"`` (adaptive
-            optimizers) or ``"none"``; None chooses.
+            optimizers), or ``"none"``; None chooses.
         warmup_steps: for ``batch="grow"``; None is five epochs, as in Goyal et al.
         save_every: optimizer steps between checkpoints; None saves at the end, and at ends of
             epochs at most once a minute.
-        keep: how many checkpoints to keep.
-        on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights are
-            touched; ``"ignore"`` trains on. On accelerators, where looking means waiting, it looks
-            at one step in fifty.
-        tensorboard: also write what is logged for TensorBoard (``pip install '.[tensorboard]'`` in
-            a clone).
-        feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, the same as names and
-            values, or the path of a settings file. What ``ronde run --feed`` (or ``RONDE_FEED``)
-            names is used instead of it, setting by setting.
+        keep: number of checkpoints to keep.
+        on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
+            ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
+            one step in fifty.
+        tensorboard: also log for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
+        feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, a mapping of its fields, or
+            the path of a settings file. ``ronde run --feed`` (or ``RONDE_FEED``) overrides it,
+            setting by setting.
 
     Returns:
-        Run: what the script holds from here on.
+        Run: the training, for the script's loop.
 
     Raises:
         ArgumentError: an argument cannot be used.
-        WorldError: the workers cannot meet, or disagree on the arguments, the model or the data.
+        WorldError: the workers cannot meet, or disagree on the arguments, the model, or the data.
         CheckpointError: the run directory exists, or cannot be resumed.
 
     Example:
@@ -198,18 +192,15 @@ def distribute(
         batch,
         clip_norm,
         micro_batch or asked.micro_batch,
-        # Made for GPUs by torch's own function: the same computation, carried out by Ronde where
-        # torch's refuses.
+        # torch's SyncBatchNorm refuses the CPU; Ronde computes the same there.
         sync_batchnorm or (me.device.type == "cpu" and converted(model)),
         seed,
     )
-    if hooks.observer is not None:
-        hooks.observer.opening(opening)
+    hooks.observer.on_open(opening)
     _place(opening, me, on_meta=init is not None)
     chosen = _plan(opening, asked, me, lr_rule, warmup_steps)
     work = _work(opening, chosen, me, tensor_plan, init)
-    if hooks.observer is not None:
-        chosen = hooks.observer.planned(chosen, work, opening.calls, me)
+    chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
     if auto and hooks.planner is not None:
         chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
@@ -245,18 +236,17 @@ def _with_settings(
     batch: str,
     me: World,
 ) -> Taken:
-    """The data with its feed settings."""
     taken = apply_settings(taken, asked_settings(feed), me.local_size)
     if batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError(
-            "feed setting echo cannot be used with batch='grow': what is repeated would depend on "
-            "the number of workers."
+            "feed setting echo cannot be used with batch='grow': which samples are repeated would "
+            "depend on the number of workers."
         )
     return taken
 
 
 def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
-    """Give lazy parameters their shape, and move model and optimizer state to this device."""
+    """Shape lazy parameters, and move model and optimizer state to this device."""
     if opening.taken.batch_size is None:
         raise ArgumentError(
             "batch_size is missing: give ronde.distribute(…, batch_size=N), the global number of "
@@ -278,9 +268,9 @@ def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
 def _plan(
     opening: hooks.Opening, asked: Plan, me: World, lr_rule: str | None, warmup: int | None
 ) -> Plan:
-    """The complete plan, once all ranks agree on what it is made of."""
+    """The complete plan, after all ranks have agreed on its facts."""
     taken = opening.taken
-    assert taken.batch_size is not None  # _place has looked
+    assert taken.batch_size is not None  # _place checks it
     chosen = Plan(
         **dict[str, Any]({name: getattr(asked, name) for name in SPLIT_FIELDS}),
         workers=me.size,
@@ -298,8 +288,7 @@ def _plan(
     agree(me, facts, "ronde.distribute")
     samples = taken.order.epoch_samples
     if opening.batch == "grow":
-        if hooks.observer is not None:
-            chosen = dataclasses.replace(chosen, workers=hooks.observer.workers(me.size))
+        chosen = dataclasses.replace(chosen, workers=hooks.observer.count_workers(me.size))
         chosen = grow(chosen, opening.optimizer, opening.scheduler, lr_rule, warmup, samples)
         chosen = dataclasses.replace(chosen, workers=me.size)
     chosen = accumulate(chosen)
@@ -318,16 +307,12 @@ def _work(
     tensor_plan: Mapping[str, Any] | None,
     init: Init | None,
 ) -> Work:
-    """What a strategy is given to carry the plan out on."""
+    """The objects that a strategy carries the plan out on."""
     model, optimizer, calls = opening.model, opening.optimizer, opening.calls
-    autocast = (
-        partial(torch.autocast, me.device.type, DTYPES[opening.precision])
-        if opening.precision in DTYPES
-        else nullcontext
-    )
+    dtype = DTYPES.get(opening.precision)
 
     def compute(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with autocast():
+        with torch.autocast(me.device.type, dtype) if dtype else nullcontext():
             return calls(model, batch)
 
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
@@ -342,26 +327,26 @@ def _work(
 
 
 def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
-    """Micro-batches to look at before the training: no randomness and no sample is used up."""
+    """Makes micro-batches before the training without consuming randomness or samples."""
     taken = opening.taken
     in_here = dataclasses.replace(taken.settings, num_workers=0)
     sampled = Feed(taken.dataset, taken.order, in_here, opening.seed)
 
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
-        looked_at = apart(taken.dataset)
-        order = _long_enough(taken.order, n)
-        same = looked_at is taken.dataset and order is taken.order
-        feed = sampled if same else Feed(looked_at, order, in_here, opening.seed)
-        with reopened(looked_at):
+        dataset = apart(taken.dataset)
+        order = _repeat(taken.order, n)
+        same = dataset is taken.dataset and order is taken.order
+        feed = sampled if same else Feed(dataset, order, in_here, opening.seed)
+        with reopened(dataset):
             _, micros = next(feed.read(lambda: iter([share])))
             return on_device(feed, share, micros, me.device)[0]
 
     return sample
 
 
-def _long_enough(order: Order, n: int) -> Order:
-    """An order whose epoch has ``n`` samples: a smaller one's over and over."""
+def _repeat(order: Order, n: int) -> Order:
+    """An order whose epoch has at least ``n`` samples, by repetition."""
     if n <= order.epoch_samples:
         return order
     ids = order.ids(0, 0, order.epoch_samples)
@@ -369,7 +354,7 @@ def _long_enough(order: Order, n: int) -> Order:
 
 
 def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
-    """Resume where that was asked for, and write the plan."""
+    """Resume if asked to, and write the plan."""
     strategy, watcher, directory = run._strategy, run._watcher, run.dir
     if not held_whole(run):
         hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
@@ -381,38 +366,34 @@ def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
         watcher.say(resume(run, run._me, directory))
         strategy.sync_buffers()
     if run.is_main and directory is not None:
-        run.plan.save(directory.plan)  # only now: a resume that was refused leaves the old one
+        run.plan.save(directory.plan)  # only now: a refused resume leaves the old one
     if measuring := os.environ.get("RONDE_MEASURE"):
         run.measure(float(measuring))
-    if hooks.observer is not None:
-        hooks.observer.ready(run, run.plan)
+    hooks.observer.on_ready(run, run.plan)
 
 
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
-    """This run's directory, chosen by rank 0 (or the launcher), the same on every rank; and whether
-    it is resumed.
-    """
-    global _made
-    _made += 1
-    answer: dict[str, Any] = {}
+    """This run's directory, chosen by rank 0 or the launcher, and whether it is resumed."""
+    global _runs
+    _runs += 1
+    answer: dict[str, Any] = {"path": None}
     if me.is_main:
-        resume = os.environ.get("RONDE_RESUME") == "1"
         base = os.environ.get("RONDE_RUNS", "runs")
-        given = os.environ.get("RONDE_RUN_DIR")
+        of_launcher = os.environ.get("RONDE_RUN_DIR")
+        answer["resume"] = resume = os.environ.get("RONDE_RESUME") == "1"
         try:
-            if os.environ.get("RONDE_MEASURE") or (base == "none" and not given):
-                answer = {"path": None, "resume": False}
-            elif given:
-                # The launcher made it. A script that trains several models gives the later ones a
-                # place of their own.
-                path = Path(given) if _made == 1 else Path(f"{given}.{_made}")
+            if os.environ.get("RONDE_MEASURE") or (base == "none" and not of_launcher):
+                answer["resume"] = False
+            elif of_launcher:
+                # The launcher made it. Later runs of the same script get directories beside it.
+                path = Path(of_launcher if _runs == 1 else f"{of_launcher}.{_runs}")
                 path.mkdir(exist_ok=True)
-                answer = {"path": str(path), "resume": resume}
+                answer["path"] = str(path)
             else:
                 run = claim(Path(base), name, script_stem(), resume)
-                answer = {"path": str(run.path.absolute()), "resume": resume}
+                answer["path"] = str(run.path.absolute())
         except (RondeError, OSError) as error:
-            answer = {"error": str(error)}
+            answer["error"] = str(error)
     answer = broadcast_json(me, answer)
     if "error" in answer:
         raise CheckpointError(answer["error"])

@@ -2,76 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import IterableDataset
 
 from ronde.data import stage
-from ronde.loader import Feed, LoaderSettings, Taken, too_many
+from ronde.loader import (
+    Feed,
+    LoaderSettings,
+    Taken,
+    first_few,
+    other_classes,
+    pipeline_in,
+    take_over,
+    too_many,
+)
 from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
+from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
 from ronde.world.tensors import map_leaves, map_tensors
 
-__all__ = ["Evaluation", "gather_skipped", "on_device", "to_device"]
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = [
+    "Evaluation",
+    "evaluation_of",
+    "gather_skipped",
+    "on_device",
+    "skip_report",
+    "to_device",
+]
+
+_MOST_KEPT = 4  # evaluations: a script may make a new DataLoader for each
 
 
 @stage("copy")
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in a batch, whatever it is made of."""
+    """Move every tensor in a batch, whatever holds it."""
 
     def move(v: Any) -> Any:
-        return (
-            v.to(device, non_blocking=True)
-            if isinstance(v, torch.Tensor)
-            else v.to(device)
-            if _moves(v)
-            else v
-        )
+        if isinstance(v, torch.Tensor):
+            return v.to(device, non_blocking=True)
+        return v.to(device) if _moves(v) else v
 
     return map_leaves(move, value, leaf=_moves)
 
 
 def _moves(value: Any) -> bool:
-    """Whether a value has a ``to`` of its own: a packed sequence, transformers' BatchEncoding, a
-    class of the script.
-    """
+    # a packed sequence, transformers' BatchEncoding, or a class of the script with its own ``to``
     return isinstance(value, PackedSequence) or (
         not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None))
     )
 
 
 def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
-    """A share's micro-batches on the device, and with what the pipeline does to them there."""
+    """A share's micro-batches on the device, after the pipeline's transforms there."""
     if device.type != "cpu":
         micros = [to_device(m, device) for m in micros]
     return feed.finish(share, micros)
 
 
 def gather_skipped(feed: Feed, layout: Layout, me: World) -> list[tuple[int, str]]:
-    """Bad samples of every worker since its feed began to read; of workers that read the same
-    samples, one. A collective where any may be.
+    """Bad samples of all replicas since the feed began to read. A collective if any may be skipped.
 
     Raises:
-        FeedError: they are more than may be.
+        FeedError: there are more than ``max_skipped`` allows.
     """
     settings, of = feed.settings, feed.order.epoch_samples
     if settings.on_error != "skip":
         return []
     place = layout.place(me.rank)
     mine = feed.skipped if (place.pipeline, place.tensor) == (0, 0) else []
-    found = [(int(i), str(text)) for each in gather_json(me, mine) for i, text in each]
-    if len(found) > settings.max_skipped * of:
-        raise FeedError(too_many(found, of, settings.max_skipped))
-    return found
+    skipped = [(int(i), str(text)) for each in gather_json(me, mine) for i, text in each]
+    if len(skipped) > settings.max_skipped * of:
+        raise FeedError(too_many(skipped, of, settings.max_skipped))
+    return skipped
+
+
+def skip_report(skipped: list[tuple[int, str]], of: int, fate: str) -> str:
+    """How many samples were skipped, and the first few; empty if none."""
+    if not skipped:
+        return ""
+    n = len(skipped)
+    count = f"{n} samples of {of} ({n / of:.2%})" if n > 1 else f"1 sample of {of} ({1 / of:.2%})"
+    were = "were" if n > 1 else "was"
+    return f"{count} could not be used and {were} {fate}: {first_few(skipped)}"
 
 
 def _is_torchmetric(metric: Any) -> bool:
@@ -79,7 +106,7 @@ def _is_torchmetric(metric: Any) -> bool:
 
 
 def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
-    """What a plain metric returned, as a sum and its weight."""
+    """The value of a plain metric, as a sum and its weight."""
     if isinstance(value, tuple | list) and len(value) == 2:
         return float(value[0]), float(value[1])
     if isinstance(value, torch.Tensor):
@@ -99,37 +126,27 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
     )
 
 
-def _forget(metric: Any) -> None:
-    """Take a torchmetrics object's only update back, but keep the kinds of what it has collected.
-
-    Its exchange gathers lists of tensors, and does not match if a rank that saw no sample has none
-    of the type of the others'.
+def _clear_but_typed(metric: Any) -> None:
+    """Empty a torchmetrics object and keep the types of its states: its exchange gathers lists of
+    tensors, which must match on ranks that saw no sample.
     """
     for part in metric.modules():
         for name, default in getattr(part, "_defaults", {}).items():
             state = getattr(part, name)
             if isinstance(state, list):
-                setattr(
-                    part,
-                    name,
-                    [value.reshape(-1)[:0] if value.dim() == 0 else value[:0] for value in state],
-                )
+                setattr(part, name, [v.reshape(-1)[:0] if v.dim() == 0 else v[:0] for v in state])
             else:
                 setattr(part, name, default.detach().clone().to(state.device))
 
 
-class Evaluation:
-    """Reads one data set for evaluation; kept between calls, so that its loading processes can be.
+Judged = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor | None]
 
-    Args:
-        data: what the user gave.
-        taken: how it is read.
-        settings: how samples are fetched.
-        say: told what was chosen where there was a choice; see :class:`Feed`.
+
+class Evaluation:
+    """Reads one data set for evaluation; kept between calls, so that loading processes can stay.
 
     Attributes:
-        skipped: after a run, ``(id, text)`` of samples of any worker that could not be used: they
-            are left out.
+        skipped: ``(id, text)`` of samples of all workers that the last run left out.
     """
 
     def __init__(
@@ -144,8 +161,7 @@ class Evaluation:
         self.data = data
         self.taken = taken
         self.me = me
-        # A DataLoader's own batch size means the same as in training: samples of all workers
-        # together.
+        # As in training, a DataLoader's own batch size counts the samples of all workers.
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
         self.feed = Feed(
@@ -159,15 +175,12 @@ class Evaluation:
         )
         self.skipped: list[tuple[int, str]] = []
         self.layout = plan.layout
-        # One worker of each replica: the last of its pipeline, the first of those that hold a layer
-        # together.
+        # One worker of each replica counts: its last stage, and the first rank of a tensor group.
         self.counting: Any = None
         if self.layout.replicas < me.size:
             last = self.layout.pipeline - 1
-            self.counting = group_of(
-                "counting",
-                [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)],
-            )
+            ranks = [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)]
+            self.counting = group_of("counting", ranks)
 
     def run(
         self,
@@ -177,10 +190,42 @@ class Evaluation:
         autocast: Callable[[], AbstractContextManager[Any]],
         strategy: Strategy,
     ) -> tuple[dict[str, Any], int]:
-        """Loss and metrics over the whole set, and how many samples they are of."""
+        """Loss and metrics over the whole set, and its number of samples."""
+        plain, objects = self._prepare(metrics)
+        # Sum and weight of the loss, then of each plain metric; the last cell counts samples.
+        sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
+
+        def judge(batch: Any) -> Judged:
+            with autocast():
+                arguments = loss.arguments(model, batch)
+                return arguments, *loss.check(loss.loss(*arguments))
+
+        with torch.no_grad():
+            self._add_up(judge, strategy, plain, objects, sums)
+        if self.me.size > 1:
+            on_device = sums.to(self.me.device)
+            dist.all_reduce(on_device)
+            sums = on_device.cpu()
+        self.skipped = gather_skipped(self.feed, self.layout, self.me)
+        values = sums.tolist()
+        result: dict[str, Any] = {}
+        for i, name in enumerate(["loss", *plain]):
+            total, weight = values[2 * i], values[2 * i + 1]
+            result[name] = total / weight if weight else float("nan")
+        for name, metric in objects.items():
+            if strategy.counts:
+                # it exchanges its own states over all ranks
+                result[name] = map_tensors(torch.Tensor.tolist, metric.compute())
+            metric.reset()
+        if objects and self.counting is not None:
+            answers = gather_json(self.me, result if strategy.counts else {})
+            result = next(answer for answer in answers if answer)
+        return result, int(values[-1])
+
+    def _prepare(self, metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Plain metrics, and torchmetrics objects ready to collect."""
         if "loss" in metrics:
             raise ArgumentError("a metric cannot be called 'loss': that name is the loss's own.")
-        me, order = self.me, self.taken.order
         objects = {name: m for name, m in metrics.items() if _is_torchmetric(m)}
         plain = {name: m for name, m in metrics.items() if name not in objects}
         for name, metric in plain.items():
@@ -190,91 +235,110 @@ class Evaluation:
                     "torchmetrics object."
                 )
         for metric in objects.values():
-            metric.to(me.device)
+            metric.to(self.me.device)
             metric.reset()
-        # Row 0: the loss, then each plain metric: sums and weights in float64; the last cell counts
-        # samples.
-        sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
-
-        def mine() -> Any:
-            replica = self.layout.place(me.rank).replica
-            return shares(
-                0,
-                0,
-                order.epoch_samples,
-                self.batch_size,
-                replica,
-                self.layout.replicas,
-                self.micro_batch,
-            )
-
-        def judge(batch: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor | None]:
-            with autocast():
-                arguments = loss.arguments(model, batch)
-                return arguments, *loss.check(loss.loss(*arguments))
-
-        # torchmetrics exchanges what it has collected by itself: among those that have collected
-        # something, each sample once.
-        for metric in objects.values():
+            # torchmetrics exchanges by itself: only among workers that count, each sample once
             for part in metric.modules():
                 if hasattr(part, "process_group") and self.counting is not None:
                     part.process_group = self.counting
-        counted = 0
+        return plain, objects
+
+    def _add_up(
+        self,
+        judge: Callable[[Any], Judged],
+        strategy: Strategy,
+        plain: dict[str, Any],
+        objects: dict[str, Any],
+        sums: torch.Tensor,
+    ) -> None:
         stand_in: Any = None
-        spare: Any = None  # what the stand-in gave
+        spare: Any = None  # judged on the stand-in
         run_empty = strategy.run_empty_inference
-        with torch.no_grad():
-            for share, micros in self.feed.read(mine):
-                left_out = self.feed.left_out or (0,) * len(micros)
-                for batch, (low, high), missing in zip(
-                    on_device(self.feed, share, micros, me.device),
-                    share.micro,
-                    left_out,
-                    strict=True,
-                ):
-                    samples = high - low - missing
-                    if not samples:
-                        stand_in = batch
-                        if run_empty:
-                            spare = strategy.infer(judge, batch)
-                        continue
-                    judged = strategy.infer(judge, batch)
-                    if judged is None or not strategy.counts:
-                        continue  # it counts on another worker of this replica
-                    arguments, value, weight = judged
-                    counted += samples
-                    sums[0] += float(value) if weight is not None else float(value) * samples
-                    sums[1] += samples if weight is None else float(weight)
-                    for i, (name, metric) in enumerate(plain.items(), 1):
-                        total, of = _sum_and_weight(name, metric(*arguments), samples)
-                        sums[2 * i] += total
-                        sums[2 * i + 1] += of
-                    for metric in objects.values():
-                        metric.update(*arguments)
-            sums[-1] = counted
-            empty = bool(objects) and stand_in is not None and counted == 0
-            judged = None
-            if empty:
-                judged = spare if run_empty else strategy.infer(judge, stand_in)
+        for batch, samples in self._read():
+            if not samples:
+                stand_in = batch
+                if run_empty:
+                    spare = strategy.infer(judge, batch)
+                continue
+            judged = strategy.infer(judge, batch)
+            if judged is None or not strategy.counts:
+                continue  # it counts on another worker of this replica
+            arguments, value, weight = judged
+            sums[-1] += samples
+            sums[0] += float(value) if weight is not None else float(value) * samples
+            sums[1] += samples if weight is None else float(weight)
+            for i, (name, metric) in enumerate(plain.items(), 1):
+                total, of = _sum_and_weight(name, metric(*arguments), samples)
+                sums[2 * i] += total
+                sums[2 * i + 1] += of
+            for metric in objects.values():
+                metric.update(*arguments)
+        if objects and stand_in is not None and not sums[-1]:
+            judged = spare if run_empty else strategy.infer(judge, stand_in)
             if judged is not None and strategy.counts:
-                arguments = judged[0]
                 for metric in objects.values():
-                    metric.update(*arguments)
-                    _forget(metric)
-            if me.size > 1:
-                total_sums = sums.to(me.device)
-                dist.all_reduce(total_sums)
-                sums = total_sums.cpu()
-        self.skipped = gather_skipped(self.feed, self.layout, me)
-        values = sums.tolist()
-        result: dict[str, Any] = {}
-        for i, name in enumerate(["loss", *plain]):
-            result[name] = values[2 * i] / values[2 * i + 1] if values[2 * i + 1] else float("nan")
-        for name, metric in objects.items():
-            if strategy.counts:
-                # it exchanges its own states over all ranks
-                result[name] = map_tensors(torch.Tensor.tolist, metric.compute())
-            metric.reset()
-        if objects and self.counting is not None:
-            result = next(r for r in gather_json(me, result if strategy.counts else {}) if r)
-        return result, int(values[-1])
+                    metric.update(*judged[0])
+                    _clear_but_typed(metric)
+
+    def _read(self) -> Iterator[tuple[Any, int]]:
+        """Each micro-batch of this worker, and how many of its samples count."""
+        layout, samples = self.layout, self.taken.order.epoch_samples
+        replica = layout.place(self.me.rank).replica
+
+        def mine() -> Any:
+            return shares(
+                0, 0, samples, self.batch_size, replica, layout.replicas, self.micro_batch
+            )
+
+        for share, micros in self.feed.read(mine):
+            left_out = self.feed.left_out or (0,) * len(micros)
+            ready = on_device(self.feed, share, micros, self.me.device)
+            for batch, (low, high), missing in zip(ready, share.micro, left_out, strict=True):
+                yield batch, high - low - missing
+
+
+def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) -> Evaluation:
+    """The run's evaluation of a data set: the one of an earlier call, or a new one."""
+    evaluation: Evaluation | None = run._evaluations.get(id(data))
+    if evaluation is not None and evaluation.data is data:
+        return evaluation
+    taken = take_over(
+        data,
+        seed=run.plan.seed,
+        batch_size=None,
+        shuffle=None,
+        shuffle_dataset=False,
+        drop_last=False,
+        argument="evaluate's data",
+        evaluate=True,
+    )
+    if (other := other_classes(run._taken.dataset, data)) is not None:
+        run._warn(
+            f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), "
+            "feed.table(…, like=train)."
+        )
+    taken = hooks.observer.on_evaluation_data(run, taken)
+    settings = _settings_for(data, taken, run._taken)
+    evaluation = Evaluation(data, taken, settings, run.plan, run._me, say)
+    run._evaluations[id(data)] = evaluation
+    if len(run._evaluations) > _MOST_KEPT:
+        run._evaluations.pop(next(iter(run._evaluations))).feed.close()
+    return evaluation
+
+
+def _settings_for(data: Any, taken: Taken, training: Taken) -> LoaderSettings:
+    """A DataLoader's own settings; for a bare data set, as many loaders as the training has."""
+    if taken.dataset is not data:
+        return taken.settings
+    own, mine = taken.settings, training.settings
+    plain = isinstance(data, IterableDataset) or pipeline_in(data) is None
+    if plain and pipeline_in(training.dataset) is None:
+        return mine  # the training's collate function is for such data too
+    return dataclasses.replace(
+        mine,
+        collate=own.collate,
+        finish=own.finish,
+        on_error=own.on_error,
+        max_skipped=own.max_skipped,
+        init=None,
+    )

@@ -1,8 +1,7 @@
-"""Where a study looks on: one module-level observer, None in every ordinary run.
+"""Where a study watches a run: one module-level observer, which does nothing in ordinary runs.
 
-``distribute`` and :class:`~ronde.run.run.Run` call it at a few places, each behind one ``is not
-None``. An observer is for studies of a script (``ronde prove``), which run in processes of their
-own: it may change what it is given.
+Studies (``ronde prove``, ``doctor``, ``scale``, ``plan``) run in processes of their own, so their
+observers may change what they are given.
 """
 
 from __future__ import annotations
@@ -25,17 +24,12 @@ if TYPE_CHECKING:
     from ronde.run.step_port import RunView
     from ronde.world import World
 
-__all__ = ["Observer", "Opening", "examiner", "observer", "planner"]
+__all__ = ["Observer", "Opening", "examiner", "observed", "observer", "planner"]
 
 
 @dataclass
 class Opening:
-    """What ``distribute`` was given, before anything is exchanged; an observer may replace it.
-
-    Attributes:
-        precision, batch, clip_norm, micro_batch, sync_batchnorm, seed: the arguments of these
-        names.
-    """
+    """The arguments of ``distribute`` before any exchange; an observer may replace them."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -51,76 +45,77 @@ class Opening:
 
 
 class Observer:
-    """What a study may see and change of a run. These do nothing."""
+    """What a study may see and change of a run. This one does nothing."""
 
-    def opening(self, given: Opening) -> None:
+    def on_open(self, opening: Opening) -> None:
         """``distribute`` has checked its arguments."""
 
-    def planned(self, plan: Plan, work: Work, calls: LossCall, me: World) -> Plan:
-        """The plan is complete, nothing is split yet. Another may be returned."""
+    def on_plan(self, plan: Plan, work: Work, calls: LossCall, me: World) -> Plan:
+        """The plan is complete, nothing is split yet. May return another plan."""
         return plan
 
-    def workers(self, found: int) -> int:
-        """As how many workers ``batch="grow"`` counts."""
-        return found
+    def count_workers(self, workers: int) -> int:
+        """The number of workers that ``batch="grow"`` counts."""
+        return workers
 
-    def ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: RunView, plan: Plan) -> None:
         """``distribute`` is about to return."""
 
-    def epochs(self, run: RunView, n: int) -> int:
-        """The script asked for ``n`` epochs."""
+    def on_epochs(self, run: RunView, n: int) -> int:
+        """The script asks for ``n`` epochs; returns how many it gets."""
         return n
 
-    def starting(self, run: RunView) -> None:
-        """The script begins to go through an epoch's batches."""
+    def on_epoch_start(self, run: RunView) -> None:
+        """The script starts to read an epoch's batches."""
 
-    def over(self) -> bool:
-        """Whether enough was seen."""
+    def is_over(self) -> bool:
+        """Whether the study has seen enough."""
         return False
 
-    def several(self, found: bool) -> bool:
+    def yields_lists(self, lists: bool) -> bool:
         """Whether a batch is handed out as a list of micro-batches."""
-        return found
+        return lists
 
-    def apart(self, run: RunView) -> bool:
-        """Whether a loop of the script's own, written for one batch a step, is handed a step's
-        micro-batches one after the other.
-        """
+    def splits_steps(self, run: RunView) -> bool:
+        """Whether micro-batches go one by one to a script's own loop, written for one per step."""
         return False
 
-    def batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
+    def on_batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
         """The micro-batches of a step, before the script sees them."""
         return micros
 
-    def gradients(self, run: RunView, loss: torch.Tensor) -> None:
-        """The exchange is complete, nothing is clipped."""
+    def on_gradients(self, run: RunView, loss: torch.Tensor) -> None:
+        """Gradients are exchanged and not yet clipped."""
 
-    def clipped(self, run: RunView) -> None:
+    def before_update(self, run: RunView) -> None:
         """The optimizer is about to step."""
 
-    def updated(self, run: RunView, share: Share) -> None:
+    def after_update(self, run: RunView, share: Share) -> None:
         """Optimizer and scheduler have stepped."""
 
-    def evaluating(self, run: RunView, taken: Taken) -> Taken:
-        """An evaluation of a data set begins that was not seen before."""
+    def on_evaluation_data(self, run: RunView, taken: Taken) -> Taken:
+        """The script evaluates a data set for the first time."""
         return taken
 
-    def evaluation(self, run: RunView) -> None:
-        """The model is about to be evaluated."""
+    def before_evaluation(self, run: RunView) -> None:
+        """An evaluation starts."""
 
-    def evaluated(self, run: RunView, result: dict[str, Any], samples: int) -> None:
+    def after_evaluation(self, run: RunView, result: dict[str, Any], samples: int) -> None:
         """An evaluation has ended."""
 
-    def logged(self, run: RunView, values: Mapping[str, Any]) -> None:
-        """The script records values of its own, on whatever rank."""
+    def on_log(self, run: RunView, values: Mapping[str, Any]) -> None:
+        """The script logs values, on any rank."""
 
 
-observer: Observer | None = None
+observer: Observer = Observer()
 
 planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, Forecast]] | None = None
-"""Chooses for ``plan="auto"``: a plan, and what is predicted for it. A room above this one puts it
-here.
-"""
+"""Chooses a plan for ``plan="auto"`` and predicts its step. A room above sets it."""
 
 examiner: Callable[..., dict[str, Any]] | None = None
-"""Carries ``run.doctor()`` out. A room above this one puts it here."""
+"""Carries out ``run.doctor()``. A room above sets it."""
+
+
+def observed() -> bool:
+    """Whether a study watches this process."""
+    return type(observer) is not Observer

@@ -1,7 +1,7 @@
-"""The step port: how rooms that measure a run reach into it, and the only way they may.
+"""The step port: the only way for rooms that measure a run to reach into it.
 
-``prove``, ``doctor``, ``scale`` and ``measure`` take steps on batches of their own, look at the
-parts of a run, and leave it as it was. Scripts never need this.
+``prove``, ``doctor``, ``scale``, and ``measure`` step on batches of their own, look at the parts of
+a run, and leave it as it was. Scripts never need this.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ronde.parallel import Replicate, Strategy, Work
 from ronde.plan import Plan, Share
 from ronde.run.losses import LossCall
 from ronde.run.run_state import MicroBatches, State
+from ronde.run.seeding import seed_step
 from ronde.run.snapshot import Snapshot
 from ronde.watch import RunDir, Silent, Watcher
 from ronde.world import World
@@ -30,7 +31,7 @@ __all__ = ["RunParts", "RunView", "StepPort"]
 
 
 class RunView(Protocol):
-    """A :class:`~ronde.run.run.Run` as the rooms around it see it; its attributes mean the same."""
+    """The public part of a :class:`~ronde.run.run.Run`, for the rooms around it."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -41,15 +42,15 @@ class RunView(Protocol):
 
     @property
     def port(self) -> StepPort:
-        """How to measure it."""
+        """For tools that measure this run."""
 
     @property
     def rank(self) -> int:
-        """This worker's place among all, from 0."""
+        """This worker's rank, from 0."""
 
     @property
     def world_size(self) -> int:
-        """How many workers train together."""
+        """The number of workers that train together."""
 
     @property
     def is_main(self) -> bool:
@@ -57,7 +58,7 @@ class RunView(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """What this worker trains on."""
+        """The device this worker trains on."""
 
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on one batch."""
@@ -66,11 +67,11 @@ class RunView(Protocol):
         """Write a checkpoint now."""
 
     def backward(self, loss: Any) -> None:
-        """The backward pass of one micro-batch, in a script that owns its loop."""
+        """Backward pass of one micro-batch, in a script that owns its loop."""
 
 
 class RunParts(RunView, Protocol):
-    """A Run as the other files of its own room see it."""
+    """A Run, for the other files of its room."""
 
     _me: World
     _taken: Taken
@@ -86,26 +87,20 @@ class RunParts(RunView, Protocol):
     _deadline: float | None
     _comparison: Any
     _on_nan: str
+    _evaluations: dict[int, Any]
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
-    def _seed(self, key: int) -> None: ...
-
-
-class _Unwatched(Watcher):
-    """Records nothing, shows nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(None, Silent(), False)
+    def _warn(self, text: str) -> None: ...
 
 
 class StepPort:
-    """Prepare and take steps on batches of your own; look at a run's parts; put it back.
+    """Look at a run's parts, step on given batches, put the run back.
 
-    Every method is called between two steps of the training, on every worker alike.
+    Call every method between two steps of the training, on every worker.
 
     Attributes:
-        last_step_seconds: wall time of the last :meth:`step`, without waiting for a device.
+        last_step_seconds: wall time of the last step, without waiting for a device.
 
     Example:
         >>> port = run.port  # doctest: +SKIP
@@ -124,17 +119,17 @@ class StepPort:
 
     @property
     def world(self) -> World:
-        """Who this worker is, and whom collectives reach."""
+        """This worker, and the process groups of its collectives."""
         return self._run._me
 
     @property
     def data(self) -> Taken:
-        """The training data as the run reads it: data set, order, loader settings."""
+        """The training data: data set, order, loader settings."""
         return self._run._taken
 
     @property
     def strategy(self) -> Strategy:
-        """What carries the plan out."""
+        """The strategy that carries the plan out."""
         return self._run._strategy
 
     @property
@@ -144,22 +139,20 @@ class StepPort:
 
     @property
     def backwards(self) -> int:
-        """How many micro-batches of the step under way have gone backward, in a script that owns
-        its loop.
-        """
+        """Backward passes of the current step so far, in a script that owns its loop."""
         return self._run._backwards
 
     # -- steps -------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before the first step on given batches: what an epoch's start does on every worker."""
+        """Call before the first step on given batches: starts an epoch on every worker."""
         self._run._strategy.start_epoch()
 
     def step(self, share: Share, micros: Sequence[Any]) -> torch.Tensor:
         """One optimizer step as ``run.step(batch)`` takes it, on given micro-batches.
 
         Args:
-            share: which positions of which epoch the micro-batches stand for.
+            share: the positions of an epoch that the micro-batches stand for.
             micros: one batch for each of ``share.micro``, on the run's device.
 
         Returns:
@@ -177,9 +170,7 @@ class StepPort:
 
     @property
     def can_step_alone(self) -> bool:
-        """Whether a rank can take a step by itself: it holds the whole model, and its layers
-        exchange nothing.
-        """
+        """Whether a rank holds the whole model and its layers exchange nothing."""
         run = self._run
         if run.world_size == 1 or type(run._strategy) is not Replicate:
             return False
@@ -187,7 +178,7 @@ class StepPort:
         return not run.plan.sync_batchnorm and not synced and run._scaler is None
 
     def step_alone(self, share: Share, micros: Sequence[Any]) -> None:
-        """One step of this rank by itself: forward, backward, clip and update, no exchange."""
+        """One step without any exchange: forward, backward, clip, and update."""
         run = self._run
         strategy = run._strategy
         start = time.perf_counter()
@@ -207,52 +198,41 @@ class StepPort:
         self.last_step_seconds = time.perf_counter() - start
 
     def _seed(self) -> None:
-        """Random numbers of steps that the training never takes, different on each replica."""
         run = self._run
         self._steps += 1
         if run.world_size > 1:
-            run._seed(key_of(run.plan.seed, 5, self._steps, run.rank // run.plan.tensor))
+            key = key_of(run.plan.seed, 5, self._steps, run.rank // run.plan.tensor)
+            seed_step(run.device, key)
 
     # -- before and after --------------------------------------------------------------
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Within, a step leaves no record, no checkpoint and no measurement. The scheduler rests:
-        one that knows how many steps there will be would refuse these.
+        """Inside, a step writes no record, checkpoint, or measurement, and leaves the scheduler
+        alone: one that knows its number of steps would refuse extra ones.
         """
         run = self._run
-        kept = (
-            run._watcher,
-            run._save_every,
-            run._deadline,
-            run._comparison,
-            run._on_nan,
-            run.scheduler,
-        )
-        kept[0].rate.pause()
-        run._watcher, run._on_nan = _Unwatched(), "ignore"
-        run._save_every = run._deadline = run._comparison = run.scheduler = None
+        off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "scheduler"))
+        off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
+        before = {name: getattr(run, name) for name in off}
+        run._watcher.rate.pause()
+        for name, value in off.items():
+            setattr(run, name, value)
         try:
             yield
         finally:
-            (
-                run._watcher,
-                run._save_every,
-                run._deadline,
-                run._comparison,
-                run._on_nan,
-                run.scheduler,
-            ) = kept
+            for name, value in before.items():
+                setattr(run, name, value)
             run._watcher.rate.resume()
 
     def snapshot(self) -> Snapshot:
-        """Everything that a step changes, as it is now; ``restore()`` puts it back bit by bit."""
+        """A copy of everything a step changes; ``restore()`` puts it back bit by bit."""
         run = self._run
         return Snapshot(run, run._strategy, run._taken.dataset, run._loss, run._scaler)
 
     @contextmanager
     def as_found(self) -> Iterator[None]:
-        """Whatever is trained within, the run is afterwards as it was; see :class:`Snapshot`."""
+        """Puts the run back at the end, whatever was trained inside; see :class:`Snapshot`."""
         run = self._run
         before = self.snapshot()
         share, backwards = run._share, run._backwards

@@ -130,18 +130,25 @@ class Meter(hooks.Observer):
         self.file = file
         self._own_batch = "keep"
 
-    def opening(self, given: hooks.Opening) -> None:
+    def on_open(self, opening: hooks.Opening) -> None:
         """See :class:`Observer`."""
-        self._own_batch = given.batch
-        asked, size = self.options.get("batch"), given.taken.batch_size
-        if asked == "grow" and given.batch == "keep" and size is not None and dist.is_initialized():
-            given.taken = dataclasses.replace(given.taken, batch_size=size * dist.get_world_size())
+        self._own_batch = opening.batch
+        asked, size = self.options.get("batch"), opening.taken.batch_size
+        if (
+            asked == "grow"
+            and opening.batch == "keep"
+            and size is not None
+            and dist.is_initialized()
+        ):
+            opening.taken = dataclasses.replace(
+                opening.taken, batch_size=size * dist.get_world_size()
+            )
 
-    def workers(self, found: int) -> int:
+    def count_workers(self, workers: int) -> int:
         """See :class:`Observer`."""
-        return 1 if self.options.get("batch") == "keep" else found
+        return 1 if self.options.get("batch") == "keep" else workers
 
-    def ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
         from ronde.measure import Arm, Bench
 
