@@ -327,7 +327,7 @@ def test_lazy_parameters():
     with says(ArgumentError, "'c.weight'", "never used"):
         make(unused)
     with says(
-        ArgumentError, "lazily initialised parameters 'a.weight'", "could not be given their shape"
+        ArgumentError, "lazily initialized parameters 'a.weight'", "got no shape"
     ):
         make(Lazy(), dataset=torch.randn(12, 4))
 

@@ -1,6 +1,6 @@
-"""What a script holds: a Run, which trains, evaluates, saves and records.
+"""The script's side: a Run trains, evaluates, saves, and records.
 
-Offers :func:`distribute`, which makes a :class:`Run`, its :class:`State`, and
+Offers :func:`distribute`, which makes a :class:`Run`; its :class:`State`; and
 :class:`MicroBatches`. Rooms that measure a run use :class:`~ronde.run.step_port.StepPort`.
 """
 

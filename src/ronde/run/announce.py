@@ -1,4 +1,4 @@
-"""What a run says and records before its first step."""
+"""Notes and warnings of a run before its first step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ __all__ = ["announce", "scalar_writer"]
 
 
 def announce(run: Run, left_out: list[str]) -> None:
-    """Record what starts, and warn of what makes it another training than on one device.
-
-    Args:
-        run: before its first step.
-        left_out: trainable parameters that the optimizer does not hold.
-    """
+    """Record the start, and warn if the training is not the same as on one device."""
     me, directory = run.port.world, run.dir
     run._watcher.event(
         Started(
@@ -45,11 +40,19 @@ def announce(run: Run, left_out: list[str]) -> None:
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
     )
-    _warn_of_differences(run, left_out)
+    _explain_growth(run)
+    for note in run.port.data.notes:
+        run._warn(note)
+    if left_out:
+        shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
+        run._warn(
+            f"{len(left_out)} trainable parameters are not in the optimizer and are not trained: "
+            f"{shown}"
+        )
+    _warn_of_norms(run)
 
 
-def _warn_of_differences(run: Run, left_out: list[str]) -> None:
-    """What the user should know before the first step."""
+def _explain_growth(run: Run) -> None:
     plan = run.plan
     if plan.batch == "grow" and plan.workers > 1:
         cite = {
@@ -62,34 +65,27 @@ def _warn_of_differences(run: Run, left_out: list[str]) -> None:
             f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
             f"{plan.batch_size} samples per step; learning rate × {plan.lr_factor:g} ({cite}){warm}"
         )
-    for note in run.port.data.notes:
-        run._warn(note)
-    if left_out:
-        shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
-        run._warn(
-            f"{len(left_out)} trainable parameters are not in the optimizer and stay as "
-            f"they are: {shown}"
-        )
+
+
+def _warn_of_norms(run: Run) -> None:
+    plan = run.plan
     norms = batchnorms(run.model)
     if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
         size = -(-plan.batch_size // plan.replicas)
         size = min(size, plan.micro_batch or size) * (plan.replicas if plan.sync_batchnorm else 1)
-        cure = (
-            "; sync_batchnorm=True uses all workers'"
-            if plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm
-            else ""
-        )
+        can_sync = plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm
+        cure = "; sync_batchnorm=True uses all workers'" if can_sync else ""
+        more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
         run._warn(
-            "batch normalisation "
-            f"({norms[0]!r}{f' and {len(norms) - 1} more' if len(norms) > 1 else ''}) sees {size} "
-            f"samples at a time, not the global batch of {plan.batch_size}: this is not the same "
-            f"training as on one device{cure}"
+            f"batch normalization ({norms[0]!r}{more}) sees {size} samples at a time, not the "
+            f"global batch of {plan.batch_size}: this is not the same training as on one "
+            f"device{cure}"
         )
     if plan.accumulation > 1 and (iterating := spectral_norms(run.model)):
         run._warn(
-            f"spectral normalisation ({iterating[0]!r}) iterates once in each forward "
-            f"pass, and a step has {plan.accumulation} of them: this is "
-            "not the same training as without micro-batches"
+            f"spectral normalization ({iterating[0]!r}) iterates once in each forward pass, and a "
+            f"step has {plan.accumulation} of them: this is not the same training as without "
+            "micro-batches"
         )
 
 
@@ -98,12 +94,9 @@ def _device_name(me: World) -> str:
 
 
 def scalar_writer(directory: RunDir | None, asked: bool, me: World) -> Any:
-    """TensorBoard's writer, on rank 0, where it was asked for."""
-    if (
-        not (asked or os.environ.get("RONDE_TENSORBOARD") == "1")
-        or not me.is_main
-        or directory is None
-    ):
+    """TensorBoard's writer on rank 0, if asked for."""
+    asked = asked or os.environ.get("RONDE_TENSORBOARD") == "1"
+    if not asked or not me.is_main or directory is None:
         return None
     try:
         from torch.utils.tensorboard import SummaryWriter

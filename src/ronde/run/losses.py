@@ -1,4 +1,4 @@
-"""What a script's loss and forward functions return, checked once and made uniform."""
+"""Calls the script's forward and loss functions, and checks their values."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ def _shape(value: Any) -> str:
 
 
 class LossCall:
-    """Calls ``forward`` and ``loss`` on one micro-batch.
-
-    Args:
-        loss: ``loss(*forward's values)`` -> scalar mean over samples, or ``(sum, weight)``.
-        forward: ``forward(model, batch)`` -> what ``loss`` takes; None for ``(inputs, target)``
-            batches.
-    """
+    """Calls ``forward`` (None for ``(inputs, target)`` batches) and ``loss`` on a micro-batch."""
 
     def __init__(
         self, loss: Callable[..., Any], forward: Callable[[nn.Module, Any], Any] | None
@@ -39,7 +33,7 @@ class LossCall:
         self.forward = forward
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
-        """What the loss and the metrics are called with."""
+        """The arguments of the loss and the metrics."""
         if self.forward is not None:
             values = self.forward(model, batch)
             return values if isinstance(values, tuple) else (values,)
@@ -49,9 +43,8 @@ class LossCall:
             inputs, target = batch
         except (TypeError, ValueError):
             raise LossError(
-                f"a batch is {_shape(batch)}, not (inputs, target): say how it goes "
-                "through the model with "
-                "forward=lambda model, batch: (model(…), …), which returns what loss() takes."
+                f"a batch is {_shape(batch)}, not (inputs, target): give forward=lambda model, "
+                "batch: (model(…), …), which returns the arguments of loss()."
             ) from None
         return model(inputs), target
 
@@ -60,30 +53,19 @@ class LossCall:
         return self.check(self.loss(*self.arguments(model, batch)))
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Make a loss's value uniform.
-
-        Raises:
-            LossError: it is neither a scalar tensor nor ``(sum, weight)``.
-        """
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            return value, None
+        """A loss's value as ``(mean, None)`` or ``(sum, weight)``; LossError for others."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.reshape(()), None
-        if (
-            isinstance(value, tuple | list)
-            and len(value) == 2
-            and isinstance(value[0], torch.Tensor)
-            and value[0].numel() == 1
-        ):
+        pair = isinstance(value, tuple | list) and len(value) == 2
+        if pair and isinstance(value[0], torch.Tensor) and value[0].numel() == 1:
             total, weight = value
             if not isinstance(weight, torch.Tensor):
                 weight = torch.tensor(float(weight), device=total.device)
             if weight.numel() == 1:
-                return total.reshape(()), weight.detach().reshape(()).to(
-                    torch.promote_types(total.dtype, torch.float32)
-                )
+                dtype = torch.promote_types(total.dtype, torch.float32)
+                return total.reshape(()), weight.detach().reshape(()).to(dtype)
         raise LossError(
-            f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over "
-            "the samples given (reduction='mean'), or "
-            "(sum, weight) for a weighted mean. Add .mean(), or return (losses.sum(), weight)."
+            f"loss returned {_shape(value)}, expected a scalar (0-d tensor): the mean over the "
+            "samples given (reduction='mean'), or (sum, weight) for a weighted mean. Add .mean(), "
+            "or return (losses.sum(), weight)."
         )

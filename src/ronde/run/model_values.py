@@ -1,4 +1,4 @@
-"""Models without values: lazily initialized parameters, and models built on ``meta``."""
+"""Fills models without values: lazy parameters, and models built on ``meta``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["filler", "shape_lazy"]
 
 
 def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str]) -> None:
-    """Run one sample through a model with lazily initialised parameters, without training it."""
+    """Shape lazy parameters by running one sample, without training."""
     was_training = model.training
     model.eval()
     try:
@@ -38,9 +38,9 @@ def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str
                 forward.arguments(model, feed.finish(share, micros)[0])
     except Exception as error:
         raise ArgumentError(
-            f"the lazily initialised parameters {', '.join(map(repr, lazy[:3]))} could not be "
-            f"given their shape by running one sample ({type(error).__name__}: {error}). Run one "
-            "batch through the model before ronde.distribute."
+            f"the lazily initialized parameters {', '.join(map(repr, lazy[:3]))} got no shape: "
+            f"running one sample failed ({type(error).__name__}: {error}). Run one batch through "
+            "the model before ronde.distribute."
         ) from error
     finally:
         model.train(was_training)
@@ -55,7 +55,7 @@ def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str
 def filler(
     model: nn.Module, init: Init, seed: int, me: World
 ) -> Callable[[Callable[[str], bool]], None]:
-    """Gives a model on meta its values. Weights on disk are verified by rank 0, once."""
+    """Makes the function that fills a model on meta. Rank 0 verifies weights on disk, once."""
     if not callable(init) and init != "reset":
         error = None
         if me.is_main:

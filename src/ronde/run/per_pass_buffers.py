@@ -1,5 +1,5 @@
-"""Buffers that every forward pass changes (a counter, a codebook, an average), where a step has
-several passes instead of one.
+"""Finds buffers that every forward pass changes (a counter, a codebook, an average), in a training
+whose steps have several passes instead of one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from ronde.world.consensus import gather_json
 
 __all__ = ["Passes"]
 
+_Marks = dict[str, tuple[object, int]]
+
 
 class Passes:
-    """Looks at some steps: the first three, and those whose number is a power of two. A collective
-    in these.
+    """Checks the first three steps, and those whose number is a power of two: a collective there.
 
-    Batch and spectral normalisation are told of by themselves, before the first step.
+    Batch and spectral normalization are left out: the run warns of them before its first step.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, me: World) -> None:
         self._model, self._plan, self._me = model, plan, me
         self._steps = 0
-        self._before: dict[str, tuple[object, int]] | None = None
-        self._changed: set[str] = set()  # in a step that was looked at, otherwise than pass by pass
+        self._before: _Marks | None = None
+        self._changed: set[str] = set()  # in an earlier checked step
         self._done = plan.accumulation == 1
 
     def begin(self) -> None:
@@ -39,7 +40,7 @@ class Passes:
             self._done = not self._before
 
     def end(self) -> str:
-        """After the last one: what the user should know, once, the same on every worker."""
+        """After the last pass: a warning, once, the same on every worker; empty if none."""
         before, self._before = self._before, None
         if not before:
             return ""
@@ -47,10 +48,10 @@ class Passes:
         others = self._plan.accumulation - 1
         changed = {
             n
-            for n, (b, v) in after.items()
-            if n not in before or before[n][0] is not b or before[n][1] != v
+            for n, (b, version) in after.items()
+            if n not in before or before[n][0] is not b or before[n][1] != version
         }
-        # What the first pass fills once, a table of positions say, is not what every pass changes.
+        # A buffer that the first pass fills once, such as a table of positions, does not count.
         often = {
             n
             for n in changed & before.keys()
@@ -58,29 +59,26 @@ class Passes:
         }
         mine = [n for n in after if n in often or n in changed & self._changed]
         self._changed |= changed
-        found = list(dict.fromkeys(n for each in gather_json(self._me, mine) for n in each))
-        if not found:
+        names = list(dict.fromkeys(n for each in gather_json(self._me, mine) for n in each))
+        if not names:
             return ""
         self._done = True
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         cure = "without micro_batch, or " if self._plan.pipeline == 1 else ""
         return (
-            f"the forward pass changes the buffer {found[0]!r}{more}, and a step has "
-            f"{self._plan.accumulation} forward passes, one for each "
-            "micro-batch: it changes as often. This is not the same training as on one "
-            f"device; it would be {cure}where the script changes it once a step"
+            f"the forward pass changes the buffer {names[0]!r}{more}, and a step has "
+            f"{self._plan.accumulation} forward passes, one for each micro-batch: it changes as "
+            "often. This is not the same training as on one device; it would be "
+            f"{cure}where the script changes it once a step"
         )
 
-    def _marks(self) -> dict[str, tuple[object, int]]:
-        told = set(spectral_norms(self._model))
-        marks: dict[str, tuple[object, int]] = {}
-        for path, module in self._model.named_modules():
-            if (
-                isinstance(module, _BatchNorm)
-                or path in told
-                or path.split(".parametrizations.")[0] in told
-            ):
-                continue
-            for name, b in module.named_buffers(path, recurse=False):
-                marks[name] = (b, b._version)
-        return marks
+    def _marks(self) -> _Marks:
+        spectral = set(spectral_norms(self._model))
+        return {
+            name: (b, b._version)
+            for path, module in self._model.named_modules()
+            if not isinstance(module, _BatchNorm)
+            and path not in spectral
+            and path.split(".parametrizations.")[0] not in spectral
+            for name, b in module.named_buffers(path, recurse=False)
+        }

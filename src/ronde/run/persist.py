@@ -1,4 +1,4 @@
-"""A Run as a checkpoint's files and plain values, and back."""
+"""Writes a Run as a checkpoint, and reads it back."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def held_whole(run: RunParts) -> bool:
 
 
 def _data(run: RunParts) -> dict[str, Any]:
-    """What decides which samples are still to come, beside the place in the epoch."""
+    """The facts that decide which samples come next, besides the place in the epoch."""
     order = run._taken.order
-    found = {
+    facts = {
         "samples": order.n,
         "epoch_samples": order.epoch_samples,
         "seed": run.plan.seed,
@@ -48,8 +48,12 @@ def _data(run: RunParts) -> dict[str, Any]:
         "order": order.kind,
     }
     if run._taken.fingerprint is not None:
-        found["fingerprint"] = run._taken.fingerprint
-    return found
+        facts["fingerprint"] = run._taken.fingerprint
+    return facts
+
+
+def _encoded(owner: Any, what: str) -> Any:
+    return None if owner is None else checkpoint.encode(owner.state_dict(), what)
 
 
 def _values(
@@ -68,18 +72,14 @@ def _values(
         "plan": run.plan.to_dict(),
         "same_tensors": dict(same),
         "optimizer": dict(optimizer),
-        "scheduler": checkpoint.encode(run.scheduler.state_dict(), "scheduler")
-        if run.scheduler is not None
-        else None,
-        "scaler": checkpoint.encode(run._scaler.state_dict(), "gradient scaler")
-        if run._scaler is not None
-        else None,
+        "scheduler": _encoded(run.scheduler, "scheduler"),
+        "scaler": _encoded(run._scaler, "gradient scaler"),
         "randomness": dict(randomness),
     }
 
 
 def collect(run: RunParts) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """Files of tensors by name, and plain values, of a worker that holds everything."""
+    """Files of tensors, and plain values, of a worker that holds everything."""
     weights, same = checkpoint.model_state(run.model)
     moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
     drawn, randomness = checkpoint.random_state()
@@ -92,8 +92,8 @@ def collect(run: RunParts) -> tuple[dict[str, Tensors], dict[str, Any]]:
 
 
 def save(run: RunParts, folder: Path, keep: int) -> Path | None:
-    """Write a checkpoint: rank 0 alone where it holds everything, else all workers together.
-    Returns its path on rank 0.
+    """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
+    on rank 0.
     """
     if held_whole(run):
         if not run.is_main:
@@ -107,9 +107,8 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     mine: dict[str, Any] = {}
     try:
         weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
-        moments, mine = checkpoint.optimizer_pieces(
-            run.model, run.optimizer, work.groups, work.tied
-        )
+        groups, tied = work.groups, work.tied
+        moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, groups, tied)
         drawn, randomness = checkpoint.random_state()
         parts = {"model": weights, "optimizer": moments}
         state = _values(run, work.tied, {}, randomness)
@@ -119,12 +118,10 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     for each in everyone:
         if each["error"]:
             raise CheckpointError(each["error"])
-    state["optimizer"] = checkpoint.join_optimizer(
-        work.groups, [each["optimizer"] for each in everyone]
-    )
-    path = checkpoint.write_pieces(
-        run._me, folder, run.state.step, parts, {"random.safetensors": drawn}, state, keep
-    )
+    optimizers = [each["optimizer"] for each in everyone]
+    state["optimizer"] = checkpoint.join_optimizer(work.groups, optimizers)
+    plain = {"random.safetensors": drawn}
+    path = checkpoint.write_pieces(run._me, folder, run.state.step, parts, plain, state, keep)
     return path if run.is_main else None
 
 
@@ -135,9 +132,8 @@ def export_weights(run: RunParts, path: Path) -> None:
         checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
     elif run.is_main:
         weights, same = checkpoint.model_state(run.model)
-        checkpoint.export(
-            {**weights, **{name: weights[origin] for name, origin in same.items()}}, path
-        )
+        tied = {name: weights[origin] for name, origin in same.items()}
+        checkpoint.export({**weights, **tied}, path)
 
 
 def _refuse(why: str) -> CheckpointError:
@@ -146,113 +142,94 @@ def _refuse(why: str) -> CheckpointError:
     )
 
 
-def _said(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _check(run: RunParts, found: Mapping[str, Any]) -> None:
-    """Refuse another training. Another plan, or another number of workers, is the same one."""
+def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
+    """Refuse another training. Another plan or number of workers is the same training."""
     for name, value in _data(run).items():
-        # One of an earlier version has no sampler; nor has that, or one of a data set without it, a
-        # fingerprint.
-        then = found["data"].get(name, value)
+        # a checkpoint of an earlier version may lack the sampler and the fingerprint
+        then = saved["data"].get(name, value)
         if name == "fingerprint" and then != value:
             raise CheckpointError(
                 "the checkpoint cannot be continued: the data set is not the one that it was "
                 f"written with (its fingerprint was {then} then and is {value} now): samples were "
-                "added, removed, renamed, changed or brought into another order, so those still to "
-                "come would not be the same. Restore the data set, or start a new run; init= the "
-                "checkpoint's path keeps its weights."
+                "added, removed, renamed, changed, or reordered, so those still to come would not "
+                "be the same. Restore the data set, or start a new run; init= the checkpoint's "
+                "path keeps its weights."
             )
         if then != value:
+            then, value = ("none" if v is None else v for v in (then, value))
             raise _refuse(
-                f"{_WORDS[name]} was {_said(then)} then and is {_said(value)} now, so the "
-                "samples still to come would not be the same"
+                f"{_WORDS[name]} was {then} then and is {value} now, so the samples still to come "
+                "would not be the same"
             )
-    was = found["plan"]
+    was = saved["plan"]
     drop_last = was.get("drop_last", run.plan.drop_last)
     if drop_last != run.plan.drop_last and run._taken.order.epoch_samples % run.plan.batch_size:
         raise _refuse(
-            f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch "
-            "would not have the same samples"
+            f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would "
+            "not have the same samples"
         )
     if run.plan.batch == "keep" and was["batch_size"] != run.plan.batch_size:
         raise _refuse(
-            f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, "
-            "which is another training"
+            f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is "
+            "another training"
         )
-    if (found["scheduler"] is None) != (run.scheduler is None):
-        raise _refuse(
-            f"it was written with{'out' if found['scheduler'] is None else ''} a scheduler"
-        )
+    without = saved["scheduler"] is None
+    if without != (run.scheduler is None):
+        raise _refuse(f"it was written with{'out' if without else ''} a scheduler")
 
 
-def _settle(run: RunParts, found: Mapping[str, Any]) -> None:
-    """What is the same on every worker, after the tensors."""
+def _settle(run: RunParts, saved: Mapping[str, Any]) -> None:
+    """Restore the values that all workers share, after the tensors."""
     if run.scheduler is not None:
-        run.scheduler.load_state_dict(checkpoint.decode(found["scheduler"]))
-    if run._scaler is not None and found["scaler"] is not None:
-        run._scaler.load_state_dict(checkpoint.decode(found["scaler"]))
-    factor = found["plan"]["lr_factor"]
+        run.scheduler.load_state_dict(checkpoint.decode(saved["scheduler"]))
+    if run._scaler is not None and saved["scaler"] is not None:
+        run._scaler.load_state_dict(checkpoint.decode(saved["scaler"]))
+    factor = saved["plan"]["lr_factor"]
     if factor != run.plan.lr_factor:  # batch="grow", on another number of workers
         lr_rules.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
-    run.state.epoch, run.state.step = found["epoch"], found["step"]
-    run.state.samples, run.state.epoch_samples = found["samples"], found["epoch_samples"]
+    run.state.epoch, run.state.step = saved["epoch"], saved["step"]
+    run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
     run._strategy.loaded()
 
 
 def restore(
-    run: RunParts, found: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
+    run: RunParts, saved: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
 ) -> None:
-    """Go on from a checkpoint, on a worker that holds everything.
-
-    Args:
-        found: the plain values of :func:`collect`.
-        tensors: ``"model"``, ``"optimizer"`` and ``"random"`` -> tensors by name, on every rank.
-
-    Raises:
-        CheckpointError: it is of another model, optimizer, data set or batch.
-    """
-    _check(run, found)
-    checkpoint.load_model(run.model, tensors["model"], found["same_tensors"])
-    checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], found["optimizer"])
-    _settle(run, found)
-    if run.world_size == 1 and found["workers"] == 1:
-        checkpoint.restore_random(tensors["random"], found["randomness"])
+    """Continue from a checkpoint on a worker that holds everything, or refuse it."""
+    _check(run, saved)
+    checkpoint.load_model(run.model, tensors["model"], saved["same_tensors"])
+    checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], saved["optimizer"])
+    _settle(run, saved)
+    if run.world_size == 1 and saved["workers"] == 1:
+        checkpoint.restore_random(tensors["random"], saved["randomness"])
 
 
 def restore_pieces(
     run: RunParts,
-    found: Mapping[str, Any],
+    saved: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.PieceSource],
     all_see: bool,
 ) -> None:
-    """Go on from a checkpoint, on workers of which each holds a part: it reads no more than that.
+    """Continue from a checkpoint where each worker holds and reads a part, or refuse it.
 
     Args:
-        found: the plain values of :func:`collect`.
+        saved: the plain values of :func:`collect`.
         shapes: ``"model"`` and ``"optimizer"`` -> name -> shape, on every rank.
-        sources: the same parts, to be read; empty on a worker that does not see the files.
+        sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
-
-    Raises:
-        CheckpointError: it is of another model, optimizer, data set or batch.
     """
-    _check(run, found)
+    _check(run, saved)
     work, owns = run._work, run._strategy.owns
-    known = {
-        part: {name: tuple(shape) for name, shape in named.items()}
-        for part, named in shapes.items()
-    }
+    known = {part: {n: tuple(s) for n, s in named.items()} for part, named in shapes.items()}
     weights, put_weights = checkpoint.model_wants(
-        run.model, known["model"].get, found["same_tensors"], owns
+        run.model, known["model"].get, saved["same_tensors"], owns
     )
     moments, put_moments = checkpoint.optimizer_wants(
-        run.model, run.optimizer, work.groups, work.tied, known["optimizer"], found["optimizer"]
+        run.model, run.optimizer, work.groups, work.tied, known["optimizer"], saved["optimizer"]
     )
     checkpoint.pull(run._me, sources, [*weights, *moments], all_see)
     put_weights()
     put_moments()
-    _settle(run, found)
+    _settle(run, saved)

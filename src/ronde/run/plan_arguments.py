@@ -1,4 +1,4 @@
-"""From the arguments of ``distribute`` to a Plan: the split, a growing batch, accumulation."""
+"""Makes a Plan of the arguments of ``distribute``: the split, a grown batch, accumulation."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ from ronde.world import ArgumentError, World
 __all__ = ["accumulate", "asked_plan", "grow", "micro_batch_sizes"]
 
 
-def asked_plan(plan: str | Plan | os.PathLike[str], me: World, given: Mapping[str, Any]) -> Plan:
-    """How the work is split, from ``ronde run --plan``, the argument, and the arguments that name
-    one field each.
-    """
-    asked = os.environ.get("RONDE_PLAN") or plan
+def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
+    """The split, from ``ronde run --plan``, the argument ``plan``, or single fields."""
+    chosen = _read_plan(os.environ.get("RONDE_PLAN") or plan, me)
+    changes: dict[str, Any] = {k: v for k, v in fields.items() if v is not None}
+    if "split_at" in changes:
+        changes["split_at"] = tuple(changes["split_at"])
+    if os.environ.get("RONDE_PLAN"):
+        changes = {}
+    chosen = dataclasses.replace(chosen, **changes)
+    if chosen.schedule in ("interleaved", "looped", "zbv") and chosen.virtual == 1:
+        chosen = dataclasses.replace(chosen, virtual=2)
+    chosen = dataclasses.replace(chosen, workers=me.size)
+    chosen.check()
+    chosen.check_workers(me.size)
+    return chosen
+
+
+def _read_plan(asked: Any, me: World) -> Plan:
+    if isinstance(asked, Plan):
+        return asked
+    if not isinstance(asked, str | os.PathLike):
+        raise ArgumentError(
+            f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}."
+        )
     if asked == "auto":
-        asked = Plan()
-    file = (
-        Path(asked)
-        if isinstance(asked, os.PathLike)
-        else Plan.file_of(asked)
-        if isinstance(asked, str)
-        else None
-    )
-    if file is not None:
-        if not file.is_file():
-            raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
-        asked = Plan.load(file)
-        if asked.workers not in (1, me.size):
-            raise ArgumentError(
-                f"the plan in {file} is for {asked.workers} workers, here are {me.size}."
-            )
-    elif not isinstance(asked, Plan):
-        if not isinstance(asked, str):
-            raise ArgumentError(
-                f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}."
-            )
-        asked = Plan.parse(asked)
-    fields: dict[str, Any] = {
-        k: tuple(v) if k == "split_at" else v for k, v in given.items() if v is not None
-    }
-    if fields and not os.environ.get("RONDE_PLAN"):
-        asked = dataclasses.replace(asked, **fields)
-    if asked.schedule in ("interleaved", "looped", "zbv") and asked.virtual == 1:
-        asked = dataclasses.replace(asked, virtual=2)
-    asked = dataclasses.replace(asked, workers=me.size)
-    asked.check()
-    asked.check_workers(me.size)
-    return asked
+        return Plan()
+    file = Plan.file_of(asked) if isinstance(asked, str) else Path(asked)
+    if file is None:
+        return Plan.parse(str(asked))
+    if not file.is_file():
+        raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
+    plan = Plan.load(file)
+    if plan.workers not in (1, me.size):
+        raise ArgumentError(
+            f"the plan in {file} is for {plan.workers} workers, here are {me.size}."
+        )
+    return plan
 
 
 def grow(
@@ -67,7 +65,7 @@ def grow(
     warmup: int | None,
     samples: int,
 ) -> Plan:
-    """``batch="grow"``: the global batch times the workers, and the learning rate after it."""
+    """``batch="grow"``: the batch times the number of workers, and the learning rate to match."""
     chosen = lr_rules.choose_rule(optimizer, rule)
     factor = lr_rules.lr_factor(chosen, plan.workers)
     size = plan.batch_size * plan.workers
@@ -84,25 +82,21 @@ def grow(
 
 
 def accumulate(plan: Plan) -> Plan:
-    """With the number of micro-batches that a step has."""
+    """The plan with its number of micro-batches."""
     largest = split(0, plan.batch_size, plan.replicas)[0][1]
     count = micro_batches_of(plan, largest)
-    return dataclasses.replace(
-        plan,
-        accumulation=count,
-        micro_batch=-(-largest // count) if plan.pipeline > 1 else plan.micro_batch,
-    )
+    micro = -(-largest // count) if plan.pipeline > 1 else plan.micro_batch
+    return dataclasses.replace(plan, accumulation=count, micro_batch=micro)
 
 
 def micro_batch_sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
-    """Samples of the micro-batches that occur in an epoch, on any worker; the stand-in of an empty
-    one has one.
-    """
-    found = set()
-    for total in {
-        min(plan.batch_size, epoch_samples),
-        epoch_samples % plan.batch_size or plan.batch_size,
-    }:
-        for low, high in split(0, total, plan.replicas):
-            found |= {max(1, b - a) for a, b in split(low, high, plan.accumulation)}
-    return tuple(sorted(found))
+    """Sizes of all micro-batches of an epoch, on any worker; the stand-in of an empty one has 1."""
+    size = plan.batch_size
+    totals = {min(size, epoch_samples), epoch_samples % size or size}
+    sizes = {
+        max(1, b - a)
+        for total in totals
+        for low, high in split(0, total, plan.replicas)
+        for a, b in split(low, high, plan.accumulation)
+    }
+    return tuple(sorted(sizes))

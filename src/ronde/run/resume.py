@@ -1,4 +1,4 @@
-"""Go on from the newest whole checkpoint of a run directory, on however many workers."""
+"""Resumes from the newest whole checkpoint of a run directory, on any number of workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ __all__ = ["resume"]
 
 
 def resume(run: Run, me: World, directory: RunDir) -> str:
-    """Go on from the newest whole checkpoint, which rank 0 has verified. Returns what to tell the
-    user.
-    """
+    """Continue from the newest whole checkpoint, verified by rank 0. Returns a note."""
     answer: dict[str, Any] = {}
     found = None
     if me.is_main:
@@ -42,8 +40,8 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     if answer["path"] is None:
         if answer["refused"]:
             raise CheckpointError(
-                f"nothing to resume in {directory.checkpoints}: no checkpoint there is "
-                f"whole. {answer['refused'][0]}"
+                f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. "
+                f"{answer['refused'][0]}"
             )
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
     if held_whole(run):
@@ -76,18 +74,13 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     """Rank 0's tensors on every rank, on the CPU."""
     if me.size == 1:
         return tensors
-    layout = (
-        {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-        if me.is_main
-        else None
-    )
+    layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
     result = {}
     for name, (shape, dtype) in broadcast_json(me, layout).items():
-        tensor = (
-            tensors[name].contiguous()
-            if me.is_main
-            else torch.empty(shape, dtype=getattr(torch, dtype))
-        )
+        if me.is_main:
+            tensor = tensors[name].contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensor.numel():
             bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
             dist.broadcast(bits, 0)
@@ -98,24 +91,20 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _restore_pieces(
-    run: Run, me: World, found: checkpoint.Checkpoint | None, told: Mapping[str, Any]
+    run: Run, me: World, found: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
 ) -> None:
-    """Each worker reads what it holds from the checkpoint that rank 0 has verified, if it sees the
-    same one.
-    """
+    """Each worker that sees the verified checkpoint reads its own part of it."""
     if found is None:
-        found = checkpoint.trust(Path(told["folder"]) / told["path"], told["digest"])
+        found = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
     with contextlib.ExitStack() as stack:
-        sources = (
-            {part: stack.enter_context(found.source(part)) for part in ("model", "optimizer")}
-            if found
-            else {}
-        )
+        sources = {}
+        if found:
+            for part in ("model", "optimizer"):
+                sources[part] = stack.enter_context(found.source(part))
         shapes = {
             part: {name: list(e.shape) for name, e in source.entries.items()}
             for part, source in sources.items()
         }
         all_see = all(gather_json(me, found is not None))
-        restore_pieces(
-            run, told["state"], shapes if all_see else broadcast_json(me, shapes), sources, all_see
-        )
+        shapes = shapes if all_see else broadcast_json(me, shapes)
+        restore_pieces(run, answer["state"], shapes, sources, all_see)

@@ -1,6 +1,4 @@
-"""A run as it was before it was measured: everything that a step changes is kept, and put back bit
-by bit.
-"""
+"""A snapshot of a run: everything a step changes is copied, and put back bit by bit."""
 
 from __future__ import annotations
 
@@ -37,14 +35,18 @@ class _Open(Protocol):
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_SIMPLE = (
-    *_PLAIN,
-    torch.Tensor,
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
+# generators: how to copy their state, and how to put it back
+_GENERATORS: tuple[tuple[Any, Any, Any], ...] = (
+    (torch.Generator, lambda g: g.get_state(), lambda g, s: g.set_state(s)),
+    (random.Random, lambda g: g.getstate(), lambda g, s: g.setstate(s)),
+    (
+        np.random.Generator,
+        lambda g: copy.deepcopy(g.bit_generator.state),
+        lambda g, s: setattr(g.bit_generator, "state", s),
+    ),
+    (np.random.RandomState, lambda g: g.get_state(), lambda g, s: g.set_state(s)),
 )
+_SIMPLE = (*_PLAIN, torch.Tensor, *(kind for kind, _, _ in _GENERATORS))
 _MOST_ITEMS = 100_000  # of a list that a module or a data set holds: longer ones are data
 _MOST_BYTES = 2**26  # of a tensor or an array that a data set holds: larger ones are data
 _DEPTH = 3
@@ -52,45 +54,35 @@ _MOST_PARTS = 100
 _PARTS = ("dataset", "datasets", "transform", "transforms", "target_transform")
 
 
-def _aside(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that takes no memory of an accelerator."""
+def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach()
     return value.clone() if value.device.type == "cpu" else value.cpu()
 
 
 def _put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Bring a tensor's values back, in place; one that has not changed is not written, a graph may
-    have saved it.
-    """
+    # An unchanged tensor is not written: a graph may have saved it, and would see a new version.
     now = tensor.detach()
     if now.device.type != "cpu" or not _same_bits(now, value):
         now.copy_(value)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if (
-        type(a) is not torch.Tensor
-        or type(b) is not torch.Tensor
-        or a.layout != torch.strided
-        or a.shape != b.shape
-        or a.dtype != b.dtype
-    ):
+    if type(a) is not torch.Tensor or type(b) is not torch.Tensor or a.layout != torch.strided:
         return False
-    if not a.numel():
-        return True
-    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(*flat)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)] if a.numel() else []
+    return not flat or torch.equal(*flat)
 
 
 class _Kept:
-    """A value as it is now: plain values, tensors, arrays, generators, and containers of them.
+    """A copy of a value: plain values, tensors, arrays, generators, and containers of them.
     Anything else is kept by reference.
 
     Args:
-        value: what is kept.
-        largest: bytes of a tensor or an array above which it is not copied but taken for data that
-            nobody writes to.
-        elsewhere: what else keeps: tensors by identity, which are not copied a second time.
+        value: the value.
+        largest: bytes of a tensor or an array above which it counts as read-only data.
+        elsewhere: ids of tensors that are copied elsewhere.
     """
 
     def __init__(
@@ -101,39 +93,22 @@ class _Kept:
         if id(value) in elsewhere:
             return
         if isinstance(value, torch.Tensor):
-            if (
-                not value.is_meta
-                and value.layout == torch.strided
-                and value.numel() * value.element_size() <= largest
-            ):
-                self._copy = _aside(value)
+            dense = not value.is_meta and value.layout == torch.strided
+            if dense and value.numel() * value.element_size() <= largest:
+                self._copy = _cpu_copy(value)
         elif isinstance(value, np.ndarray):
-            if (
-                value.dtype != object
-                and value.flags.writeable
-                and value.nbytes <= largest
-                and not isinstance(value, np.memmap)
-            ):
+            writable = value.flags.writeable and not isinstance(value, np.memmap)
+            if writable and value.dtype != object and value.nbytes <= largest:
                 self._copy = value.copy()
-        elif isinstance(value, torch.Generator):
-            self._copy = value.get_state()
-        elif isinstance(value, random.Random):
-            self._copy = value.getstate()
-        elif isinstance(value, np.random.Generator):
-            self._copy = copy.deepcopy(value.bit_generator.state)
-        elif isinstance(value, np.random.RandomState):
-            self._copy = value.get_state()
-        elif (
-            isinstance(value, list | tuple | set | deque | dict)
-            and len(value) <= _MOST_ITEMS
-            and depth <= _DEPTH
-        ):
-            if isinstance(value, dict):
-                self._copy = [
-                    (k, _Kept(v, largest, elsewhere, depth + 1)) for k, v in value.items()
-                ]
-            else:
-                self._copy = [_Kept(v, largest, elsewhere, depth + 1) for v in value]
+        elif isinstance(value, list | tuple | set | deque | dict):
+            if len(value) <= _MOST_ITEMS and depth <= _DEPTH:
+                items = value.values() if isinstance(value, dict) else value
+                kept = [_Kept(v, largest, elsewhere, depth + 1) for v in items]
+                self._copy = list(zip(value, kept, strict=True))
+        else:
+            self._copy = next(
+                (get(value) for t, get, _ in _GENERATORS if isinstance(value, t)), None
+            )
 
     def back(self) -> Any:
         """The very object, with its values as they were."""
@@ -145,36 +120,24 @@ class _Kept:
                 _put_back(value, kept)
         elif isinstance(value, np.ndarray):
             value[...] = kept
-        elif isinstance(value, torch.Generator):
-            value.set_state(kept)
-        elif isinstance(value, random.Random):
-            value.setstate(kept)
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = kept
-        elif isinstance(value, np.random.RandomState):
-            value.set_state(kept)
-        elif isinstance(value, dict):
-            before = {k: v.back() for k, v in kept}
-            value.clear()
-            value.update(before)
-        elif isinstance(value, tuple):
-            for each in kept:
-                each.back()
+        elif isinstance(value, list | tuple | set | deque | dict):
+            before = [(k, v.back()) for k, v in kept]
+            if isinstance(value, dict):
+                value.clear()
+                value.update(before)
+            elif not isinstance(value, tuple):
+                value.clear()
+                (value.update if isinstance(value, set) else value.extend)(v for _, v in before)
         else:
-            items = [each.back() for each in kept]
-            value.clear()
-            if isinstance(value, set):
-                value.update(items)
-            else:
-                value.extend(items)
+            next(put for t, _, put in _GENERATORS if isinstance(value, t))(value, kept)
         return value
 
 
 class _Attributes:
-    """An object's attributes: what its methods may count, draw with or collect in.
+    """An object's attributes; new ones are deleted when it is put back.
 
-    Those that came to be meanwhile are deleted. Names with an underscore belong to libraries, as
-    torch's modules: of these only plain values, tensors and generators are put back.
+    Names with an underscore belong to libraries, such as torch's modules: of these, only plain
+    values, tensors, and generators are put back.
     """
 
     def __init__(
@@ -212,21 +175,19 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return len(value) <= _MOST_ITEMS and all(_is_plain(v, depth + 1) for v in value)
     if isinstance(value, dict):
-        return len(value) <= _MOST_ITEMS and all(
-            _is_plain(k, depth + 1) and _is_plain(v, depth + 1) for k, v in value.items()
-        )
+        return _is_plain(list(value), depth) and _is_plain(list(value.values()), depth)
     return False
 
 
 def _inner(one: Any) -> Iterator[Any]:
-    """The data sets and transforms that a data set is made of."""
+    """The data sets and transforms inside a data set."""
     for name, value in attributes(one).items():
         if isinstance(value, Dataset) or name in _PARTS:
             yield from value if isinstance(value, list | tuple) else [value]
 
 
 class _Weights:
-    """Parameters, gradients and buffers of a model, and what its modules count."""
+    """A model's parameters, gradients, and buffers, and its modules' attributes."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules: list[tuple[torch.nn.Module, bool]] = []
@@ -239,11 +200,11 @@ class _Weights:
             self._attributes.append(_Attributes(module))
             for name, b in module._buffers.items():
                 self._buffers.append(
-                    (module, name, b, None if b is None or b.is_meta else _aside(b))
+                    (module, name, b, None if b is None or b.is_meta else _cpu_copy(b))
                 )
-        self._parameters = [(p, None if p.is_meta else _aside(p)) for p in model.parameters()]
+        self._parameters = [(p, None if p.is_meta else _cpu_copy(p)) for p in model.parameters()]
         self._gradients = [
-            (p, p.grad, None if p.grad is None else _aside(p.grad), p.requires_grad)
+            (p, p.grad, None if p.grad is None else _cpu_copy(p.grad), p.requires_grad)
             for p in model.parameters()
         ]
 
@@ -305,38 +266,31 @@ class _Moments:
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The script's own hooks around optimizer steps are left out: what they change (an average of
-    the weights) is nobody's that is known.
+    """Leave out the script's own optimizer hooks: what they change (an average of the weights) is
+    unknown here.
     """
-    taken = []
+    removed = []
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         before = list(hooks.items())
         for key, hook in before:
             if not str(getattr(hook, "__module__", "")).startswith("ronde."):
                 del hooks[key]
-        taken.append((hooks, before))
+        removed.append((hooks, before))
     try:
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, before in removed:
             hooks.clear()
             cast("dict[int, Any]", hooks).update(before)
 
 
 class Snapshot:
-    """A run as it is now: weights, gradients, optimizer, scheduler, randomness, place in the data.
+    """A copy of weights, gradients, optimizer, scheduler, randomness, and the place in the data.
 
-    Kept are the model, a loss that is a module, the optimizer, the scheduler, and the attributes of
-    data sets and their transforms, nested ones included. What only a closure or a global name
-    leads to is not kept, nor what the script's hooks on modules change. A copy of weights and
-    moments is held in the host's memory.
-
-    Args:
-        run: its public parts, between two steps; on every worker.
-        strategy: what carries its plan out.
-        dataset: what it reads.
-        loss: the script's forward and loss.
-        scaler: the gradient scaler under ``precision="fp16"``.
+    It covers the model, a loss that is a module, the optimizer, the scheduler, and the attributes
+    of data sets and their transforms, nested ones included. It does not cover objects that only a
+    closure or a global name leads to, nor the effects of hooks on modules. Weights and moments are
+    copied into the host's memory.
     """
 
     def __init__(
@@ -352,7 +306,7 @@ class Snapshot:
         self._scaler = scaler
         self._model = _Weights(run.model)
         self._moments = _Moments(run.optimizer)
-        # A strategy lists the model's parameters, which are kept already.
+        # A strategy lists the model's parameters, which are copied already.
         weights = {id(p) for p in run.model.parameters()}
         self._attributes = [
             _Attributes(strategy, elsewhere=weights),
@@ -375,17 +329,12 @@ class Snapshot:
 
     @contextmanager
     def without_optimizer_hooks(self) -> Iterator[None]:
-        """Within, the script's own hooks around optimizer steps are left out."""
+        """Inside, optimizer steps do not call the script's own hooks."""
         with _without_hooks(self._run.optimizer):
             yield
 
     def restore(self, failed: bool = False) -> None:
-        """Put everything back.
-
-        Args:
-            failed: whether this worker alone may be here, after an error: then nothing is done
-                that takes all workers.
-        """
+        """Put everything back. ``failed``: this worker may be alone here, so no collectives."""
         self._model.put_back()
         for loss in self._losses:
             loss.put_back()
@@ -403,8 +352,8 @@ class Snapshot:
             torch.set_num_threads(self._threads)
         alone = failed and self._run.world_size > 1
         if self._untouched and isinstance(self._strategy, Replicate) and not alone:
-            # DDP orders its buckets by the first backward pass that it sees. A training that has
-            # taken no step yet must see its own.
+            # DDP orders its buckets by the first backward pass. A training that has taken no step
+            # yet must order them by its own.
             self._strategy.rebuild()
         restore_states(self._random)
         for d, s in self._accelerators:
