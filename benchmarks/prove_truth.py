@@ -19,8 +19,9 @@ sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
 
 from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
 
+from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
-from ronde.prove.proof import Study, chosen_plans  # noqa: E402
+from ronde.prove.proof import Study  # noqa: E402
 
 
 def main() -> None:

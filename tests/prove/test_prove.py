@@ -26,9 +26,10 @@ from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge 
 from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
 from ronde.prove.diagnose import disagreement  # noqa: E402
+from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
-from ronde.prove.proof import Study, chosen_plans, prove  # noqa: E402
-from ronde.prove.recorder import _last_batch  # noqa: E402
+from ronde.prove.proof import Study, prove  # noqa: E402
+from ronde.prove.recorded_data import _last_batch  # noqa: E402
 from ronde.prove.values import probe  # noqa: E402
 from ronde.world import ArgumentError  # noqa: E402
 

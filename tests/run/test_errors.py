@@ -326,9 +326,7 @@ def test_lazy_parameters():
     unused.c = nn.LazyLinear(2)
     with says(ArgumentError, "'c.weight'", "never used"):
         make(unused)
-    with says(
-        ArgumentError, "lazily initialized parameters 'a.weight'", "got no shape"
-    ):
+    with says(ArgumentError, "lazily initialized parameters 'a.weight'", "got no shape"):
         make(Lazy(), dataset=torch.randn(12, 4))
 
 

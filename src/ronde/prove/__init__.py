@@ -1,9 +1,9 @@
 """Is it still the same training? N workers against one, step by step, in float64.
 
-Offers :func:`prove` and its :class:`Verdict`: equal, or the first thing that differs, with its
-likely cause.
+Offers :func:`prove` and its :class:`Verdict`: equal, or the first difference and its cause.
 """
 
-from ronde.prove.proof import Verdict, prove
+from ronde.prove.proof import prove
+from ronde.prove.verdict import Verdict
 
 __all__ = ["Verdict", "prove"]

@@ -1,11 +1,12 @@
-"""What ``ronde prove`` changes in a process before the script runs: everything is double, dropout
-drops nothing, and it is noted where the script draws random numbers, asks for its rank, clips, or
+"""Patches of a process before ``ronde prove`` runs the script in it: everything is double, and
+dropout drops nothing. Notes where the script draws random numbers, asks for its rank, clips, or
 steps a scheduler.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import sys
@@ -21,96 +22,63 @@ from torch.overrides import TorchFunctionMode
 
 from ronde.introspect import is_user_file
 from ronde.plan import Plan
-from ronde.prove.recorder import Settings, Watch
-from ronde.prove.values import HALVES
+from ronde.prove.experiment import Experiment, Settings
+from ronde.prove.recorder import Phase, Recorder
+from ronde.prove.values import NARROW
 from ronde.run import evaluation, hooks
 from ronde.run.run import Run
 
 __all__ = ["install_recorder"]
 
-_RANDOM = frozenset(
-    [
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "randperm",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "poisson",
-        "rrelu",
-        "gumbel_softmax",
-    ]
+# The clock of the second run is ahead: what the script seeds by the time differs between the two.
+_CLOCK_AHEAD_SECONDS = 86_413.37
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_RANDOM = _words(
+    "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ "
+    "multinomial normal normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson rrelu "
+    "gumbel_softmax"
 )
-_COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
+_OWN_GENERATOR = _words(
+    "random integers normal standard_normal uniform permutation permuted shuffle choice beta gamma"
 )
-_RANKS = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-    ]
+_COLLECTIVES = _words(
+    "all_reduce all_gather all_gather_into_tensor all_gather_object broadcast reduce reduce_scatter"
 )
+_RANKS = _words(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK SLURM_PROCID SLURM_NTASKS "
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"
+)
+_DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
+_CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
+_COMPUTING = (Phase.STEP, Phase.EVALUATE, Phase.UPDATE)
+_PASSED_THROUGH = ("os.py", "_collections_abc.py", Path(__file__).name)
 
 
 def _place(direct: bool) -> str | None:
-    """File and line of the user's code that is being executed; with ``direct``, only if it made
-    this very call.
-    """
+    """File and line of the running user code; with ``direct``, only if it made this very call."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_file(file):
             return f"{Path(file).name}:{frame.f_lineno}"
-        if (
-            direct
-            and not file.startswith("<frozen")
-            and Path(file).name not in ("os.py", "_collections_abc.py", Path(__file__).name)
-        ):
+        if direct and not file.startswith("<frozen") and Path(file).name not in _PASSED_THROUGH:
             return None
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
-_CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
-
-
 def _in_place(name: str) -> bool:
-    return (
-        name.startswith("__i")
-        or name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
-    )
+    inplace_method = name.endswith("_") and not name.endswith("__")
+    return name.startswith("__i") or name == "__setitem__" or inplace_method
 
 
-def _from_module() -> bool:
-    """Whether a call comes from one of torch's modules, and not from the script's own forward
-    function.
-    """
+def _from_batchnorm() -> bool:
+    """Whether torch's own BatchNorm module made this call, not the script's forward function."""
     frame = sys._getframe(2)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.endswith("/nn/modules/batchnorm.py"):
@@ -119,14 +87,16 @@ def _from_module() -> bool:
     return False
 
 
-class _Wide(TorchFunctionMode):
-    """Half and single precision become double wherever the script asks for them; what draws random
-    numbers is noted.
-    """
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
-    def __init__(self, watch: Watch) -> None:
+
+class _Widening(TorchFunctionMode):
+    """Turns half and single precision into double, and notes random draws and gradient edits."""
+
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._watch = watch
+        self._recorder = recorder
 
     def __torch_function__(
         self,
@@ -137,40 +107,27 @@ class _Wide(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if self._watch.phase in ("step", "evaluate", "update"):
+        recorder = self._recorder
+        if recorder.phase in _COMPUTING:
+            in_step = recorder.phase == Phase.STEP
             if name in _RANDOM:
                 own = kwargs.get("generator") is not None
-                self._watch.note("own generator" if own else "random", f"{name}@{_place(False)}")
-            elif name == "batch_norm" and not _from_module():
-                self._watch.note("batch_norm", _place(False))
-            elif (
-                name in _CLAMPS
-                and self._watch.phase == "step"
-                and args
-                and self._watch.is_gradient(args[0])
-            ):
-                self._watch.note("clamps", f"{name}@{_place(False)}")
-            elif (
-                _in_place(name)
-                and args
-                and self._watch.is_between_parts()
-                and self._watch.is_gradient(args[0])
-            ):
-                self._watch.note("regraded", f"{name}@{_place(False)}")
-        if any(isinstance(a, torch.dtype) and a in HALVES for a in args):
-            args = tuple(
-                torch.float64 if isinstance(a, torch.dtype) and a in HALVES else a for a in args
-            )
-        dtype = kwargs.get("dtype")
-        if dtype is not None and dtype in HALVES:
-            kwargs = {**kwargs, "dtype": torch.float64}
+                recorder.note("own generator" if own else "random", f"{name}@{_place(False)}")
+            elif name == "batch_norm" and not _from_batchnorm():
+                recorder.note("batch_norm", _place(False))
+            elif name in _CLAMPS and in_step and args and recorder.is_gradient(args[0]):
+                recorder.note("clamps", f"{name}@{_place(False)}")
+            elif _in_place(name) and args and recorder.is_regraded(args[0]):
+                recorder.note("regraded", f"{name}@{_place(False)}")
+        if any(isinstance(a, torch.dtype) for a in args):
+            args = tuple(map(_wide, args))
+        if "dtype" in kwargs:
+            kwargs = {**kwargs, "dtype": _wide(kwargs["dtype"])}
         return func(*args, **kwargs)
 
 
 def _patch_casts() -> None:
-    """``x.float()`` and ``x.to(torch.float32)`` in whatever way they are reached: a pipeline
-    repeats what it has followed.
-    """
+    """Patch methods too: a pipeline repeats calls it has followed, outside the mode."""
 
     def double(self: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
         return self.double(**kwargs)
@@ -179,172 +136,148 @@ def _patch_casts() -> None:
         setattr(torch.Tensor, name, double)
     to = torch.Tensor.to
 
-    def wide(value: Any) -> Any:
-        return torch.float64 if isinstance(value, torch.dtype) and value in HALVES else value
-
     def to_wide(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return to(self, *map(wide, args), **{k: wide(v) for k, v in kwargs.items()})  # type: ignore[no-any-return]
+        return to(self, *map(_wide, args), **{k: _wide(v) for k, v in kwargs.items()})  # type: ignore[no-any-return]
 
     torch.Tensor.to = to_wide  # type: ignore[assignment,method-assign]
 
 
-def _patch_dropout(watch: Watch) -> None:
+def _patch_dropout(recorder: Recorder) -> None:
     functional = torch.nn.functional
 
-    def keeps(trains: bool) -> Callable[..., torch.Tensor]:
+    def identity(trains: bool) -> Callable[..., torch.Tensor]:
         def dropout(
             input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False
         ) -> torch.Tensor:
-            watch.dropped(float(p) if training else 0.0, _place(False))
+            recorder.record_dropout(float(p) if training else 0.0, _place(False))
             return input if inplace else input.clone()
 
         return dropout
 
-    for name in (
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-    ):
-        # these two are off unless told otherwise
-        setattr(functional, name, keeps("alpha" not in name))
+    for name in _DROPOUTS:
+        # torch's default of ``training`` is False for the alpha kinds only
+        setattr(functional, name, identity("alpha" not in name))
     attention = functional.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
-            watch.dropped(float(args[4]), _place(False))
+            recorder.record_dropout(float(args[4]), _place(False))
             args = (*args[:4], 0.0, *args[5:])
         if "dropout_p" in kwargs:
-            watch.dropped(float(kwargs["dropout_p"]), _place(False))
+            recorder.record_dropout(float(kwargs["dropout_p"]), _place(False))
             kwargs = {**kwargs, "dropout_p": 0.0}
         return attention(*args, **kwargs)
 
     functional.scaled_dot_product_attention = scaled_dot_product_attention
 
 
-def _patch_ranks(watch: Watch) -> None:
-    """Note where the user's code asks who it is."""
+def _before(owner: Any, name: str, note: Callable[[], None]) -> None:
+    """Make ``owner.name`` call ``note`` first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _patch_ranks(recorder: Recorder) -> None:
+    """Note where the script asks for its rank; under ``blind``, tell it that it is alone."""
     import torch.distributed as dist
 
-    blind = watch.settings.blind
+    blind = recorder.experiment is Experiment.BLIND
 
-    def noted(
+    def asking(
         what: str, original: Callable[..., Any], alone: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             where = _place(True)
-            if not where:
-                return original(*args, **kwargs)
-            watch.note("rank", f"{what}@{where}")
-            found = original(*args, **kwargs)
-            return alone(found) if blind else found
+            if where:
+                recorder.note("rank", f"{what}@{where}")
+            answer = original(*args, **kwargs)
+            return alone(answer) if where and blind else answer
 
         return call
 
+    def constant(value: Any) -> Callable[[Any], Any]:
+        return lambda _: value
+
+    for name, value in (("get_rank", 0), ("get_world_size", 1), ("is_initialized", False)):
+        what = f"torch.distributed.{name}()"
+        setattr(dist, name, asking(what, getattr(dist, name), constant(value)))
+    public = sys.modules["ronde"]  # the script's import; this room lies below it
     one = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "node": 0}
-    for name, answer in (("get_rank", 0), ("get_world_size", 1), ("is_initialized", False)):
-        setattr(
-            dist,
-            name,
-            noted(
-                f"torch.distributed.{name}()",
-                getattr(dist, name),
-                lambda _, answer=answer: answer,  # type: ignore[misc]
-            ),
-        )
-    public = sys.modules["ronde"]  # what the script imported; this room lies below it
-    public.world = noted(  # type: ignore[attr-defined]
-        "ronde.world()", public.world, lambda found: dataclasses.replace(found, **one)
+    public.world = asking(  # type: ignore[attr-defined]
+        "ronde.world()", public.world, lambda world: dataclasses.replace(world, **one)
     )
-    for name, answer in (("rank", 0), ("world_size", 1), ("is_main", True)):
-        setattr(
-            Run,
-            name,
-            property(
-                noted(
-                    f"run.{name}",
-                    getattr(Run, name).fget,
-                    lambda _, answer=answer: answer,  # type: ignore[misc]
-                )
-            ),
-        )
-    alone_plan = Plan.from_dict(watch.settings.alone) if watch.settings.alone else None
-    found_plan = noted(
-        "run.plan", lambda run: run.__dict__["plan"], lambda found: alone_plan or found
-    )
-    Run.plan = property(found_plan, lambda run, plan: run.__dict__.__setitem__("plan", plan))  # type: ignore[assignment,misc]
+    for name, value in (("rank", 0), ("world_size", 1), ("is_main", True)):
+        getter = asking(f"run.{name}", getattr(Run, name).fget, constant(value))
+        setattr(Run, name, property(getter))
+    values = recorder.settings.plan_alone
+    plan_alone = Plan.from_dict(values) if values else None
+    getter = asking("run.plan", lambda run: run.__dict__["plan"], lambda plan: plan_alone or plan)
+    Run.plan = property(getter, lambda run, plan: run.__dict__.__setitem__("plan", plan))  # type: ignore[assignment,misc]
     environ = type(os.environ)
     read = environ.__getitem__
 
     def __getitem__(self: Any, key: str) -> str:
-        if key in _RANKS:
-            where = _place(True)
-            if where:
-                watch.note("rank", f"os.environ[{key!r}]@{where}")
-                if blind:
-                    raise KeyError(key)
+        where = _place(True) if key in _RANKS else None
+        if where:
+            recorder.note("rank", f"os.environ[{key!r}]@{where}")
+            if blind:
+                raise KeyError(key)
         return read(self, key)
 
     environ.__getitem__ = __getitem__  # type: ignore[method-assign]
 
-    def exchanging(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+
+def _patch_exchanges(recorder: Recorder) -> None:
+    """Note where the script calls a collective."""
+    import torch.distributed as dist
+
+    def patch(name: str) -> None:
+        original = getattr(dist, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            differentiated = sys._getframe(1).f_code.co_filename.endswith(
-                "/distributed/nn/functional.py"
-            )
-            where = _place(not differentiated)
+            caller = sys._getframe(1).f_code.co_filename
+            where = _place(not caller.endswith("/distributed/nn/functional.py"))
             if where:
-                watch.note("exchange", f"{what}@{where}")
+                recorder.note("exchange", f"torch.distributed.{name}()@{where}")
             return original(*args, **kwargs)
 
-        return call
+        setattr(dist, name, call)
 
     for name in _COLLECTIVES:
-        setattr(dist, name, exchanging(f"torch.distributed.{name}()", getattr(dist, name)))
-    clip = torch.nn.utils.clip_grad_norm_
-    clip_value = torch.nn.utils.clip_grad_value_
+        patch(name)
 
-    def clipping(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if _place(True):
-                watch.clips_itself = True
-            return original(*args, **kwargs)
 
-        return call
+def _patch_training_calls(recorder: Recorder) -> None:
+    """Note where the script clips or clears gradients, or steps a scheduler."""
 
-    def clearing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            where = _place(True)
-            if where and watch.is_between_parts():
-                watch.note("cleared", where)
-            return original(*args, **kwargs)
+    def note_clip() -> None:
+        if _place(True):
+            recorder.clips_itself = True
 
-        return call
-
-    schedule = torch.optim.lr_scheduler.LRScheduler.step
-
-    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_clear() -> None:
         where = _place(True)
-        if where:
-            watch.note("scheduler", where)
-        watch.scheduler_stepped()
-        return schedule(self, *args, **kwargs)
+        if where and recorder.is_between_parts():
+            recorder.note("cleared", where)
+
+    def note_schedule() -> None:
+        if where := _place(True):
+            recorder.note("scheduler", where)
+        recorder.record_scheduler_step()
 
     for owner in (torch.optim.Optimizer, nn.Module):
-        owner.zero_grad = clearing(owner.zero_grad)  # type: ignore[method-assign]
-    torch.optim.lr_scheduler.LRScheduler.step = stepping  # type: ignore[method-assign]
-    torch.nn.utils.clip_grad_norm_ = clipping(clip)
-    torch.nn.utils.clip_grad_value_ = clipping(clip_value)
+        _before(owner, "zero_grad", note_clear)
+    _before(torch.optim.lr_scheduler.LRScheduler, "step", note_schedule)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _before(torch.nn.utils, name, note_clip)
 
 
 def _patch_clock(ahead: float) -> None:
-    """Two runs of a script that begin in the same second are not to agree on what they take from
-    the clocks.
-    """
-    if not ahead:
-        return
     now, now_ns, count, count_ns = time.time, time.time_ns, time.perf_counter, time.perf_counter_ns
     time.time = lambda: now() + ahead
     time.time_ns = lambda: now_ns() + int(ahead * 1e9)
@@ -352,125 +285,98 @@ def _patch_clock(ahead: float) -> None:
     time.perf_counter_ns = lambda: count_ns() + int(ahead * 1e9)
 
 
-def _patch_own_generators(watch: Watch) -> None:
+def _patch_own_generators(recorder: Recorder) -> None:
     """Note where a step draws from a numpy generator of the script's own."""
-    methods = (
-        "random",
-        "integers",
-        "normal",
-        "standard_normal",
-        "uniform",
-        "permutation",
-        "permuted",
-        "shuffle",
-        "choice",
-        "beta",
-        "gamma",
-    )
 
     class Noted(np.random.Generator):
         pass
 
-    def drawing(name: str) -> Callable[..., Any]:
-        draw = getattr(np.random.Generator, name)
+    def note(name: str) -> None:
+        if recorder.phase in _COMPUTING and (where := _place(True)):
+            recorder.note("own generator", f"{name}@{where}")
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.phase in ("step", "evaluate", "update"):
-                where = _place(True)
-                if where:
-                    watch.note("own generator", f"{name}@{where}")
-            return draw(self, *args, **kwargs)
-
-        return call
-
-    for name in methods:
-        setattr(Noted, name, drawing(name))
+    for name in _OWN_GENERATOR:
+        _before(Noted, name, functools.partial(note, name))
     make = np.random.default_rng
 
     def default_rng(seed: Any = None) -> np.random.Generator:
-        made = make(seed)
-        return (
-            made
-            if isinstance(seed, np.random.Generator) or not _place(True)
-            else Noted(made.bit_generator)
-        )
+        generator = make(seed)
+        if isinstance(seed, np.random.Generator) or not _place(True):
+            return generator
+        return Noted(generator.bit_generator)
 
     np.random.default_rng = default_rng
 
 
-def _patch_metrics(watch: Watch) -> None:
-    """Note whether a metric gives one value for each sample."""
+def _patch_metrics(recorder: Recorder) -> None:
     original = evaluation._sum_and_weight
 
     def sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
-        watch.metric(name, value, samples)
+        recorder.record_metric(name, value, samples)
         return original(name, value, samples)
 
     evaluation._sum_and_weight = sum_and_weight
 
 
-def _watch_files(watch: Watch) -> None:
-    """Note which files are read that another run of the study has written: what it left is what
-    this one begins with.
-    """
-    settings, own = watch.settings, str(watch.folder.parents[1])
+def _patch_autocast(recorder: Recorder) -> None:
+    def enter(self: Any, *_: Any) -> Any:
+        if getattr(self, "_enabled", False):  # torch's own functions enter it disabled
+            recorder.note("autocast", None)
+        return self
 
-    def audit(event: str, given: tuple[Any, ...]) -> None:
-        if (
-            event != "open"
-            or not isinstance(given[0], str)
-            or given[0].endswith((".py", ".pyc", ".so"))
-        ):
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    torch.autocast.__exit__ = lambda *_: False  # type: ignore[assignment,method-assign,misc]
+
+
+def _watch_files(recorder: Recorder) -> None:
+    """Note reads of files that another run of the study wrote."""
+    settings, own = recorder.settings, str(recorder.folder.parents[1])
+
+    def audit(event: str, values: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(values[0], str):
             return
-        flags = given[2] if isinstance(given[2], int) else 0
-        if flags & (os.O_WRONLY | os.O_RDWR) or given[0].startswith(
-            (own, "/proc/", "/dev/", "/sys/")
-        ):
+        file, flags = values[0], values[2] if isinstance(values[2], int) else 0
+        if flags & (os.O_WRONLY | os.O_RDWR) or file.endswith((".py", ".pyc", ".so")):
+            return
+        if file.startswith((own, "/proc/", "/dev/", "/sys/")):
             return
         try:
-            changed = Path(given[0]).stat().st_mtime
+            changed = Path(file).stat().st_mtime
         except OSError:
             return
-        if settings.since <= changed < settings.launched:
-            watch.note("reread", f"{Path(given[0]).name}@{_place(False)}")
+        if settings.began <= changed < settings.launched:
+            recorder.note("reread", f"{Path(file).name}@{_place(False)}")
 
     sys.addaudithook(audit)
 
 
-def install_recorder(settings: Settings, rank: int) -> Watch:
-    """Watch the script that this process is going to run."""
-    watch = Watch(settings, rank)
-    hooks.observer = watch
-    # A script that seeds nothing has other numbers on every worker, but in every study the same.
-    seed = 0 if settings.alike else rank
+def install_recorder(settings: Settings, rank: int) -> Recorder:
+    """Patch this process, and record the script that it is about to run."""
+    recorder = Recorder(settings, rank)
+    hooks.observer = recorder
+    # An unseeded script gets other numbers on every worker, but the same in every study.
+    seed = 0 if settings.experiment is Experiment.ALIKE else rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.set_default_dtype(torch.float64)
     _patch_casts()
-    _patch_dropout(watch)
-    _patch_ranks(watch)
-    _patch_clock(settings.clock)
-    _patch_own_generators(watch)
-    _watch_files(watch)
+    _patch_dropout(recorder)
+    _patch_ranks(recorder)
+    _patch_exchanges(recorder)
+    _patch_training_calls(recorder)
+    if settings.experiment is Experiment.ROUNDED:
+        _patch_clock(_CLOCK_AHEAD_SECONDS)
+    _patch_own_generators(recorder)
+    _patch_metrics(recorder)
+    _patch_autocast(recorder)
+    _watch_files(recorder)
 
-    def off(self: Any, *_: Any) -> Any:
-        if getattr(self, "_enabled", False):  # torch's own functions enter it too, switched off
-            watch.note("autocast", None)
-        return self
-
-    def out(self: Any, *_: Any) -> bool:
-        return False
-
-    _patch_metrics(watch)
-    torch.autocast.__enter__ = off  # type: ignore[method-assign]
-    torch.autocast.__exit__ = out  # type: ignore[assignment,method-assign]
-
-    def called(module: nn.Module, given: Any, output: Any) -> None:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            watch.module_called(module, given, output)
+            recorder.record_module(module, inputs, output)
 
-    torch.nn.modules.module.register_module_forward_hook(called)
-    _Wide(watch).__enter__()  # type: ignore[no-untyped-call]
-    watch.event("begin", time=time.time())
-    return watch
+    torch.nn.modules.module.register_module_forward_hook(record)
+    _Widening(recorder).__enter__()  # type: ignore[no-untyped-call]
+    recorder.event("begin", time=time.time())
+    return recorder

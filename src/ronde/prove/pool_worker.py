@@ -1,8 +1,7 @@
-"""A process in which ``ronde prove`` runs the script again and again: torch is imported once, each
-run is a fork of it.
+"""A worker process of ``ronde prove``: it imports torch once, and forks for each run of the script.
 
-Started by :mod:`ronde.prove.process_pool`. A line of JSON on standard input asks for a run, two on
-standard output answer: the process that has begun, and how it ended.
+:mod:`ronde.prove.process_pool` starts it. A line of JSON on standard input asks for a run. Two
+lines on standard output answer: the process that starts, and how it ended.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _as_main(command: list[str]) -> None:
+def _run_as_main(command: list[str]) -> None:
     """Run a script or a module as ``__main__``."""
     if command[0] == "-m":
         import runpy
@@ -46,33 +45,53 @@ def _as_main(command: list[str]) -> None:
     main.__file__ = path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    # Without this file's own ``from __future__ import``: a script's annotations stay what they are.
+    # dont_inherit: this file's ``from __future__`` must not change the script's annotations
     exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _shown(error: BaseException) -> str:
+def _traceback(error: BaseException) -> str:
     """The traceback from the script's first frame on."""
     frames = traceback.TracebackException.from_exception(error)
-    frames.stack = traceback.StackSummary.from_list(
-        [f for f in frames.stack if Path(f.filename).parent != Path(__file__).parent]
-    )
+    here = Path(__file__).parent
+    script = [f for f in frames.stack if Path(f.filename).parent != here]
+    frames.stack = traceback.StackSummary.from_list(script)
     return "".join(frames.format())
 
 
-def _others_are_done(folder: Path, rank: int, size: int) -> None:
-    """No worker ends while another may still be reading from it."""
+def _wait_for_others(folder: Path, rank: int, size: int) -> None:
+    """No worker ends while another may still read from it."""
     (folder / f"done-{rank}").touch()
     limit = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < limit and not all(
-        (folder / f"done-{r}").exists() for r in range(size)
-    ):
+    files = [folder / f"done-{r}" for r in range(size)]
+    while time.monotonic() < limit and not all(file.exists() for file in files):
         time.sleep(0.002)
 
 
+def _call_script(command: list[str]) -> dict[str, Any] | None:
+    """Run the script; its error, if any."""
+    try:
+        _run_as_main(command)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return None
+        return {
+            "type": "SystemExit",
+            "text": f"it ended with sys.exit({end.code!r})",
+            "trace": "",
+        }
+    except BaseException as failure:
+        return {
+            "type": type(failure).__name__,
+            "text": str(failure),
+            "trace": _traceback(failure),
+        }
+    return None
+
+
 def _run(job: dict[str, Any]) -> None:
-    """In the child: one run of the script, watched."""
+    """In the child: one recorded run of the script."""
+    from ronde.prove.experiment import Settings
     from ronde.prove.float64 import install_recorder
-    from ronde.prove.recorder import Settings
 
     _die_with_parent()
     rank, size = int(job["rank"]), int(job["size"])
@@ -83,42 +102,20 @@ def _run(job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     folder = Path(job["settings"]["folder"])
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
-    config.setdefault("tempdir", str(folder))  # of loading processes, which are not ended in order
-    watch = install_recorder(Settings(**job["settings"]), rank)
-    code, error = 0, None
-    try:
-        _as_main(job["command"])
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            code, error = (
-                1,
-                {
-                    "type": "SystemExit",
-                    "text": f"it ended with sys.exit({ended.code!r})",
-                    "trace": "",
-                },
-            )
-    except BaseException as failed:
-        code, error = (
-            1,
-            {
-                "type": type(failed).__name__,
-                "text": str(failed),
-                "trace": _shown(failed),
-                "phase": watch.phase,
-            },
-        )
-    if error is not None and watch.ended_with(f"{error['type']}: {error['text']}"):
-        code, error = 0, None
-    if error is not None:
+    config.setdefault("tempdir", str(folder))  # for loading processes, which may be killed
+    recorder = install_recorder(Settings(**job["settings"]), rank)
+    code = 0
+    error = _call_script(job["command"])
+    if error is not None and not recorder.excuses(f"{error['type']}: {error['text']}"):
+        code = 1
         (folder / f"error-{rank}.json").write_text(json.dumps({**error, "time": time.time_ns()}))
     else:
         try:
-            watch.finish()
+            recorder.finish()
         except Exception:
             traceback.print_exc()
             code = 1
-        _others_are_done(folder, rank, size)
+        _wait_for_others(folder, rank, size)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -149,9 +146,8 @@ def run_pool_worker() -> None:
             os._exit(3)
         answers.write(json.dumps({"run": job["run"], "pid": child}) + "\n")
         _, status = os.waitpid(child, 0)
-        answers.write(
-            json.dumps({"run": job["run"], "status": os.waitstatus_to_exitcode(status)}) + "\n"
-        )
+        answer = {"run": job["run"], "status": os.waitstatus_to_exitcode(status)}
+        answers.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The processes of ``ronde prove``: N of them, started once; each run of the script is a fork of
-one or of all.
-"""
+"""The worker processes of ``ronde prove``: started once; a run of the script forks one or all."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -26,16 +25,10 @@ __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 1.5  # others' time to end by themselves once a worker has failed
-_LAUNCHERS = ("RONDE_", "OMPI_", "PMI_", "SLURM_", "SM_", "TORCHELASTIC_")
-_NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TRAINING_JOB_NAME",
+# variables that a launcher sets
+_LAUNCHER = re.compile(
+    r"(RONDE_|OMPI_|PMI_|SLURM_|SM_|TORCHELASTIC_)|((LOCAL_)?(RANK|WORLD_SIZE)|GROUP_RANK|"
+    r"MASTER_ADDR|MASTER_PORT|TRAINING_JOB_NAME)$"
 )
 CONSEQUENCES = (
     "Connection closed by peer",
@@ -49,33 +42,25 @@ CONSEQUENCES = (
     "The client socket has failed",
     "is taken by another program",
 )
-"""What a rank says when another one has gone."""
+"""Parts of the errors that a rank raises because another one has gone."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run did not end well: of the worker that failed first.
-
-    Attributes:
-        kind: the exception's name; ``"killed"`` or ``"timeout"`` where there was none.
-        phase: what the worker was doing.
+    """The failure of the worker that failed first; ``kind`` is the exception's name, ``"killed"``,
+    or ``"timeout"``.
     """
 
     rank: int
     kind: str
     text: str
     trace: str = ""
-    phase: str = ""
 
 
 @dataclass
 class Launch:
-    """One run of the script that has been asked for.
-
-    Attributes:
-        folder: where its trace lies.
-        failed_first: the rank that did; others are ended because of it.
-        failure: None while it runs and where it ended well.
+    """One run of the script; ``folder`` has its trace, ``failure`` is None until and unless it
+    fails.
     """
 
     folder: Path
@@ -92,23 +77,15 @@ class Launch:
 
 
 class Pool:
-    """N processes, waiting for runs.
+    """N processes that wait for runs of a script."""
 
-    Args:
-        workers: how many.
-        environment: further variables for them.
-    """
-
-    def __init__(self, workers: int, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, workers: int) -> None:
         self.workers = workers
         self._temporary = tempfile.TemporaryDirectory(prefix=f"ronde-{os.getpid()}-")
         self.folder = Path(self._temporary.name)
-        kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS) and k not in _NAMES
-        }
         threads = str(threads_per_worker(workers))
         self._environment = {
-            **kept,
+            **{k: v for k, v in os.environ.items() if not _LAUNCHER.match(k)},
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -120,7 +97,6 @@ class Pool:
             "TORCHDYNAMO_DISABLE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
-            **(environment or {}),
         }
         self._processes: list[subprocess.Popen[bytes]] = []
         self._rest: dict[int, bytes] = {}
@@ -139,11 +115,11 @@ class Pool:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # Sets are in another order in every process, as they are in a training, but the
-                    # same in every study.
+                    # Sets have another order in every process, as in a training, but the same in
+                    # every study.
                     env={"PYTHONHASHSEED": str(1 + place), **self._environment},
                     bufsize=0,
-                    start_new_session=True,  # a Ctrl-C is this process's own affair
+                    start_new_session=True,  # Ctrl-C must not reach the workers
                 )
                 self._processes.append(process)
                 assert process.stdout is not None
@@ -158,7 +134,7 @@ class Pool:
     ) -> None:
         main = threading.current_thread() is threading.main_thread()
         before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-        if main:  # cleaning up is short: it is not interrupted half-way
+        if main:  # a second Ctrl-C must not interrupt the cleaning up
             for s in before:
                 signal.signal(s, signal.SIG_IGN)
         try:
@@ -186,7 +162,7 @@ class Pool:
         places: list[int],
         limit_seconds: float,
     ) -> Launch:
-        """Run the script on the processes at ``places``: alone on one, as a world on several."""
+        """Start the script on the processes at ``places``; several are one world."""
         self._count += 1
         folder = self.folder / f"{self._count}-{name}"
         folder.mkdir()
@@ -201,8 +177,8 @@ class Pool:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            world["GLOO_SOCKET_IFNAME"] = "lo" if Path("/sys/class/net/lo").exists() else ""
-            world = {k: v for k, v in world.items() if v}
+            if Path("/sys/class/net/lo").exists():
+                world["GLOO_SOCKET_IFNAME"] = "lo"
         launch = Launch(folder, places, limit_seconds, time.monotonic(), set(places))
         for rank, place in enumerate(places):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
@@ -228,13 +204,11 @@ class Pool:
         log = (self.folder / "pool.log").read_text(errors="replace").strip().splitlines()
         raise RondeError(
             f"the process for worker {place} could not be started: "
-            f"{log[-1] if log else 'it ended without a word'}"
+            f"{log[-1] if log else 'it printed nothing'}"
         )
 
     def wait(self, *launches: Launch) -> None:
-        """Until all of them have ended; one whose worker failed, or that takes too long, is
-        ended.
-        """
+        """Wait until all have ended. Ends one that takes too long or has a failed worker."""
         while any(launch.left for launch in launches):
             for key, _ in self._selector.select(timeout=0.1):
                 data = os.read(key.fd, 1 << 16)
@@ -242,38 +216,40 @@ class Pool:
                     self._refuse(key.data)
                 *lines, self._rest[key.data] = (self._rest.get(key.data, b"") + data).split(b"\n")
                 for line in lines:
-                    self._heard(key.data, json.loads(line))
-            now = time.monotonic()
+                    self._receive(key.data, json.loads(line))
             for launch in launches:
-                if launch.left and self._ready.issuperset(launch.places):
-                    if launch.started < self._ready_at:
-                        launch.started = self._ready_at
-                    late = now - launch.started > launch.limit_seconds
-                    if late or (
-                        launch.failed_at is not None and now - launch.failed_at > _GRACE_SECONDS
-                    ):
-                        launch.timed_out = launch.timed_out or (late and launch.failed_at is None)
-                        self._end(launch)
-                elif launch.left and now - launch.started > _START_SECONDS:
-                    self._refuse(launch.places[0])
+                if launch.left:
+                    self._end_late(launch)
         for launch in launches:
-            launch.failure = self._failure(launch)
+            launch.failure = _failure(launch)
 
-    def _heard(self, place: int, said: dict[str, Any]) -> None:
-        if "ready" in said:
+    def _receive(self, place: int, answer: dict[str, Any]) -> None:
+        if "ready" in answer:
             self._ready.add(place)
             self._ready_at = time.monotonic()
-        elif "pid" in said:
-            self._pids[place] = said["pid"]
+        elif "pid" in answer:
+            self._pids[place] = answer["pid"]
         else:
             launch = self._busy.pop(place)
             self._pids.pop(place, None)
             launch.left.discard(place)
-            launch.statuses[launch.places.index(place)] = said["status"]
+            rank = launch.places.index(place)
+            launch.statuses[rank] = answer["status"]
             launch.seconds = time.monotonic() - launch.started
-            if said["status"] and launch.failed_at is None:
-                launch.failed_at = time.monotonic()
-                launch.failed_first = launch.places.index(place)
+            if answer["status"] and launch.failed_at is None:
+                launch.failed_at, launch.failed_first = time.monotonic(), rank
+
+    def _end_late(self, launch: Launch) -> None:
+        now = time.monotonic()
+        if not self._ready.issuperset(launch.places):
+            if now - launch.started > _START_SECONDS:
+                self._refuse(launch.places[0])
+            return
+        launch.started = max(launch.started, self._ready_at)
+        late = now - launch.started > launch.limit_seconds
+        if late or (launch.failed_at is not None and now - launch.failed_at > _GRACE_SECONDS):
+            launch.timed_out = launch.timed_out or (late and launch.failed_at is None)
+            self._end(launch)
 
     def _end(self, launch: Launch) -> None:
         for place in launch.left:
@@ -281,73 +257,58 @@ class Pool:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pids[place], signal.SIGKILL)
 
-    def _failure(self, launch: Launch) -> Failure | None:
-        if launch.timed_out:
-            told = "; ".join(
-                f"rank {r} {_doing(launch.folder / f'rank-{r}')}" for r in range(len(launch.places))
-            )
-            return Failure(
-                0, "timeout", f"it had not ended after {launch.limit_seconds:.0f} s: {told}"
-            )
-        if not any(launch.statuses.values()):
-            return None
-        found = []
-        for rank, status in launch.statuses.items():
-            try:
-                told = json.loads((launch.folder / f"error-{rank}.json").read_text())
-                failure = Failure(
-                    rank, told["type"], told["text"], told["trace"], told.get("phase", "")
-                )
-                found.append(
-                    (any(c in told["text"] for c in CONSEQUENCES), told["time"], rank, failure)
-                )
-            except (OSError, ValueError, KeyError):
-                if status:
-                    log = launch.folder / f"output-{rank}.log"
-                    tail = (
-                        log.read_text(errors="replace").strip().splitlines()[-1:]
-                        if log.exists()
-                        else []
-                    )
-                    how = (
-                        f"killed by signal {-status}"
-                        if status < 0
-                        else f"ended with status {status}"
-                    )
-                    text = f"{how}: it {_doing(launch.folder / f'rank-{rank}')}" + (
-                        f": {tail[0]}" if tail else ""
-                    )
-                    found.append(
-                        (status == -signal.SIGKILL, 0, rank, Failure(rank, "killed", text))
-                    )
-        return (
-            min(found, key=lambda f: (f[0], f[1], f[2] != launch.failed_first, f[2]))[3]
-            if found
-            else None
-        )
+
+def _failure(launch: Launch) -> Failure | None:
+    """The failure that caused the others."""
+    if launch.timed_out:
+        ranks = range(len(launch.places))
+        states = "; ".join(f"rank {r} {_last_act(launch.folder / f'rank-{r}')}" for r in ranks)
+        limit = f"{launch.limit_seconds:.0f} s"
+        return Failure(0, "timeout", f"it had not ended after {limit}: {states}")
+    failures = []
+    for rank, status in launch.statuses.items() if any(launch.statuses.values()) else ():
+        try:
+            error = json.loads((launch.folder / f"error-{rank}.json").read_text())
+            failure = Failure(rank, error["type"], error["text"], error["trace"])
+            is_consequence, moment = any(c in error["text"] for c in CONSEQUENCES), error["time"]
+        except (OSError, ValueError, KeyError):
+            if not status:
+                continue
+            failure = _without_error(launch.folder, rank, status)
+            is_consequence, moment = status == -signal.SIGKILL, 0
+        order = (is_consequence, moment, rank != launch.failed_first, rank)
+        failures.append((order, failure))
+    return min(failures, key=lambda pair: pair[0])[1] if failures else None
 
 
-def _doing(folder: Path) -> str:
-    """What a worker did last, from its trace."""
+def _without_error(folder: Path, rank: int, status: int) -> Failure:
+    log = folder / f"output-{rank}.log"
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    last = f": {lines[-1]}" if lines else ""
+    return Failure(rank, "killed", f"{how}: it {_last_act(folder / f'rank-{rank}')}{last}")
+
+
+_ACTS = {
+    "begin": "was before ronde.distribute",
+    "opening": "was in ronde.distribute",
+    "ready": "was before its first step",
+    "step": "had finished step {after}",
+    "evaluating": "was in run.evaluate() after step {step}",
+    "evaluated": "had evaluated after step {step}",
+    "end": "had ended",
+}
+
+
+def _last_act(folder: Path) -> str:
+    """The last act of a worker, from its trace."""
     try:
-        events = [
-            json.loads(line)
-            for line in (folder / "events.jsonl").read_text().splitlines()
-            if line.endswith("}")
-        ]
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError):
         events = []
-    told = {
-        "begin": "was before ronde.distribute",
-        "opening": "was in ronde.distribute",
-        "ready": "was before its first step",
-        "step": "had finished step {after}",
-        "evaluating": "was in run.evaluate() after step {step}",
-        "evaluated": "had evaluated after step {step}",
-        "end": "had ended",
-    }
-    last = next((e for e in reversed(events) if e["kind"] in told), None)
+    last = next((e for e in reversed(events) if e["kind"] in _ACTS), None)
     if last is None:
         return "had not begun"
     step = last.get("step", 0)
-    return told[last["kind"]].format(step=step, after=step + 1)
+    return _ACTS[last["kind"]].format(step=step, after=step + 1)

@@ -1,0 +1,258 @@
+"""Evidence for a diagnosis: what the two traces show, and what short experiments show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ronde.prove.compare import Difference, compare
+from ronde.prove.experiment import Experiment
+from ronde.prove.trace import RunTrace
+
+__all__ = [
+    "Case",
+    "asks_for_rank",
+    "changes_per_call",
+    "draws",
+    "factor_of_micro_batches",
+    "first_steps",
+    "has_other_inputs",
+    "has_several_passes",
+    "is_by_rank",
+    "mixes_samples",
+    "module_of",
+    "padded_output",
+    "reads_of_rank",
+    "related_output",
+    "rewritten_weights",
+    "shares_of",
+    "splitting_of",
+]
+
+
+@dataclass
+class Case:
+    """The material of a diagnosis.
+
+    Attributes:
+        one: the run of one process.
+        many: the run of N workers.
+        difference: the first.
+        run: runs an experiment; None if it failed.
+        replicated: whether the plan splits only the data.
+        replicate_equal: whether plain replicate is equal.
+    """
+
+    one: RunTrace
+    many: RunTrace
+    difference: Difference
+    run: Callable[[Experiment], RunTrace | None]
+    replicated: bool = True
+    replicate_equal: bool = False
+
+    @property
+    def k(self) -> int:
+        """The step that differs, from 0."""
+        return self.difference.step - 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that differ."""
+        return self.difference.name, *self.difference.others
+
+    @property
+    def runs(self) -> tuple[RunTrace, RunTrace]:
+        """Both runs."""
+        return self.one, self.many
+
+    def experiment(self, experiment: Experiment) -> RunTrace | None:
+        """The run of an experiment; None if it took no step."""
+        trace = self.run(experiment)
+        return trace if trace is not None and trace.steps() else None
+
+    def left(self, trace: RunTrace) -> Difference | None:
+        """The first difference of an experiment from one process."""
+        return compare(self.one, trace).difference
+
+    def opening(self, key: str) -> list[str]:
+        """A list that was recorded at ``distribute``."""
+        names: list[str] = self.one.first("opening").get(key, [])
+        return names
+
+    def contract(self, key: str) -> object:
+        """An argument of ``distribute``."""
+        return self.one.first("opening").get("contract", {}).get(key)
+
+
+def reads_of_rank(case: Case, *phases: str) -> str | None:
+    """Where the script asks for its rank or the number of workers."""
+    places = case.many.places("rank", *phases)
+    return f"the script reads {', '.join(places[:3])}" if places else None
+
+
+def is_by_rank(case: Case) -> bool | None:
+    """Whether the difference goes away if each worker is told that it is alone. None: the script
+    does not ask, or the run failed.
+    """
+    blind = case.experiment(Experiment.BLIND) if case.many.places("rank") else None
+    if blind is None:
+        return None
+    left = case.left(blind)
+    return left is None or left.place > case.difference.place
+
+
+def asks_for_rank(case: Case, *phases: str) -> str | None:
+    """Where the script asks for its rank, unless that makes no difference: many ask to print."""
+    return None if is_by_rank(case) is False else reads_of_rank(case, *phases)
+
+
+def draws(case: Case, key: str = "drawn") -> str | None:
+    """Where the step draws random numbers, if it does."""
+    drawn = {g for t in case.runs for s in t.steps() for g in s.get(key, [])}
+    phase = "step" if key == "drawn" else "update"
+    if not drawn:
+        own = case.many.places("own generator", phase)
+        return f"drawn from a generator of the script's own: {', '.join(own[:3])}" if own else None
+    places = case.one.places("random", phase)
+    return f"drawn from {', '.join(sorted(drawn))}" + (
+        f": {', '.join(places[:3])}" if places else ""
+    )
+
+
+def shares_of(case: Case) -> list[list[int]]:
+    """Samples of each worker, step by step."""
+    return [
+        [sum(high - low for low, high in step["micro"]) for step in steps]
+        for steps in zip(*case.many.all_steps(), strict=False)
+    ]
+
+
+def has_several_passes(case: Case) -> bool:
+    """Whether a step has several forward passes."""
+    return not case.replicated or case.many.first("opening").get("micro_batch") is not None
+
+
+def splitting_of(case: Case) -> Difference | bool | None:
+    """The difference of one process that splits the batch as the workers do; False if there is
+    none, None if it failed.
+    """
+    split = case.experiment(Experiment.SPLIT)
+    if split is None:
+        return None
+    left = case.left(split)
+    same = left is not None and left.phase != "steps" and left.step <= case.difference.step
+    return left if left is not None and same else False
+
+
+def mixes_samples(case: Case, during: str, step: int) -> bool | None:
+    """Whether a sample's output depends on the other samples, with the same weights and state.
+    None: that cannot be asked.
+    """
+    parts = case.run(Experiment.PARTS)
+    events = parts.events_of("mixes") if parts else []
+    mixes = [e["mixes"] for e in events if (e["during"], e["step"]) == (during, step)]
+    return any(mixes) if mixes else None
+
+
+def module_of(name: str) -> str:
+    """The module of an output."""
+    return re.sub(r"( \(call \d+\)|\[.*)$", "", name)
+
+
+def has_other_inputs(case: Case, name: str) -> bool:
+    """Whether a module's inputs differ already."""
+    one, many = (run.outputs(case.k, "in") for run in case.runs)
+    for key, (value, shape) in one.items():
+        if module_of(key) == name and key in many and many[key][1] == shape:
+            scale = float(np.nanmax(np.abs(value), initial=0.0)) or 1.0
+            if float(np.nanmax(np.abs(value - many[key][0]), initial=0.0)) > 1e-9 * scale:
+                return True
+    return False
+
+
+def first_steps(steps: int) -> str:
+    """The first steps, in words."""
+    return "the first step" if steps == 1 else f"the first {steps} steps"
+
+
+def rewritten_weights(case: Case) -> set[str]:
+    """Weights that are written to within the step."""
+    steps = (steps[case.k] for run in case.runs for steps in run.all_steps())
+    return {name for step in steps for name in step.get("rewritten", [])}
+
+
+def changes_per_call(case: Case) -> str | None:
+    """A layer whose output changes when it is called again with the same inputs."""
+    twice = case.experiment(Experiment.TWICE) if has_several_passes(case) else None
+    left = case.left(twice) if twice is not None else None
+    if left is None or left.phase != "outputs" or left.step > case.difference.step:
+        return None
+    return (
+        f"computed twice from the same samples, the output of {module_of(left.name)!r} is another "
+        "one"
+    )
+
+
+def related_output(case: Case) -> str | None:
+    """An output that has, for each sample, one number per sample."""
+    return next((text for text, over_batch in _reshaped_outputs(case) if over_batch), None)
+
+
+def padded_output(case: Case) -> str | None:
+    """An output whose samples have another shape in a worker's share."""
+    return next((text for text, over_batch in _reshaped_outputs(case) if not over_batch), None)
+
+
+def factor_of_micro_batches(case: Case) -> str | None:
+    """The factor of all gradients, if the difference goes away without micro-batches."""
+    if case.many.first("opening").get("micro_batch") is None:
+        return None
+    whole = case.experiment(Experiment.WHOLE)
+    if whole is None:
+        return None
+    left, d = case.left(whole), case.difference
+    later = left is None or ((left.phase, left.step) > (d.phase, d.step) and left.step > d.step)
+    return _common_factor(case) if later else None
+
+
+def _common_factor(case: Case) -> str | None:
+    """Whether all gradients differ by one and the same factor."""
+    one, many = (run.merged(case.k, "gradient") for run in case.runs)
+    names = [n for n in one if n in many and one[n].shape == many[n].shape]
+    if not names:
+        return None
+    a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
+    factor = float(a @ b) / (float(a @ a) or 1.0)
+    floor = 1e-6 * float(np.abs(b).max(initial=0.0))
+    if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
+        return None
+    return f"all gradients are {factor:.4g} times those of one process"
+
+
+def _reshaped_outputs(case: Case) -> Iterator[tuple[str, bool]]:
+    """Outputs whose samples have another shape than with one process, and whether the number of
+    samples shows in it.
+    """
+    step = case.one.steps()[case.k]
+    one, whole = step["shapes"], {size for *_, size in step["local"]}
+    for rank, steps in enumerate(case.many.all_steps()):
+        theirs = steps[case.k]
+        part = {size for *_, size in theirs["local"]}
+        for key, shape in theirs["shapes"].items():
+            mine = one.get(key, shape)
+            if mine == shape:
+                continue
+            other = "one or another" if isinstance(shape, str) else str(shape)
+            text = (
+                f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
+                f"{other} on rank {rank}"
+            )
+            if isinstance(shape, str) or isinstance(mine, str):
+                yield text, "samples" in (shape, mine)
+                continue
+            pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
+            same_rank = len(shape) == len(mine)
+            yield text, same_rank and all(a in whole and b in part for a, b in pairs)

@@ -1,0 +1,74 @@
+"""The runs of one proof: the reference, the plans, and experiments with one thing changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["Experiment", "Settings"]
+
+
+class Experiment(StrEnum):
+    """One run of the script, and how it differs from the others."""
+
+    # one process, whose global batch is one batch
+    ONE = "one"  # the reference; it also asks the loss what kind of function it is
+    ROUNDED = "rounded"  # every weight moves by one unit in its last place before each step
+    AGAIN = "again"  # the reference once more
+    SPLIT = "split"  # micro-batches as large as a worker's share
+    TWICE = "twice"  # each forward pass is computed twice: what does it change in the layers?
+    PARTS = "parts"  # also half of each batch, on a copy: do outputs depend on other samples?
+    # N workers
+    PLAN = "plan"  # nothing is changed
+    REPLICATE = "replicate"  # the same under plain replicate, to compare with
+    WHOLE = "whole"  # without the script's micro-batches
+    SYNC_BATCHNORM = "sync_batchnorm"
+    BLIND = "blind"  # the script is told that it is rank 0 of 1, whenever it asks
+    ALIKE = "alike"  # every rank starts with the seed of rank 0
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether the run has one process."""
+        return self in _ONE_PROCESS
+
+
+_ONE_PROCESS = frozenset(
+    {
+        Experiment.ONE,
+        Experiment.ROUNDED,
+        Experiment.AGAIN,
+        Experiment.SPLIT,
+        Experiment.TWICE,
+        Experiment.PARTS,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to record one run. Plain values, except that ``experiment`` travels as its name.
+
+    Attributes:
+        folder: of its trace.
+        steps: optimizer steps to record.
+        workers: the world size to prove; one process counts as this many for ``batch="grow"``.
+        training: the call of ``ronde.distribute`` to record, from 0.
+        began: when the study began, in seconds since 1970.
+        launched: when this run was asked for.
+        owns_loop: the script was written for one batch a step: ``split`` hands it part by part.
+        plan_alone: ``run.plan`` of one process, for ``blind``.
+    """
+
+    folder: str
+    experiment: Experiment
+    steps: int
+    workers: int
+    training: int
+    began: float
+    launched: float
+    owns_loop: bool = False
+    plan_alone: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "experiment", Experiment(self.experiment))

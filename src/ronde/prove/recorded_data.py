@@ -1,0 +1,124 @@
+"""The script's data as a proof reads it: in float64, samples noted, epochs cut short."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from ronde.data import Order
+from ronde.loader import LoaderSettings, Taken
+from ronde.prove.values import cast, draws_since, generators
+
+__all__ = ["NotedStream", "cut_epoch", "cut_order", "note_samples", "wide_loader"]
+
+Note = Callable[[int, Any], None]
+
+
+class _NotedDataset(Dataset[Any]):
+    """The user's data set, which notes each sample."""
+
+    def __init__(self, inner: Any, note: Note) -> None:
+        self._inner = inner
+        self._note = note
+        if hasattr(inner, "__getitems__"):
+            self.__getitems__ = self._many
+
+    def __getitem__(self, i: int) -> Any:
+        value = self._inner[i]
+        self._note(i, value)
+        return value
+
+    def _many(self, ids: list[int]) -> Any:
+        values = self._inner.__getitems__(ids)
+        for i, value in zip(ids, values, strict=True):
+            self._note(i, value)
+        return values
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class NotedStream(IterableDataset[Any]):
+    """The user's iterable data set, which notes each sample by its position."""
+
+    def __init__(self, inner: Any, note: Note) -> None:
+        self._inner = inner
+        self._note = note
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, value in enumerate(self._inner):
+            self._note(i, value)
+            yield value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._inner, memo)  # samples before the training are not noted
+
+
+def note_samples(dataset: Any, note: Note) -> Any:
+    """The data set, calling ``note(index, sample)`` for each sample it reads."""
+    kind = NotedStream if isinstance(dataset, IterableDataset) else _NotedDataset
+    return kind(dataset, note)
+
+
+def _last_batch(samples: int, size: int, workers: int) -> int:
+    """Samples in the last batch of a cut epoch: as many as in the real one, be it even or too small
+    to give every worker one. If that is a whole batch, about half of one that shares unevenly.
+
+    Example:
+        >>> _last_batch(63, 10, 2), _last_batch(49, 8, 2), _last_batch(64, 8, 2), _last_batch(60,
+        ...     6, 4)
+        (3, 1, 5, 3)
+    """
+    uneven = [n for n in range(1, size) if n % workers]
+    return samples % size or min(uneven, key=lambda n: (abs(n - size // 2 - 0.5), -n), default=size)
+
+
+def cut_epoch(taken: Taken, size: int, steps: int, workers: int) -> int:
+    """Samples of an epoch so short that its last batch and its end are among the steps."""
+    samples = taken.order.epoch_samples
+    short = samples
+    if steps >= 4 and -(-samples // size) >= steps:
+        short = min(samples, (steps // 2 - 1) * size + _last_batch(samples, size, workers))
+    return min(samples, max(short, size)) if taken.drop_last else short
+
+
+def cut_order(order: Order, short: int) -> Order:
+    """The order, with epochs of ``short`` samples."""
+    if short >= order.epoch_samples:
+        return order
+    draw = order.draw
+    if draw is None:
+        return dataclasses.replace(order, length=short)
+    return dataclasses.replace(order, draw=lambda epoch: list(draw(epoch))[:short], length=short)
+
+
+def _asks_for_its_process(dataset: Any) -> bool:
+    """Whether the data set's code uses ``get_worker_info``, which is None in a training process."""
+    kinds = [k for k in type(dataset).__mro__ if k.__module__.partition(".")[0] != "torch"]
+    methods = [v for k in kinds for v in vars(k).values() if isinstance(v, types.FunctionType)]
+    return any("get_worker_info" in method.__code__.co_names for method in methods)
+
+
+def wide_loader(
+    settings: LoaderSettings, dataset: Any, drawn: Callable[[list[str]], None]
+) -> LoaderSettings:
+    """Batches in float64, read in this process if the data set allows. ``drawn`` gets the names of
+    the generators that the collate function draws from.
+    """
+    collate = settings.collate
+
+    def wide(samples: list[Any]) -> Any:
+        before = generators()
+        batch = collate(samples)
+        if names := draws_since(before):
+            drawn(names)
+        return cast(batch)
+
+    needs_workers = settings.init is not None or _asks_for_its_process(dataset)
+    workers = settings.num_workers if needs_workers else 0
+    return dataclasses.replace(settings, collate=wide, num_workers=workers)

@@ -1,0 +1,97 @@
+"""The answer of ``ronde prove``: a verdict for each plan, and one for the script."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ronde.prove.catalogue import Cause
+from ronde.prove.compare import Comparison, Difference
+
+__all__ = ["PlanVerdict", "Status", "Verdict", "verdict_of"]
+
+Status = Literal["equal", "differs", "refused", "failed", "cannot"]
+
+
+@dataclass(frozen=True)
+class PlanVerdict:
+    """The verdict for one plan.
+
+    Attributes:
+        plan: as :meth:`Plan.parse` reads it.
+        status: ``"equal"``, ``"differs"``, ``"refused"`` (the plan says that it cannot run this
+            model), ``"failed"``, or ``"cannot"`` (rounding alone changes the training as much).
+        difference: the first.
+        cause: why.
+        largest, where: largest relative difference that is rounding, and its name.
+        aside: parameters whose gradient is zero in exact arithmetic.
+        error: why it was refused or failed.
+    """
+
+    plan: str
+    status: Status
+    difference: Difference | None = None
+    cause: Cause | None = None
+    largest: float = 0.0
+    where: str = ""
+    aside: tuple[str, ...] = ()
+    steps: int = 0
+    evaluations: int = 0
+    compared: int = 0
+    error: str = ""
+    seconds: float = 0.0
+
+
+def verdict_of(
+    plan: str, status: Status, result: Comparison, seconds: float, why: Cause | None = None
+) -> PlanVerdict:
+    """The verdict for a plan whose run was compared."""
+    return PlanVerdict(
+        plan,
+        status,
+        None if status == "cannot" else result.difference,
+        why,
+        result.largest,
+        result.where,
+        tuple(result.aside),
+        result.steps,
+        result.evaluations,
+        result.compared,
+        seconds=seconds,
+    )
+
+
+@dataclass
+class Verdict:
+    """The answer.
+
+    Attributes:
+        status: ``"equal"``, ``"differs"``, or ``"cannot"`` (be proved).
+        plans: one verdict for each.
+        difference, cause: of the first plan that differs, or of the reference itself.
+        steps: steps compared; ``steps_asked`` unless the script ended earlier.
+        error: why it cannot be proved.
+        notes: changes and omissions for the proof.
+    """
+
+    command: list[str]
+    workers: int
+    steps_asked: int
+    status: Status = "cannot"
+    plans: list[PlanVerdict] = field(default_factory=list)
+    difference: Difference | None = None
+    cause: Cause | None = None
+    steps: int = 0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def exit_status(self) -> int:
+        """0 equal, 1 differs, 2 cannot be proved."""
+        return {"equal": 0, "differs": 1}.get(self.status, 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**dataclasses.asdict(self), "exit_status": self.exit_status}
