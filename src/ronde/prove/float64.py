@@ -39,9 +39,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 _RANDOM = _words(
-    "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ "
-    "multinomial normal normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ poisson rrelu "
-    "gumbel_softmax"
+    "rand rand_like randn randn_like randint randint_like randperm bernoulli bernoulli_ poisson "
+    "multinomial normal normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ "
+    "rrelu gumbel_softmax"
 )
 _OWN_GENERATOR = _words(
     "random integers normal standard_normal uniform permutation permuted shuffle choice beta gamma"
