@@ -148,9 +148,10 @@ def distribute(
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
         >>> run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss,
         ...     batch_size=16)
-        >>> for epoch in run.epochs(2):
-        ...     for batch in run.batches():
-        ...         loss = run.step(batch)
+        >>> for batch in run.batches():  # one epoch; run.epochs(n) loops over several
+        ...     loss = run.step(batch)
+        >>> run.state.step
+        4
     """
     me = connect()
     checks.check_arguments(
