@@ -22,7 +22,7 @@ from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
     from ronde.prove.compare import Difference
-    from ronde.prove.verdict import PlanVerdict, Verdict
+    from ronde.prove.plan_verdict import PlanVerdict, Verdict
 
 __all__ = ["register"]
 

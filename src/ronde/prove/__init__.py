@@ -3,7 +3,7 @@
 Offers :func:`prove` and its :class:`Verdict`: equal, or the first difference and its cause.
 """
 
+from ronde.prove.plan_verdict import Verdict
 from ronde.prove.proof import prove
-from ronde.prove.verdict import Verdict
 
 __all__ = ["Verdict", "prove"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.prove.trace import RunTrace, Values
+from ronde.prove.run_trace import RunTrace, Values
 
 __all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "compare", "lost_from"]
 

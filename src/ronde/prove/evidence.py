@@ -10,7 +10,7 @@ import numpy as np
 
 from ronde.prove.compare import Difference, compare
 from ronde.prove.experiment import Experiment
-from ronde.prove.trace import RunTrace
+from ronde.prove.run_trace import RunTrace
 
 __all__ = [
     "Case",

@@ -13,9 +13,9 @@ from ronde.prove.catalogue import cause
 from ronde.prove.compare import Difference, compare
 from ronde.prove.diagnose import GONE, SEEDED, disagreement
 from ronde.prove.experiment import Experiment
+from ronde.prove.plan_verdict import PlanVerdict
 from ronde.prove.process_pool import CONSEQUENCES, Failure
-from ronde.prove.trace import RunTrace
-from ronde.prove.verdict import PlanVerdict
+from ronde.prove.run_trace import RunTrace
 
 __all__ = ["FailedRun", "explain_exit", "explain_failure", "note_late_error"]
 

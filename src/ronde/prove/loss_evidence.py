@@ -8,7 +8,7 @@ import numpy as np
 
 from ronde.prove.evidence import Case
 from ronde.prove.experiment import Experiment
-from ronde.prove.trace import Values
+from ronde.prove.run_trace import Values
 
 __all__ = ["LOSS_ANSWERS", "LOSS_CAUSES", "ask_gradients"]
 

@@ -25,9 +25,9 @@ from ronde.prove.evidence import Case
 from ronde.prove.experiment import Experiment
 from ronde.prove.failures import FailedRun, explain_exit, explain_failure, note_late_error
 from ronde.prove.plan_list import chosen_plans
+from ronde.prove.plan_verdict import PlanVerdict, Verdict, verdict_of
 from ronde.prove.process_pool import Launch, Pool
-from ronde.prove.trace import RunTrace
-from ronde.prove.verdict import PlanVerdict, Verdict, verdict_of
+from ronde.prove.run_trace import RunTrace
 from ronde.world import ArgumentError
 
 __all__ = ["Study", "prove"]
