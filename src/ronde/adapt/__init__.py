@@ -1,8 +1,8 @@
-"""Apply settings and cures to other people's data sets, without a change to their code.
+"""Apply settings and cures to other people's datasets without changing their code.
 
 Offers :func:`~ronde.adapt.feed_settings.apply_settings`, which reads what ``ronde doctor --apply``
-wrote, and the cures themselves in :mod:`~ronde.adapt.remedies`. They change how samples are
-fetched, never which.
+wrote, and the cures in :mod:`~ronde.adapt.remedies`. They change how samples are fetched, never
+which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Feed settings: where they come from, and a data source as they say that it shall be read."""
+"""Find feed settings and apply them to a data source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["apply_settings", "asked_settings", "read_settings", "sentence"]
 def read_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> FeedSettings:
-    """The ``feed`` argument of ``ronde.distribute`` as settings.
+    """Read the ``feed`` argument of ``ronde.distribute``.
 
     Raises:
         ArgumentError: it is none of these, or holds a setting that is not known.
@@ -47,8 +47,8 @@ def read_settings(
 def asked_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> FeedSettings:
-    """What the script's argument says, with what the file in ``RONDE_FEED`` says instead (``ronde
-    run --feed`` puts it there).
+    """The script's settings, overridden by the file in ``RONDE_FEED`` (from ``ronde run
+    --feed``).
     """
     found = read_settings(feed)
     file = os.environ.get("RONDE_FEED", "none")
@@ -56,7 +56,7 @@ def asked_settings(
 
 
 def sentence(settings: FeedSettings) -> str:
-    """Settings in a few words: ``executor threads, workers 2``.
+    """Summarize settings: ``executor threads, workers 2``.
 
     Example:
         >>> sentence(FeedSettings(executor="threads", workers=2, pin_memory=True))
@@ -71,8 +71,7 @@ def sentence(settings: FeedSettings) -> str:
 
 
 def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None = None) -> Taken:
-    """A data source, read as feed settings say. Which samples there are, and their order, stays;
-    ``echo`` repeats each batch.
+    """Apply feed settings to a data source. Samples and order stay; ``echo`` repeats batches.
 
     Args:
         local_size: training workers on this node, None to ask the launcher: loaders are shared out

@@ -1,8 +1,7 @@
-"""A plain Dataset whose files come from a cache and whose JPEG images go through another decoder.
+"""Redirect a plain Dataset's file reads to a cache, and its JPEG decoding to another decoder.
 
-While such a Dataset makes a sample, and only in the thread that makes it, ``open``,
-``PIL.Image.open`` and ``ImageFile.load`` are replaced. Whatever the replacement cannot do (another
-format, a broken file) is left to the original.
+While such a Dataset makes a sample, and only in that thread, ``open``, ``PIL.Image.open`` and
+``ImageFile.load`` are replaced. Other formats and broken files go to the originals.
 """
 
 from __future__ import annotations
@@ -62,15 +61,15 @@ class Seen:
     own_many: bool = False
 
     def note_file(self, path: str) -> None:
-        """Count a file that is read."""
+        """Count a file read."""
         with contextlib.suppress(OSError):
             self.files.append((path, os.stat(path).st_size))  # noqa: PTH116
 
 
 class FileCache(_Cache):
-    """The files of a Dataset: one record for each place in a sample.
+    """Cached files of a Dataset: one record per place in a sample.
 
-    A record names its file. A record of another file, or of an earlier version of it, is not used.
+    A record names its file; records of another file or an older version are ignored.
 
     Args:
         n: samples.
@@ -95,7 +94,7 @@ class FileCache(_Cache):
         }
 
     def get(self, place: int, path: str) -> bytes | None:
-        """The bytes kept for a place, if they are this file's; else None. Each process checks a
+        """The cached bytes of a place if they are this file's, else None. Each process checks a
         file's state once.
         """
         # the Dataset may have more samples than it says
@@ -118,23 +117,21 @@ class FileCache(_Cache):
         return bytes(kept[2])
 
     def _tell(self) -> None:
-        """Add to the counts of all processes. Not at every hit: the lock takes as long as finding a
-        record.
-        """
+        """Add to the shared counts in batches: the lock costs as much as a lookup."""
         arena = self._opened()
         hits, size, self._hits, self._hit_bytes = self._hits, self._hit_bytes, 0, 0
         if arena is not None and hits:
             arena.count(hits=hits, hit_bytes=size)
 
     def report(self) -> CacheReport:
-        """See :meth:`ronde.cache.cached.CachedDataset.report`; the last hits of other processes may
-        be missing.
+        """See :meth:`ronde.cache.cached.CachedDataset.report`; other processes' last hits may be
+        missing.
         """
         self._tell()
         return dataclasses.replace(super().report(), samples=self._n // PLACES)
 
     def put(self, place: int, path: str, data: bytes) -> None:
-        """Keep a file while there is room. A record of another file stays where it is."""
+        """Store a file while there is space; another file's record stays."""
         arena = self._opened() if place < self._n else None
         if arena is None:
             return
@@ -150,7 +147,7 @@ class FileCache(_Cache):
 
 
 def _record(data: Any) -> tuple[str, str, bytes] | None:
-    """Path, state and bytes of a file, as a cache keeps them; None if the record is damaged."""
+    """Path, state and bytes of a cached file; None if damaged."""
     try:
         kept = decoded(data)
     except ValueError:
@@ -165,7 +162,7 @@ def _state(path: str) -> str:
 
 @dataclass
 class RedirectPlan:
-    """How a Dataset is read.
+    """What to redirect for a Dataset.
 
     Attributes:
         decoder: of JPEG images, a name in :data:`ronde.data.image_decoders.DECODERS`; None for
@@ -178,7 +175,7 @@ class RedirectPlan:
 
 
 class _Making:
-    """The sample that this thread is making."""
+    """The sample this thread is making."""
 
     __slots__ = ("files", "index", "plan", "seen")
 
@@ -198,7 +195,7 @@ def _now() -> _Making | None:
 def _making(
     plan: RedirectPlan | None, index: int | None, seen: Seen | None = None
 ) -> Iterator[None]:
-    """Make a sample; with no plan, Ronde itself reads files meanwhile."""
+    """Make a sample; without a plan, reads are not redirected."""
     before = _now()
     _local.making = None if plan is None else _Making(plan, index, seen)
     try:
@@ -211,7 +208,7 @@ def _making(
 
 
 def _held(making: _Making, path: str, real: Callable[..., Any]) -> bytes | None:
-    """The bytes of a file through the cache; None: read the file as usual."""
+    """A file's bytes through the cache; None means read it normally."""
     cache, nth = making.plan.reads, making.files
     making.files += 1
     if cache is None or making.index is None or nth >= PLACES:
@@ -272,7 +269,7 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _whole(file: Any) -> bytes:
-    """All bytes of an open file, which stays where it is."""
+    """All bytes of an open file, without moving its position."""
     at = file.tell()
     file.seek(0)
     data = bytes(file.read())
@@ -368,7 +365,7 @@ _MODULES = (("io", "open"), ("PIL.Image", "open"))
 
 
 class _Layers:
-    """The layers of this process, in place while some Dataset needs them."""
+    """This process's replacements, installed while some Dataset needs them."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -401,7 +398,7 @@ class _Layers:
 
     @property
     def whole(self) -> bool:
-        """Whether every module imported so far has its layers."""
+        """Whether every module imported so far is covered."""
         return "files" in self.laid and ("pillow" in self.laid or "PIL.Image" not in sys.modules)
 
     def lay(self) -> None:
@@ -436,9 +433,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Remedied(Dataset[Any]):
-    """A Dataset that is read as a :class:`RedirectPlan` says. All other attributes are the
-    Dataset's own.
-    """
+    """A Dataset read under a :class:`RedirectPlan`; other attributes are the Dataset's own."""
 
     def __init__(self, dataset: Any, plan: RedirectPlan) -> None:
         self.dataset = dataset
@@ -478,9 +473,7 @@ class Remedied(Dataset[Any]):
 
 
 def loops(dataset: Any) -> bool:
-    """Whether the ``__getitems__`` of a Dataset only loops over ``__getitem__``, as ``Subset``
-    does.
-    """
+    """Whether a Dataset's ``__getitems__`` only loops over ``__getitem__``, like ``Subset``'s."""
     from torch.utils.data import Subset
 
     while type(dataset) is Subset:
@@ -494,7 +487,7 @@ _WATCHED = (("PIL.Image", "Image", "resize", _resize_layer), ("cv2", "", "imread
 
 
 def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
-    """Make some samples and watch.
+    """Make some samples and observe.
 
     Returns:
         What was seen, and the samples.
@@ -524,7 +517,7 @@ def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
 
 
 def folder_of(files: list[str]) -> str:
-    """The folder that holds all of these files, or ''."""
+    """The common folder of these files, or ''."""
     try:
         return os.path.commonpath([str(Path(f).parent) for f in files]) if files else ""
     except ValueError:

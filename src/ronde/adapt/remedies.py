@@ -1,8 +1,7 @@
-"""Remedies for slow input that change no line of the script: another decoder, a cache.
+"""Cures for slow input that need no change to the script: another decoder, a cache.
 
-They fit :class:`ronde.feed.Pipeline` and, as far as samples stay what they are, any plain Dataset.
-Each is checked against some of the Dataset's own samples first, and refused with the reason where
-it does not fit.
+They work on :class:`ronde.feed.Pipeline` and, if samples stay the same, on any plain Dataset. Each
+is first checked on some of the Dataset's samples, and refused with a reason if it does not fit.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOST_PIXELS = 8_000_000
 
 @dataclass(frozen=True)
 class Judged:
-    """A decoder against Pillow, on some images.
+    """A decoder compared with Pillow on some images.
 
     Attributes:
         images: that both decoded; ``refused``: that it left to Pillow.
@@ -57,14 +56,13 @@ class Judged:
 
     @property
     def label(self) -> str:
-        """What changing to it means for the training."""
+        """What switching to it means for the training."""
         return "same bits" if self.same_bits else "same distribution"
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """What a data set does to make a sample, as far as some of its samples show: which remedies are
-    possible.
+    """What some samples show about a dataset, and so which remedies are possible.
 
     Attributes:
         pipeline: it is a :class:`ronde.feed.Pipeline`.
@@ -145,7 +143,7 @@ def judge_decoder(decoder: str, images: Sequence[bytes]) -> Judged:
 
 
 class _Decoding(Dataset[Any]):
-    """Images as data sets decode them."""
+    """Images as datasets decode them."""
 
     def __init__(self, images: Sequence[bytes]) -> None:
         self.images = images
@@ -160,7 +158,7 @@ class _Decoding(Dataset[Any]):
 
 
 def _cpu(work: Callable[[], Any]) -> int:
-    """The best of three CPU times, in nanoseconds: others use this machine too."""
+    """Best of three CPU times in nanoseconds, because the machine is shared."""
     times = []
     for _ in range(3):
         begin = time.thread_time_ns()
@@ -170,7 +168,7 @@ def _cpu(work: Callable[[], Any]) -> int:
 
 
 def _some(seen: Seen) -> list[bytes]:
-    """Images to judge a decoder by: not so many large ones that it takes seconds."""
+    """Images for judging a decoder, few enough to take well under a second."""
     found: list[bytes] = []
     pixels = 0
     for data, (_, width, height, _) in zip(
@@ -184,8 +182,7 @@ def _some(seen: Seen) -> list[bytes]:
 
 
 def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
-    """What some samples of a data set show about it. Reads them, and changes nothing: random
-    numbers are put back.
+    """Inspect some samples of a dataset; random state is restored.
 
     Args:
         dataset: a map-style Dataset or a Pipeline.
@@ -226,8 +223,8 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
 
 
 def _shrink(seen: Seen) -> int:
-    """The fraction of their size (1/2, 1/4, 1/8) that most images have pixels enough for, after
-    they are resized.
+    """The largest reduction (1/2, 1/4, 1/8) that leaves most images enough pixels for their
+    resize.
     """
     room = [
         min(before[0] / after[0], before[1] / after[1])
@@ -247,13 +244,13 @@ _FOR_PIPELINES = {
 
 
 def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
-    """A Dataset that is read as feed settings say: ``decoder``, ``decode_to_size``, ``cache``,
-    ``pack`` and ``device_augment``.
+    """A Dataset read with the settings ``decoder``, ``decode_to_size``, ``cache``, ``pack`` and
+    ``device_augment``.
 
-    The other settings (``executor``, ``workers``, ``prefetch``, ``threads``, ``pin_memory``,
-    ``echo``) are about loading, and are left to :func:`ronde.adapt.feed_settings.apply_settings`.
-    The order of samples stays. So do their bits, except with ``decode_to_size``,
-    ``device_augment``, and a decoder that makes other pixels; see :func:`judge_decoder`.
+    :func:`ronde.adapt.feed_settings.apply_settings` handles the loading settings (``executor``,
+    ``workers``, ``prefetch``, ``threads``, ``pin_memory``, ``echo``). The order of samples stays.
+    So do their bits, except with ``decode_to_size``, ``device_augment``, and decoders that make
+    other pixels; see :func:`judge_decoder`.
 
     Args:
         dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``decoder`` and ``cache``
@@ -321,7 +318,7 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
 
 
 def _swapped(dataset: Any, settings: FeedSettings) -> Any:
-    """A plain Dataset with another decoder, or a cache."""
+    """A plain Dataset with another decoder or a cache."""
     with unchanged(dataset):
         seen, _ = _look(dataset, _LOOKED_AT)
     what, plan = type(dataset).__name__, RedirectPlan()
@@ -404,9 +401,7 @@ def _opened_pack(path: str) -> Any:
 
 
 class _PackedSource:
-    """A pack in the place of the folder that it was made of: the folder's order and fingerprint,
-    the pack's bytes.
-    """
+    """A pack that replaces its folder: the folder's order and fingerprint, the pack's bytes."""
 
     def __init__(self, source: Any, path: str) -> None:
         self._packed = _opened_pack(path)

@@ -1,6 +1,4 @@
-"""How much memory and disk a cache may take: what a container allows and what others need counts,
-not what the machine has.
-"""
+"""How much memory and disk a cache may use, given container limits and other users."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _UNITS = {
 
 
 def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
-    """Bytes, from a number or from words.
+    """Parse bytes from a number or text.
 
     Raises:
         ArgumentError: neither, or less than ``least`` bytes.
@@ -61,7 +59,7 @@ def _number(path: Path) -> float:
 
 
 def _reclaimable(folder: Path, name: str) -> float:
-    """Page cache that the kernel gives up before it kills anybody."""
+    """Page cache that the kernel frees before it kills a process."""
     try:
         for line in (folder / "memory.stat").read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -72,9 +70,7 @@ def _reclaimable(folder: Path, name: str) -> float:
 
 
 def _cgroup_room(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes that this process's cgroup still allows (v1 or v2), infinite where there is no
-    limit.
-    """
+    """Bytes this process's cgroup still allows (v1 or v2); infinite without a limit."""
     groups = _own_groups(proc)
     room = math.inf
     for mount, inside, limit, used, stat in (
@@ -101,8 +97,8 @@ def _cgroup_room(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -
 
 
 def free_memory() -> int:
-    """Bytes that can still be taken without swapping or being killed: the machine's, cut by the
-    container's limit.
+    """Bytes available without swapping or being killed: the machine's, within the container's
+    limit.
     """
     import psutil
 
@@ -110,7 +106,7 @@ def free_memory() -> int:
 
 
 def free_disk(folder: str | Path | int) -> tuple[int, int]:
-    """Bytes that an ordinary user can still write there, and bytes in all."""
+    """Bytes an ordinary user can still write, and total bytes."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
@@ -118,7 +114,7 @@ def free_disk(folder: str | Path | int) -> tuple[int, int]:
 def disk_reserve(total: int, memory: bool) -> int:
     """Bytes that a cache leaves free.
 
-    A twentieth of a disk, at most 10 GB. A quarter of /dev/shm: loading processes hand their
-    batches over through it, and where it is full they die.
+    A twentieth of a disk, at most 10 GB; a quarter of /dev/shm, because loading processes pass
+    batches through it and die when it is full.
     """
     return total // 4 if memory else min(total // 20, 10 * 10**9)

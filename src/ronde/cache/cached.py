@@ -1,9 +1,9 @@
-"""Keep what was read or decoded: bounded, shared by the workers of a node, never evicted.
+"""Cache read or decoded samples: bounded, shared by a node's workers, without eviction.
 
-*Never evicted* is on purpose: every sample is asked for once an epoch, in a new order each time,
-and what a cache of the last used ones holds is thrown away just before it is needed again. What
-came first stays, and a cache of 60 % of the samples saves 60 % of the reads (MinIO, in Mohan et
-al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021).
+No eviction is deliberate: each epoch asks for every sample once in a new order, so an LRU cache
+drops entries just before they are needed. Keeping the first entries makes a cache of 60 % of the
+samples save 60 % of the reads (MinIO, in Mohan et al., "Analyzing and Mitigating Data Stalls in DNN
+Training", VLDB 2021).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ given.
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds and what it has been worth, over all processes and runs that use it.
+    """What a cache holds and has saved, over all its processes and runs.
 
     Attributes:
         place: its folder.
@@ -154,11 +154,9 @@ def _size(amount: float) -> str:
 
 
 def _stamp(source: Any, version: str = "", folders: set[str] | None = None) -> str:
-    """Which samples these are: the source's fingerprint, what it is made of, and where and when its
-    files were written.
+    """A digest of the samples: the source's fingerprint, its origins, and their modification times.
 
-    A fingerprint knows names and sizes: arrays of one size in two folders, or a file that was
-    rewritten, would look the same.
+    A fingerprint covers names and sizes only; a rewritten file would look the same.
 
     Raises:
         CannotDescribe: a data set whose state cannot be told.
@@ -173,9 +171,7 @@ def _stamp(source: Any, version: str = "", folders: set[str] | None = None) -> s
 
 
 def _memory_folder() -> Path:
-    """Where files are memory. A container's /dev/shm may be small: RONDE_SHM names another
-    tmpfs.
-    """
+    """The in-memory folder. /dev/shm may be small in a container: RONDE_SHM names another tmpfs."""
     return Path(os.environ.get("RONDE_SHM") or "/dev/shm")
 
 
@@ -208,8 +204,8 @@ def _check_where(where: str | os.PathLike[str]) -> str:
 def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
     """Remove this user's caches that no running process uses.
 
-    Those in memory go by themselves when the last process that uses them ends; what killed
-    processes left goes when the next cache in memory is made.
+    In-memory caches vanish with their last process; leftovers of killed processes go when the next
+    one is created.
 
     Args:
         where: ``"memory"``, or the folder that was given to :func:`cached`.
@@ -233,9 +229,7 @@ def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
 
 
 class _Made(NamedTuple):
-    """A sample, the name of what drew random numbers while it was made, or "", and the files that
-    were opened.
-    """
+    """A sample, the source of random draws while it was made (or ""), and the files opened."""
 
     value: Any
     drew: str
@@ -243,7 +237,7 @@ class _Made(NamedTuple):
 
 
 def _divided(data: memoryview) -> tuple[memoryview, bytes]:
-    """A sample's own bytes, and what its record says of files.
+    """A record's sample bytes, and its file dependencies.
 
     Raises:
         ValueError: it is no record.
@@ -258,16 +252,14 @@ def _divided(data: memoryview) -> tuple[memoryview, bytes]:
 
 
 def _tells(source: Any) -> bool:
-    """Whether a source of Ronde's own reads nothing but what it tells of (see ``describe``): its
-    files need not be noted as well.
+    """Whether one of Ronde's sources reads only what it declares, so that opened files need not be
+    noted.
     """
     return is_ronde(type(source)) and not isinstance(source, CachedSource | DatasetSource)
 
 
 class _Cache:
-    """What a cached source and a cached data set have in common. Subclasses make samples:
-    ``_make``.
-    """
+    """Base of cached sources and cached datasets. Subclasses implement ``_make``."""
 
     def __init__(
         self,
@@ -324,7 +316,7 @@ class _Cache:
         return max(1, int(room * _PART_OF_FREE))
 
     def _opened(self) -> Arena | None:
-        """The arena, as this process has it open; None where there is none to be had."""
+        """This process's open arena, or None if none is available."""
         if self._off:
             return None
         arena = self._arena
@@ -354,13 +346,13 @@ class _Cache:
         return self._arena
 
     def _say(self, what: str, before: int) -> None:
-        """Once for all processes, as far as the counter tells."""
+        """Report once across all processes, as far as the counter allows."""
         if not before and what not in self._said:
             self._said.add(what)
             warnings.warn(f"ronde: {what}", RuntimeWarning, stacklevel=2)
 
     def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
-        """Samples, and for each what else has to be known of it.
+        """Make samples, with each one's dependencies.
 
         Args:
             at: where each of them stands in the batch.
@@ -425,7 +417,7 @@ class _Cache:
     def _asked(
         self, many: Callable[[list[int]], Any], ids: list[int]
     ) -> tuple[list[Any], list[Files]]:
-        """Samples that are made together, and the files that were opened for each."""
+        """Make samples together, with each one's opened files."""
         shared: Files = {}
         if not self._one_by_one or len(ids) == 1:
             with Noting() as noting:
@@ -446,7 +438,7 @@ class _Cache:
         return made, files
 
     def _told(self, files: Files) -> bytes:
-        """What a record says of the files that its sample was made of."""
+        """The file dependencies in a record."""
         files = {**self._shared, **files}
         if len(files) > _MOST_FILES:
             raise CannotEncode(f"a sample for which {len(files):,} files were opened")
@@ -458,9 +450,7 @@ class _Cache:
         return text + _TOLD.pack(len(text))
 
     def _as_it_was(self, told: bytes, states: Files) -> bool:
-        """Whether the files that a sample was made of are what they were. ``states`` holds those
-        that were looked at just now.
-        """
+        """Whether a sample's files are unchanged. ``states`` holds states read just now."""
         if not told:
             return True
         files, listed = json.loads(told)
@@ -473,9 +463,9 @@ class _Cache:
         return not listed or bool(listed == self._listing())
 
     def _listing(self) -> str:
-        """Of the folders that what makes the samples holds, as they were when this process first
-        asked: for samples for which Python opened no file, be they in memory, or read by a library
-        that opens files by itself."""
+        """Folder listings taken when this process first asked, for samples whose files Python did
+        not open.
+        """
         if self._listed is None:
             self._listed, more = listing(self._folders) if self._folders else ("", "")
             if more:
@@ -488,7 +478,7 @@ class _Cache:
         return self._listed
 
     def _fail(self, error: OSError) -> None:
-        """Go on without the cache: its disk is gone, or broken."""
+        """Continue without the cache: its disk is gone or broken."""
         if not self._off:
             self._off = f"{self._folder}: {error}"
             warnings.warn(
@@ -535,7 +525,7 @@ class _Cache:
             )
 
     def _first_look(self, what: str) -> None:
-        """Make some samples twice, under other random numbers each time, before anything is kept.
+        """Make some samples twice under different random numbers before caching anything.
 
         Raises:
             ArgumentError: random numbers are drawn, or the two differ.
@@ -580,7 +570,7 @@ class _Cache:
             restore_states(saved)
 
     def report(self) -> CacheReport:
-        """What it holds and what it has been worth so far; see :class:`CacheReport`."""
+        """What it holds and has saved; see :class:`CacheReport`."""
         arena = self._opened()
         if arena is None:
             return CacheReport(str(self._folder), self._n, off=self._off)
@@ -596,8 +586,8 @@ class _Cache:
         )
 
     def close(self) -> None:
-        """Leave the cache: what stands in memory is gone with its last user. Ending the process
-        does the same.
+        """Leave the cache; an in-memory cache vanishes with its last user. Process exit does the
+        same.
         """
         arena, self._arena = self._arena, None
         self._off = self._off or "it was closed"
@@ -613,9 +603,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _Watch:
-    """Whether random numbers are drawn: of the sample's own generator, and of the global ones as
-    far as that can be told.
-    """
+    """Detects random draws, from the sample's generator and the global ones."""
 
     def __init__(self) -> None:
         self._keys = current_keys()
@@ -638,15 +626,12 @@ class _Watch:
 
 
 def _with_keys(n: int) -> Any:
-    """Outside of a run there are no keys, and rng() leaves no trace: give it some that nobody
-    knows, which is the same to it.
-    """
+    """Set arbitrary keys outside a run, so that draws from rng() are detectable."""
     return sample_keys(n, lambda _: secrets.randbits(64))
 
 
 class CachedSource(_Cache, Dataset[Any]):
-    """A source, and steps after it, whose results are kept; see :func:`cached`. It is a source
-    itself.
+    """A source whose results, after some steps, are cached; see :func:`cached`.
 
     Attributes:
         source: what is read where the cache has nothing.
@@ -692,11 +677,11 @@ class CachedSource(_Cache, Dataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """The source's own: a run may be resumed with a cache or without."""
+        """The source's own: a run may resume with or without a cache."""
         return self.source.fingerprint
 
     def origins(self) -> list[Any]:
-        """What another cache after this one must know: the fingerprint says nothing of the
+        """What a cache after this one must know, because the fingerprint does not cover the
         steps.
         """
         if self._key is None:
@@ -765,8 +750,8 @@ class CachedSource(_Cache, Dataset[Any]):
 
 
 class CachedDataset(_Cache, Dataset[Any]):
-    """A map-style Dataset whose samples are kept; see :func:`cached_dataset`. Other attributes are
-    the data set's own.
+    """A cached map-style Dataset; see :func:`cached_dataset`. Other attributes are the dataset's
+    own.
     """
 
     def __init__(
@@ -870,8 +855,8 @@ def _described(step: Step, version: str, folders: set[str]) -> str:
 def _key(
     parts: Callable[[], list[Any]], n: int, version: str, where: str, has_version: bool = False
 ) -> str | None:
-    """The name of a cache: another one for other samples, and for other work on them. None: nobody
-    else can know it.
+    """A cache's name, which depends on the samples and the work on them; None if it cannot be
+    shared.
     """
     try:
         return digest(_FORMAT, n, version, torch.get_default_dtype(), parts())
@@ -912,13 +897,13 @@ def cached(
     version: str = "",
     check: bool = True,
 ) -> Any:
-    """Keep what a source or a pipeline made, so that it is made once.
+    """Cache what a source or pipeline made.
 
-    All workers and loading processes of a node share one cache. What is kept is a function of the
-    source and of the steps before it: another folder, a file written anew (of a remote one only
-    address and size are known), or another size to resize to is another cache. Kept are numbers,
-    strings, bytes, NumPy arrays, CPU tensors, plain Pillow images, and tuples, dicts and lists of
-    those; other samples are made each time, which is counted and said once.
+    All workers and loading processes of a node share the cache. Its identity covers the source and
+    the steps before it: another folder, a rewritten file (for remote files only address and size
+    are known) or another resize size is another cache. Numbers, strings, bytes, NumPy arrays, CPU
+    tensors, plain Pillow images, and tuples, dicts and lists of those are cached. Other samples are
+    made each time, counted, and reported once.
 
     Args:
         data: a source, or a :class:`Pipeline`.
@@ -995,7 +980,7 @@ def cached_dataset(
     version: str = "",
     check: bool = True,
 ) -> CachedDataset:
-    """Keep whole samples of a plain map-style Dataset that draws no random numbers.
+    """Cache whole samples of a map-style Dataset that draws no random numbers.
 
     Args:
         dataset: anything with ``__len__`` and ``__getitem__``; its ``__getitems__`` is used where
@@ -1030,7 +1015,7 @@ def cached_dataset(
 
 
 def report_cache(data: Any) -> list[CacheReport]:
-    """The reports of all caches in a pipeline, a source or a data set, the outermost first."""
+    """Reports of all caches in a pipeline, source or dataset, outermost first."""
     # Only through what reads for another: an object of the user's may hold a cache of other data.
     inner = ("source", "dataset", "data")
     chain = walk(data, lambda one: [attributes(one).get(name) for name in inner])

@@ -1,11 +1,10 @@
-"""Which files are opened while a sample is made: what is kept of the sample holds as long as they
-are as they were.
+"""Track the files opened while a sample is made, so that a changed file invalidates its cached
+samples.
 
-Python tells an audit hook of each file that it opens, whatever opens it: ``open``, ``os.open``,
-``Path.read_bytes``, NumPy, Pillow, tarfile. Libraries that open files by themselves (OpenCV, Arrow,
-HDF5) tell nothing; for those there is :func:`listing`. A hook cannot be taken
-away again: it is there once a process has a cache, and does nothing but while a sample is made in
-the same thread.
+Python reports every opened file to an audit hook: ``open``, ``os.open``, ``Path.read_bytes``,
+NumPy, Pillow, tarfile. Libraries that open files natively (OpenCV, Arrow, HDF5) do not;
+:func:`listing` covers those. A hook cannot be removed: it stays once a process has a cache, and is
+inactive unless the same thread makes a sample.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SYSTEM = ("/proc/", "/sys/", *LIBRARY_FOLDERS)
 
 
 def state(path: str) -> list[int]:
-    """Size and time of change of a file or folder; nothing where there is none."""
+    """Size and modification time of a file or folder; empty if missing."""
     try:
         found = os.stat(path)  # noqa: PTH116 - for each sample that comes out of a cache
     except (OSError, ValueError):
@@ -68,7 +67,7 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
 
 
 class Noting:
-    """Note what is opened in this thread inside of ``with``.
+    """Record the files this thread opens within the block.
 
     Attributes:
         files: those that were opened for reading, and folders that were listed.
@@ -92,9 +91,7 @@ class Noting:
 
 
 def note(files: Files) -> None:
-    """Count these as opened here: of a record that came out of a cache, the files that it was made
-    of.
-    """
+    """Record files as opened here, from a cached record's dependencies."""
     noted: Files | None = getattr(_local, "files", None)
     if noted is not None:
         for path, was in files.items():
@@ -102,10 +99,9 @@ def note(files: Files) -> None:
 
 
 def listing(folders: Iterable[str]) -> tuple[str, str]:
-    """A digest of the names, sizes and times of all files below some folders, and the folder that
-    has more than can be looked at, or "".
+    """A digest of all files below some folders, and the first folder with too many files, or "".
 
-    Hidden folders and Ronde's own caches are left out.
+    Covers names, sizes and times; skips hidden folders and Ronde's own caches.
     """
     found = hashlib.sha256()
     left = MOST_LISTED

@@ -1,16 +1,15 @@
-"""A file of samples that many processes fill and read together, and of which nothing is ever moved
-or evicted.
+"""A file of samples that many processes fill and read together; records never move and are never
+evicted.
 
-Three files in a private folder: ``cache.bin``, the records one after the other; ``cache.idx``, a
-header and one entry for each sample; ``lock``. Room is given out under a lock, the record is
-written, and its entry last: a process that is killed in between costs the room that it had taken,
-and nothing else. An entry and a record carry checksums, so that what is torn or damaged is a miss.
+A private folder holds ``cache.bin`` (records), ``cache.idx`` (a header and one entry per sample)
+and ``lock``. Space is reserved under a lock, then the record is written, then its entry. A process
+killed in between only loses its reserved space. Entries and records carry checksums, so torn or
+damaged data is a miss.
 
-The locks are POSIX record locks: the kernel takes them back from a process that dies, and a forked
-child does not inherit them (a ``flock`` held while a loading process is forked would stay with that
-process). They hold between processes only, and are lost when
-*any* descriptor of the file is closed: hence one arena for each folder and process, opened anew in
-a child and never closed there.
+The locks are POSIX record locks: the kernel releases a dead process's locks, and a forked child
+does not inherit them, unlike ``flock``. They act between processes only, and closing *any*
+descriptor of the file drops them. Each process therefore has one arena per folder, reopened in a
+child and never closed there.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ COUNTERS = (
 
 
 class StoredRecord:
-    """A record, or why there is none."""
+    """A record, or why it is missing."""
 
     __slots__ = ("data", "entry")
 
@@ -105,8 +104,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """Pages that are there as long as an array lies in them. Python's ``mmap`` would keep a
-    descriptor open for each.
+    """Pages that live as long as an array in them. Python's ``mmap`` would keep a descriptor open
+    for each.
     """
 
     def __init__(self, address: int, size: int) -> None:
@@ -215,9 +214,10 @@ class Arena:
         return chosen
 
     def _mend_tail(self, tail: int, limit: int) -> None:
-        """Nothing orders the pages that reach a disk: after a power loss the header may be older
-        than entries, whose room it would give out again. While the machine runs no entry lies
-        behind the header, so that this changes nothing for others that use the arena.
+        """Move the header's end behind the last entry: after a power loss the header may be older
+        than entries.
+
+        While the machine runs, no entry lies behind the header's end, so other users see no change.
         """
         end = tail
         for at in range(_HEADER, self._index_bytes, 1 << 20):
@@ -234,7 +234,7 @@ class Arena:
             self._set_head(end + -end % _ALIGN, limit)
 
     def _head(self) -> tuple[int, int, int] | None:
-        """Samples, bytes given out and the first user's limit; None where it is damaged."""
+        """Samples, reserved bytes and the first user's limit; None if damaged."""
         head = os.pread(self._index, _HEAD.size, 0)
         if (
             len(head) < _HEAD.size
@@ -259,7 +259,7 @@ class Arena:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Among the threads of this process and all others that use the arena."""
+        """Exclusive access among threads and processes."""
         with self._lock:
             if self._lock_fd < 0:
                 raise OSError(errno.EBADF, "the cache was closed")
@@ -272,15 +272,13 @@ class Arena:
     # -- reading -----------------------------------------------------------------------
 
     def _entry(self, i: int) -> bytes:
-        """As it stands in the index; where that was cut short, as if it went on with nothing."""
+        """The index entry; zeros beyond a truncated index."""
         return os.pread(self._index, _ENTRY.size, _HEADER + i * _ENTRY.size).ljust(
             _ENTRY.size, b"\0"
         )
 
     def get(self, i: int) -> StoredRecord:
-        """The record of sample ``i``, in memory of its own; a damaged one is counted and is a
-        miss.
-        """
+        """Sample ``i``'s record, in its own memory; a damaged one is counted as a miss."""
         entry = self._entry(i)
         if entry == _NOTHING:
             return _missing(_NOTHING)
@@ -307,10 +305,9 @@ class Arena:
         return StoredRecord(data, entry)
 
     def _mapped(self, start: int, length: int) -> memoryview | None:
-        """A record in memory without a copy of it: its pages are copied only where somebody writes
-        into them.
+        """Map a record copy-on-write.
 
-        Not from a disk: there an error of the disk would end the process, not the reading.
+        In memory only: a disk error under a map would kill the process.
         """
         if start + length > os.fstat(self._records).st_size:
             return None
@@ -335,15 +332,13 @@ class Arena:
 
     @property
     def closed_to_more(self) -> str:
-        """The counter for samples that need not be prepared since nothing more is taken, at least
-        for now; "" where more is taken.
-        """
+        """The counter to bump when nothing more is stored, at least for now; else ""."""
         if self._refused >= _GIVE_UP_AFTER:
             return "full"
         return "no_room" if time.monotonic() < self._stopped_until else ""
 
     def put(self, records: Sequence[tuple[int, list[bytes | memoryview], bytes]]) -> None:
-        """Keep records, as far as there is room.
+        """Store records while there is space.
 
         Args:
             records: sample, its parts, and the entry that :meth:`get` found: only in its place,
@@ -423,9 +418,7 @@ class Arena:
             self._add({"admitted": admitted, "admitted_bytes": admitted_bytes, **counts})
 
     def _room_for(self, size: int) -> bool:
-        """Whether the disk, or the memory, has room besides what others need; looked at now and
-        then.
-        """
+        """Whether the disk or memory has space beyond the reserve; checked now and then."""
         now = time.monotonic()
         self._since_look += size
         if (
@@ -451,7 +444,7 @@ class Arena:
     # -- counting ----------------------------------------------------------------------
 
     def count(self, **amounts: int) -> dict[str, int]:
-        """Add to the counters of all processes; gives what they were before."""
+        """Add to the counters of all processes; returns the previous values."""
         with self._alone():
             return self._add(amounts)
 
@@ -467,13 +460,13 @@ class Arena:
         return before
 
     def totals(self) -> tuple[dict[str, int], int]:
-        """The counters, and bytes of files that the arena takes."""
+        """The counters, and bytes the arena's files use."""
         with self._alone():
             tail = (self._head() or (0, 0, 0))[1]
             return self._add({}), self._index_bytes + tail + -tail % _PAGE
 
     def held(self) -> int:
-        """Samples that are in it; reads the whole index."""
+        """Number of samples stored; reads the whole index."""
         held = 0
         for start in range(_HEADER, self._index_bytes, 1 << 20):
             block = os.pread(self._index, min(1 << 20, self._index_bytes - start), start)
@@ -484,8 +477,8 @@ class Arena:
         return held
 
     def close(self, user: object) -> None:
-        """One of its users in this process leaves it, the last one for all; where it stands in
-        memory and nobody else uses it, it is gone.
+        """Release one user of this process; an in-memory arena is deleted with its last user
+        anywhere.
         """
         with _guard:
             self.users.discard(user)
@@ -494,7 +487,7 @@ class Arena:
 
 
 def _entry_sum(entry: bytes, i: int) -> int:
-    """Of place, length, checksum and sample; never that of an empty entry."""
+    """Checksum of place, length, checksum and sample; never equals an empty entry's."""
     return zlib.crc32(entry[:20] + struct.pack("<Q", i))
 
 
@@ -525,8 +518,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's own and closed to others: in /dev/shm anybody may make one of
-    any name.
+    """Whether a folder belongs to this user and is closed to others; anyone can create names in
+    /dev/shm.
     """
     try:
         found = folder.lstat()
@@ -538,7 +531,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _join(folder: Path) -> tuple[int, int, int]:
-    """Open an arena's files as one of its users; they are made where they are missing."""
+    """Open an arena's files as a user; creates missing ones."""
     for _ in range(1000):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -586,7 +579,7 @@ def _leave(folder: str, fds: list[int], memory: bool, pid: int) -> None:
 
 
 def _remove_files(folder: Path) -> int:
-    """By someone who holds it alone. The lock goes last: until then, who comes waits."""
+    """Delete an exclusively held arena. The lock file goes last, so that newcomers wait."""
     freed = 0
     names = [p for p in folder.iterdir() if p.name != "lock"]
     for path in [*names, folder / "lock"]:
@@ -599,7 +592,7 @@ def _remove_files(folder: Path) -> int:
 
 
 def remove_unused(parent: Path, prefix: str) -> tuple[int, int]:
-    """Remove the arenas that nobody uses: those whose users were all killed, or that were kept.
+    """Remove arenas without users: of killed processes, or kept ones.
 
     Args:
         parent: where to look.
@@ -645,7 +638,7 @@ def open_arena(
     about: dict[str, Any],
     user: object,
 ) -> Arena:
-    """The arena of a folder, one for each process; see :class:`Arena` for the arguments.
+    """This process's arena of a folder; see :class:`Arena` for the arguments.
 
     Args:
         user: who will ``close(user)`` it; it is left when all of its users did so, or are gone.

@@ -1,5 +1,4 @@
-"""The loading engine: batches made ahead by threads or processes, in the order that the positions
-ask for.
+"""The loading engine: threads or processes prepare batches ahead, in the order of positions.
 
 Offers :class:`~ronde.loader.loader.Feed` (runs the loading),
 :func:`~ronde.loader.from_dataloader.take_over` (reads a user's Dataset or DataLoader) and

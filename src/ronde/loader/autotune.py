@@ -1,10 +1,8 @@
-"""Threads, processes or neither? Some samples are read, alone and by several threads at once, and
-what came of it decides.
+"""Choose threads, processes or neither by reading some samples alone and in parallel.
 
-Two things count, both *without* the time in which the machine had no core for a thread
-(``/proc/thread-self/schedstat`` tells), since its
-cores may be busy with something else: how often a thread that wakes up beside one that reads finds
-Python's lock taken; and how many times longer a sample takes where several threads read.
+Two measures decide: how often a thread that wakes up finds Python's lock taken, and how much longer
+a sample takes when several threads read. Both exclude time without a free core (from
+``/proc/thread-self/schedstat``), because the machine may be busy with something else.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _PATIENCE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Trial:
-    """What some samples, read in the calling thread, have shown.
+    """What reading some samples in the calling thread showed.
 
     Attributes:
         draws: from torch's, Python's or numpy's global generator.
@@ -71,10 +69,9 @@ class Trial:
 
 
 def try_out(reader: Reader, ask: Ask) -> Trial:
-    """Read some samples one by one, at most for a quarter of a second; the script's generators are
-    left as they were.
+    """Read some samples for at most a quarter of a second; the script's generators are restored.
 
-    What fails here is left to whoever reads it in earnest.
+    Errors are left to the real read.
     """
     with unchanged(reader.dataset):  # its own generators too
         times: list[float] = []
@@ -109,7 +106,7 @@ def try_out(reader: Reader, ask: Ask) -> Trial:
 
 
 def _queued_seconds() -> float:
-    """Time that this thread was ready to run and no core was free for it."""
+    """Time this thread was ready to run without a free core."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -117,7 +114,7 @@ def _queued_seconds() -> float:
 
 
 class _Round:
-    """Threads that read at once: when they began, and whether they shall stop."""
+    """Threads that read at once: their start, and whether to stop."""
 
     def __init__(self, n: int) -> None:
         self.start = 0.0
@@ -129,7 +126,7 @@ class _Round:
 
 
 class _Timed(threading.Thread):
-    """Reads some samples one by one, again and again for some time."""
+    """Reads some samples repeatedly for some time."""
 
     def __init__(
         self, reader: Reader, ask: Ask, together: _Round, compute_threads: int | None
@@ -175,9 +172,7 @@ class _Timed(threading.Thread):
 
 
 def _tick() -> float:
-    """Asleep for a moment, this thread then needs Python's lock to go on: how long does that
-    take?
-    """
+    """Time how long this thread needs to get Python's lock after a short sleep."""
     queued, start = _queued_seconds(), time.perf_counter()
     time.sleep(_TICK_SECONDS)
     return time.perf_counter() - start - (_queued_seconds() - queued)
@@ -201,7 +196,7 @@ def _together(
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """Whether two samples hold different values; what cannot be compared does not count."""
+    """Whether two samples hold different values; values that cannot be compared are equal."""
     if type(a) is not type(b):
         return True
     if isinstance(a, torch.Tensor):
@@ -222,9 +217,7 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: int) -> bool:
-    """Whether ``n`` forked processes that read at once find what one thread found. True where
-    processes are not forked.
-    """
+    """Whether ``n`` forked processes reading at once agree with one thread. True without fork."""
     if not hasattr(os, "fork") or torch.multiprocessing.get_start_method(allow_none=True) not in (
         None,
         "fork",
@@ -274,7 +267,7 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
 def choose_executor(
     reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None
 ) -> tuple[str, str]:
-    """``(executor, why)`` for ``workers`` loaders.
+    """Choose ``(executor, why)`` for ``workers`` loaders.
 
     Args:
         ask: some samples as they will be read.
@@ -310,8 +303,8 @@ def choose_executor(
 def _by_threads(
     reader: Reader, ask: Ask, each: float, n: int, compute_threads: int | None
 ) -> tuple[str, str, list[Any]]:
-    """``(executor, why, samples)`` after ``n`` threads have read; the samples where threads found
-    others than one thread alone.
+    """``(executor, why, samples)`` after ``n`` threads have read; the samples on which they
+    disagreed with one thread.
     """
     undisturbed = float(np.median([_tick() for _ in range(15)]))
     ticks: list[float] = []

@@ -1,5 +1,5 @@
-"""Take over a user's Dataset or DataLoader: its data set, batch size, collate function, processes
-and order.
+"""Take over a user's Dataset or DataLoader: dataset, batch size, collate function, workers and
+order.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _length(dataset: Any, argument: str) -> int:
 
 
 def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
-    """The user's sampler as a pure function of (seed, epoch), the same on every rank."""
+    """The user's sampler as a function of (seed, epoch), the same on every rank."""
 
     def draw(epoch: int) -> Sequence[int]:
         before = states()
@@ -106,7 +106,7 @@ def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
 
 
 def _order(data: Any, n: int, seed: int, shuffle: bool) -> Order:
-    """Ronde's own order; by blocks where a source says that it is best read so."""
+    """Ronde's own order; by blocks if the source prefers that."""
     blocks = getattr(data, "blocks", None) if shuffle and hasattr(data, "fingerprint") else None
     if isinstance(blocks, tuple):
         return Order(
@@ -170,15 +170,13 @@ def _fingerprint(dataset: Any) -> str | None:
 
 
 def default_workers(local_size: int | None = None) -> int:
-    """Loaders for each training worker where nobody says how many: this node's cores shared out, at
-    most 8.
-    """
+    """Default loaders per training worker: this node's cores divided by its workers, at most 8."""
     return min(8, threads_per_worker(world().local_size if local_size is None else local_size))
 
 
 def settings_of(dataset: Any) -> LoaderSettings:
-    """How a data set without a DataLoader is read: a pipeline says so itself, anything else in the
-    training process.
+    """How to read a dataset without a DataLoader: a pipeline's own settings, else in the training
+    process.
     """
     pipeline = pipeline_in(dataset)
     if pipeline is None:
@@ -209,7 +207,7 @@ def take_over(
     argument: str = "data",
     evaluate: bool = False,
 ) -> Taken:
-    """Read what a user gave as data.
+    """Read what the user passed as data.
 
     Args:
         data: a Dataset, or a DataLoader whose settings are taken over.

@@ -1,5 +1,5 @@
-"""Samples in: driven by positions instead of by a sampler's hidden state, in this process, in
-threads or in torch's loading processes.
+"""Load samples by position, not by a sampler's hidden state: in this process, in threads, or in
+torch's loading processes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _pinned(batch: Any) -> Any:
 
 
 def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
-    """Whether samples come from Ronde's own sources through Ronde's own steps alone.
+    """Whether samples come only from Ronde's sources and steps.
 
     Then the script cannot change them between epochs, and loading processes may keep their copy. A
     ``Subset`` does not count: scripts replace its indices.
@@ -120,7 +120,7 @@ def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
 
 
 class _Asks(Sampler[Ask]):
-    """What the next epoch's loader shall read; filled in before each iteration."""
+    """What the next epoch's loader reads; filled in before each iteration."""
 
     def __init__(self) -> None:
         self.source: Callable[[], Iterator[Ask]] = lambda: iter(())
@@ -214,8 +214,8 @@ class Feed:
         )
 
     def _make_loader(self) -> None:
-        """torch's DataLoader, for processes and for what is read in this process but pinned; made
-        when it is first needed.
+        """torch's DataLoader, for loading processes and for pinned batches of this process; created
+        on first use.
         """
         settings = self.settings
         options = dict(settings.options)
@@ -261,9 +261,7 @@ class Feed:
         )
 
     def _settle(self, share: Share) -> None:
-        """Find out what the samples are like, before threads read them; and choose, where that is
-        asked.
-        """
+        """Inspect samples before threads read them, and choose the executor if asked."""
         assert self._reader is not None
         self._tried = True
         low, high = share.micro[0]
@@ -323,7 +321,7 @@ class Feed:
         return self._threads
 
     def close(self) -> None:
-        """End its threads and processes, and what :meth:`read` gave last; it can be read again."""
+        """End threads, processes and the last :meth:`read`; reading again restarts them."""
         reading = self._reading() if self._reading is not None else None
         if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
             reading.close()
@@ -339,7 +337,7 @@ class Feed:
     def read(
         self, shares: Shares, after: Shares | None = None
     ) -> Iterator[tuple[Share, list[Any]]]:
-        """Each share with its micro-batches, in order.
+        """Yield each share with its micro-batches, in order.
 
         Args:
             shares: makes the shares of (the rest of) one epoch.
@@ -374,8 +372,8 @@ class Feed:
         return found
 
     def _echoed(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
-        """Each batch is read once, and handed out for all its turns: as copies, since a script may
-        change what it is given.
+        """Read each batch once and yield copies for all its turns, because scripts may modify
+        them.
         """
 
         def firsts() -> Iterator[Share]:
@@ -416,10 +414,10 @@ class Feed:
 
     @property
     def _goes_ahead(self) -> bool:
-        """Whether it may begin with the next epoch before this one has ended: only if nothing that
-        the script does in between could show.
+        """Whether reading may start the next epoch early: only if nothing the script does in
+        between could matter.
 
-        A sampler of the script's may look at what the training has come to.
+        The script's own sampler may depend on the training's results.
         """
         if not self._is_own or self._probe is not None or self.order.draw is not None:
             return False
@@ -428,7 +426,7 @@ class Feed:
         )
 
     def _continued(self, shares: Shares) -> RequestLine | None:
-        """What is on its way already, if it is what is asked for."""
+        """The reading in progress, if it matches the request."""
         line, self._line = self._line, None
         if line is None:
             return None
@@ -439,7 +437,7 @@ class Feed:
         return None
 
     def _kept(self, line: RequestLine) -> bool:
-        """All of an epoch was handed out: what is on its way of the next one is kept."""
+        """Keep the next epoch's reading in progress after an epoch was handed out."""
         if line.road.entered():
             self._line = line
             return True
@@ -489,11 +487,11 @@ class Feed:
     def _from_threads(
         self, shares: Shares, after: Shares | None
     ) -> Iterator[tuple[Share, list[Any]]]:
-        """Threads read ahead, as long as nobody draws from the global generators.
+        """Read ahead in threads while nothing draws from the global generators.
 
-        A data set that does is found in the first samples. One that begins later shows as a
-        generator that has moved while a part was read; it may also have been the training, so what
-        was read is then read again here, under keys.
+        A dataset that draws is usually found in its first samples. One that starts later is found
+        by a global generator that moved during a read. The training may also have moved it, so that
+        part is read again here, under keys.
         """
         reader = self._reader
         assert reader is not None
@@ -577,7 +575,7 @@ class Feed:
     def _counted(
         self, found: Iterator[tuple[Share, list[Any]]]
     ) -> Iterator[tuple[Share, list[Any]]]:
-        """Take what was skipped out of the batches, and look whether it is too much."""
+        """Remove the skipped samples' reports from the batches, and check their share."""
         most = self.settings.max_skipped * self.order.epoch_samples
         for share, micros in found:
             self.left_out = tuple(
@@ -594,9 +592,7 @@ class Feed:
             yield share, [batch for batch, _ in micros]
 
     def finish(self, share: Share, micros: list[Any]) -> list[Any]:
-        """What a pipeline does to batches after they have reached the device; nothing where a
-        loading thread has done it.
-        """
+        """Run a pipeline's device steps, unless a loading thread already did."""
         if self.settings.finish is None or (self._finishes_anywhere and self.executor == "threads"):
             return micros
         return [
@@ -630,7 +626,7 @@ class Feed:
 
 
 def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:
-    """What to say where more samples were skipped than may be."""
+    """The message when more samples were skipped than allowed."""
     return (
         f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} "
         f"that may be (max_skipped): {first_few(skipped)}. Mend or "
@@ -639,7 +635,7 @@ def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:
 
 
 def first_few(skipped: Sequence[tuple[int, str]], most: int = 3) -> str:
-    """The first few bad samples by name."""
+    """Names of the first few bad samples."""
     distinct = list(dict(skipped).values())
     return "; ".join(distinct[:most]) + (
         f"; and {len(distinct) - most} more" if len(distinct) > most else ""

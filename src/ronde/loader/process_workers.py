@@ -1,5 +1,5 @@
-"""Loading processes: torch's DataLoader, with one that died told by name, and never in the middle
-of an optimizer step.
+"""Loading processes: torch's DataLoader, with dead workers named, and never in the middle of a
+step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _theirs: Any = None  # torch's handler of SIGCHLD
 
 
 def _on_child(number: int, frame: Any) -> None:
-    """torch raises an error wherever the training happens to be, as in the middle of an optimizer
-    step: not for ours.
+    """Ignore torch's SIGCHLD error for our processes: it could strike in the middle of an optimizer
+    step.
 
-    The dead process is found when the next batch is asked for.
+    The dead process is found when the next batch is requested.
     """
     try:
         _theirs(number, frame)
@@ -89,7 +89,7 @@ def _advice(code: int) -> str:
 
 
 def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
-    """What to say if one of the processes has ended by itself.
+    """The message if a process has ended, or None.
 
     Args:
         failed: a batch that was asked for did not come. Status 0 is then no end like another:
@@ -113,7 +113,7 @@ def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
 
 
 def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
-    """The process that an error comes from; one that is dying is not dead at once."""
+    """The process behind an error; a dying process takes a moment to be dead."""
     suspicious = not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker")
     until = time.monotonic() + (_DYING_SECONDS if suspicious else 0.0)
     while (dead := _died(workers, True)) is None and time.monotonic() < until:
@@ -122,7 +122,7 @@ def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
 
 
 def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
-    """Go through a DataLoader.
+    """Iterate over a DataLoader.
 
     Args:
         loader: whose processes load.
@@ -182,10 +182,9 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
 
 
 def _begin(loader: DataLoader[Any]) -> Any:
-    """An iterator over its processes, with those that stayed, if they are there.
+    """An iterator over its processes, reusing persistent ones.
 
-    Ctrl-C, which the script has caught, ends them with status 0: that is no error, and others take
-    their place.
+    Ctrl-C caught by the script ends them with status 0: that is no error, and new ones start.
     """
     stayed = list(getattr(loader._iterator, "_workers", ()))
     # theirs too then, and removed when this process ends; each would leave one of its own behind
@@ -204,7 +203,7 @@ def _begin(loader: DataLoader[Any]) -> Any:
 
 
 def end(loader: DataLoader[Any] | None) -> None:
-    """End processes that stayed."""
+    """End persistent processes."""
     iterator = loader._iterator if loader is not None else None
     if loader is not None and iterator is not None:
         loader._iterator = None

@@ -1,5 +1,5 @@
-"""Reads micro-batches: each sample under its own key, bad ones by name. The same bits in whatever
-process or thread it is done.
+"""Read micro-batches: each sample under its own key, bad ones by name. Bits do not depend on who
+reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _JUDGES = 5
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One micro-batch to read, or a part of one: consecutive positions of an epoch.
+    """A micro-batch to read, or part of one: consecutive positions of an epoch.
 
     Attributes:
         start: the first position.
@@ -62,14 +62,13 @@ class Ask:
     upto: int = 0
 
     def part(self, low: int, high: int) -> Ask:
-        """Some of its samples."""
+        """A part of it."""
         return Ask(self.epoch, self.start + low, self.ids[low:high])
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An error on purpose, on its way out of a loading process, where it would lose its type and
-    its one-line text.
+    """An error that keeps its type and one-line text on its way out of a loading process.
 
     Attributes:
         traceback: of the error and of those that caused it, as text.
@@ -83,7 +82,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: RondeError) -> Raised:
-        """Of an error that was caught in the loading process."""
+        """Wrap an error caught in the loading process."""
         return cls(
             type(error),
             str(error),
@@ -92,7 +91,7 @@ class Raised:
         )
 
     def error(self) -> RondeError:
-        """The error again, in the training process."""
+        """Rebuild the error in the training process."""
         found = self.kind(self.text)
         for note in self.notes:
             found.add_note(note)
@@ -101,7 +100,7 @@ class Raised:
 
 
 class _InLoader(Exception):
-    """A traceback that a loading process has sent; shown as the cause of an error."""
+    """A loading process's traceback, shown as the cause of an error."""
 
     def __str__(self) -> str:
         return f"in a loading process:\n\n{self.args[0]}"
@@ -109,17 +108,17 @@ class _InLoader(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """A stand-in, and what it stands in for."""
+    """A replacement sample, and the index it replaces."""
 
     sample: Any
     bad: Bad
 
 
 def sendable(error: Exception) -> Exception:
-    """The error, or one that says the same and can be sent out of a loading process.
+    """The error, or an equivalent that can be pickled.
 
-    torch sends an error's type, in a thread of its own: where that fails, nothing is sent, and the
-    training would wait for ever.
+    torch pickles errors in a thread: a failure there sends nothing, and the training would wait
+    forever.
     """
     kind = type(error)
     try:
@@ -134,9 +133,7 @@ def sendable(error: Exception) -> Exception:
 
 
 def _stack(samples: list[Any]) -> Any:
-    """``default_collate`` of tuples of tensors, without its search for what they are; 1 µs a sample
-    less.
-    """
+    """``default_collate`` for tuples of tensors without type checks; saves 1 µs a sample."""
     first = samples[0]
     if (
         type(first) is tuple
@@ -151,7 +148,7 @@ def _stack(samples: list[Any]) -> Any:
 
 
 def _form(value: Any) -> Any:
-    """What samples must have in common to be stacked."""
+    """What samples must share to be stacked."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype).removeprefix("torch."))
     if isinstance(value, np.ndarray):
@@ -164,7 +161,7 @@ def _form(value: Any) -> Any:
 
 
 def _shown(form: Any) -> str:
-    """A form as a person reads it: ``(3, 32, 32) float32``."""
+    """A readable form: ``(3, 32, 32) float32``."""
     if (
         isinstance(form, tuple)
         and len(form) == 2
@@ -178,15 +175,14 @@ def _shown(form: Any) -> str:
 
 
 def pipeline_in(dataset: Any) -> Pipeline | None:
-    """The pipeline that a data set is, or is a part of."""
+    """The pipeline a dataset is, or wraps."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, Pipeline) else None
 
 
 def other_classes(train: Any, test: Any) -> str | None:
-    """How the names of two data sets' classes disagree about a label, where both have ``classes``;
-    None where they agree.
+    """How two datasets' class names disagree about a label; None if they agree or lack ``classes``.
 
     Example:
         >>> from types import SimpleNamespace as Data
@@ -225,7 +221,7 @@ def _classes(dataset: Any) -> list[Any] | None:
 class Reader(Dataset[Any]):
     """Reads an :class:`Ask` as a collated batch.
 
-    With ``skip``, a batch comes as ``(batch, skipped)``: the second a list of ``(id, text)``.
+    With ``skip``, a batch is ``(batch, skipped)``, the second a list of ``(id, text)``.
 
     Args:
         dataset: map-style.
@@ -268,7 +264,7 @@ class Reader(Dataset[Any]):
 
     @property
     def many(self) -> Callable[[Sequence[int]], Any] | None:
-        """The data set's ``__getitems__``, where it has one."""
+        """The dataset's ``__getitems__``, if it has one."""
         return getattr(self.dataset, "__getitems__", None)
 
     # -- one micro-batch ---------------------------------------------------------------
@@ -301,7 +297,7 @@ class Reader(Dataset[Any]):
             raise sent  # noqa: B904  # with its cause
 
     def batch(self, ask: Ask) -> Any:
-        """The batch, whatever the data set draws from."""
+        """The batch, whatever the dataset draws from."""
 
         def read_one(j: int) -> Any:
             return self.read(ask.part(j, j + 1))[0]
@@ -320,14 +316,12 @@ class Reader(Dataset[Any]):
         return range(ask.start, ask.start + len(ask.ids)) if self.by_position else ask.ids
 
     def keys(self, ask: Ask, purpose: int) -> sample_keys:
-        """The keys of its samples, for one purpose."""
+        """The samples' keys, for one purpose."""
         seed, epoch, keys = self.seed, ask.epoch, self._keys(ask)
         return sample_keys(len(ask.ids), lambda j: key_of(seed, purpose, epoch, keys[j]))
 
     def read(self, ask: Ask) -> Any:
-        """The samples, not collated. Several threads may do this at once, where the data set
-        can.
-        """
+        """The samples, not collated. Thread-safe if the dataset is."""
         ids = ask.ids
         with self.keys(ask, 1) as at:
             if self.skip:
@@ -369,15 +363,13 @@ class Reader(Dataset[Any]):
             )
 
     def _ended(self, ids: Sequence[int]) -> RuntimeError:
-        """Instead of a StopIteration, which means to torch, and to every generator that it passes,
-        that nothing more comes.
-        """
+        """Replaces StopIteration, which torch and generators take for a normal end."""
         error = RuntimeError("the data set, or its collate function, raised StopIteration")
         self._note(error, ids)
         return error
 
     def join(self, ask: Ask, samples: Any) -> Any:
-        """A batch of samples that :meth:`read` gave."""
+        """Collate samples from :meth:`read`."""
         skipped: list[tuple[int, str]] = []
         if self.skip and type(samples) is list:
             good: list[Any] = []
@@ -406,7 +398,7 @@ class Reader(Dataset[Any]):
         return (batch, skipped) if self.skip else batch
 
     def _explain(self, error: Exception, ask: Ask, samples: Any) -> None:
-        """Say which samples a collate function refused."""
+        """Name the samples a collate function refused."""
         if (
             isinstance(error, RondeError)
             or type(samples) is not list
@@ -437,7 +429,7 @@ class Reader(Dataset[Any]):
     # -- bad samples -------------------------------------------------------------------
 
     def _attempt(self, ids: Sequence[int]) -> Any:
-        """Samples, with a :class:`Bad` for each that cannot be made."""
+        """Samples, with a :class:`Bad` for each that fails."""
         dataset: Any = self.dataset
         if isinstance(dataset, Pipeline):
             return dataset.attempt(ids)
@@ -484,7 +476,7 @@ class Reader(Dataset[Any]):
         )
 
     def _usual_form(self) -> Any:
-        """The form that most of the first few samples have: the same judges whoever asks."""
+        """The most common form among the first few samples; the same for every reader."""
         if self._usual is None:
             before = states()
             try:
@@ -502,7 +494,7 @@ class Reader(Dataset[Any]):
         return self._usual or None
 
     def _stand_in(self, ask: Ask, j: int) -> Any:
-        """Another sample for the j-th: which one is a function of seed, epoch and that sample."""
+        """A replacement for sample j, a function of seed, epoch and that sample."""
         key, reasons = self._keys(ask)[j], []
         usual = self._usual_form() if self.stacks else None
         for attempt in range(_MOST_STAND_INS):
@@ -525,9 +517,7 @@ class Reader(Dataset[Any]):
 
 
 class StreamReader(IterableDataset[Any]):
-    """Reads a data set that can only be iterated: every worker reads it all and keeps its own
-    positions.
-    """
+    """Reads an iterable dataset: every worker reads all of it and keeps its own positions."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""Batches are received from loading processes in a thread: the training waits neither for their way
-nor for their memory to be given back.
+"""Receive batches from loading processes in a thread, so that training waits for neither transfer
+nor release.
 
-A batch arrives as a handle of shared memory that the loading process is asked for, and letting go
-of some megabytes takes milliseconds: both happen here, one batch ahead, while the training
-computes. A GPU's batches go through torch's own thread, which also pins them.
+A batch arrives as a shared-memory handle that must be requested, and releasing megabytes takes
+milliseconds. Both happen here, one batch ahead, while the training computes. GPU batches use
+torch's own thread, which also pins them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _Work = queue.SimpleQueue["Reading | None"]
 
 
 class Reading:
-    """One way through an iterator, from its second batch on: the next one is taken while this one
-    is used.
-    """
+    """One pass over an iterator from its second batch on: the next is fetched while one is used."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -38,7 +36,7 @@ class Reading:
         self._held: Any = None
 
     def go(self) -> None:
-        """In the thread."""
+        """Run in the thread."""
         try:
             while True:
                 self._room.acquire()
@@ -55,7 +53,7 @@ class Reading:
             self._idle.set()
 
     def take(self) -> Any:
-        """The next batch, in the order of the iterator.
+        """The next batch, in iterator order.
 
         Raises:
             BaseException: what the iterator raised, StopIteration too.
@@ -77,7 +75,7 @@ class Reading:
         return batch
 
     def close(self, seconds: float) -> bool:
-        """Take nothing more. Whether the iterator is at rest, after so many seconds at most."""
+        """Stop. Returns whether the iterator is idle within so many seconds."""
         self._over, self._held = True, None
         self._room.release()
         return self._idle.wait(seconds)
@@ -102,8 +100,8 @@ def _end(work: _Work, thread: threading.Thread, last: list[weakref.ref[Reading]]
 
 
 class Receiver:
-    """A thread that stays from one epoch to the next: none begins or ends about when loading
-    processes are forked, which may hang them.
+    """A thread that persists across epochs: starting or ending threads around a fork may hang the
+    child.
     """
 
     def __init__(self) -> None:
@@ -111,7 +109,7 @@ class Receiver:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def read(self, iterator: Iterator[Any]) -> Reading:
-        """Begin to take batches of an iterator, which nobody else may ask meanwhile."""
+        """Start receiving from an iterator, which nothing else may use meanwhile."""
         # a forked child has the queue, not the thread
         if self._finalizer is None or self._process != os.getpid():
             if self._finalizer is not None:
@@ -130,14 +128,14 @@ class Receiver:
         return reading
 
     def leave(self) -> None:
-        """Wait no longer for the thread, which ends when it can; another one takes its place."""
+        """Abandon a stuck thread; another takes its place."""
         if self._finalizer is not None:
             self._finalizer.detach()
             self._work.put(None)
         self._finalizer = None
 
     def close(self) -> None:
-        """End the thread; it starts again when it is needed."""
+        """End the thread; it restarts on demand."""
         if self._finalizer is not None and self._process == os.getpid():
             self._finalizer()
         self._finalizer = None

@@ -1,5 +1,5 @@
-"""Micro-batches on their way to those who read them: an epoch's, and behind them the first of the
-next, so that reading never begins anew.
+"""Queue of micro-batches to read: an epoch's, then the first of the next, so that reading never
+pauses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shares = Callable[[], Iterator[Share]]
 
 
 def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
-    """What is to be read for positions ``low`` to ``high`` of a share."""
+    """The request for positions ``low`` to ``high`` of a share."""
     upto = share.stop if (low, high) == share.micro[-1] else 0
     if low == high:
         # An empty share still yields a batch, so that a script's own lines run: the first sample of
@@ -31,11 +31,10 @@ def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
 
 
 class RequestQueue:
-    """What is asked for, in order. It is gone through once, maybe in another thread than that which
-    takes what comes of it.
+    """The requests, in order, iterated once, possibly in another thread than the consumer.
 
-    It holds neither the feed nor what reads: loading processes are ended in order only where they
-    are part of no cycle.
+    It references neither the feed nor the readers: loading processes end in order only outside
+    reference cycles.
 
     Args:
         order: which sample stands where.
@@ -54,24 +53,22 @@ class RequestQueue:
         self._entered = False
 
     def follow(self, after: Shares | None) -> None:
-        """An epoch begins to be handed out: the shares of the next, if they are known."""
+        """Start handing out an epoch, with the next epoch's shares if known."""
         with self._lock:
             self._after, self._entered = after, False
 
     def entered(self) -> bool:
-        """An epoch was handed out. Whether the next one has been entered; if not, it will not
-        be.
-        """
+        """Finish an epoch. Returns whether the next has been entered; if not, it never will be."""
         with self._lock:
             self._after = None
             return self._entered
 
     def leads_to(self, first: Share) -> bool:
-        """Whether what comes next is this share."""
+        """Whether this share comes next."""
         return bool(self.asked) and self.asked[0] == first
 
     def hand_out(self, share: Share) -> None:
-        """The share that everything was taken of.
+        """Mark a share as fully taken.
 
         Raises:
             RondeError: it is not the one that was asked for.
@@ -97,11 +94,11 @@ class RequestQueue:
 
 @dataclass
 class RequestLine:
-    """A road, and what comes along it."""
+    """A request queue and the iterator of its results."""
 
     road: RequestQueue
     results: Iterator[Any]
 
     def end(self) -> None:
-        """Nothing more is taken of it."""
+        """Take nothing more."""
         self.results.close()  # type: ignore[attr-defined]

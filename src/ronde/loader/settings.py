@@ -1,4 +1,4 @@
-"""How samples are fetched, as a settings file says: never which samples, nor in what order."""
+"""Settings of how samples are fetched; never which samples, nor their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _REMOVED = {
 
 @dataclass(frozen=True)
 class FeedSettings:
-    """What ``ronde doctor --apply`` writes and ``ronde run`` reads. None: as the script has it.
+    """Settings that ``ronde doctor --apply`` writes and ``ronde run`` reads. None keeps the
+    script's.
 
     Args:
         executor: ``none`` reads in the training process; ``threads`` where the work lets go of
@@ -64,7 +65,7 @@ class FeedSettings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FeedSettings:
-        """From what :meth:`to_dict` gave.
+        """Build from :meth:`to_dict`.
 
         Raises:
             ArgumentError: a name or a value that is not known.
@@ -113,15 +114,15 @@ class FeedSettings:
                 raise ArgumentError(f"feed setting {name}: {value!r} must be true or false.")
 
     def to_dict(self) -> dict[str, Any]:
-        """What is set, as plain values."""
+        """The set values."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
     def merged(self, other: FeedSettings) -> FeedSettings:
-        """These settings, with what ``other`` sets instead."""
+        """These settings, overridden by ``other``."""
         return FeedSettings.from_dict({**self.to_dict(), **other.to_dict()})
 
     def save(self, path: Path, comment: str = "") -> None:
-        """Write them as YAML, whole or not at all."""
+        """Write them as YAML, atomically."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
         import yaml
@@ -131,7 +132,7 @@ class FeedSettings:
 
     @classmethod
     def load(cls, path: Path) -> FeedSettings:
-        """Read what :meth:`save` wrote.
+        """Read :meth:`save`'s file.
 
         Raises:
             ArgumentError: no such file, or not a settings file.
@@ -163,8 +164,8 @@ class FeedSettings:
 
 
 def settings_file(script: str) -> Path:
-    """Where the settings of a script are kept: ``train.py`` -> ``train.feed.yaml``, beside it; a
-    module's in the working folder.
+    """The settings file of a script: ``train.py`` -> ``train.feed.yaml`` next to it; a module's is
+    in the working folder.
 
     Example:
         >>> settings_file("jobs/train.py").as_posix()
@@ -180,8 +181,7 @@ def settings_file(script: str) -> Path:
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """How samples are fetched, never which: taken over from a user's DataLoader or pipeline, and
-    from feed settings.
+    """How samples are fetched, from a user's DataLoader or pipeline and from feed settings.
 
     Attributes:
         collate: makes a batch of a list of samples.
@@ -216,7 +216,7 @@ class LoaderSettings:
 
     @property
     def chosen(self) -> Executor:
-        """The executor that is asked for."""
+        """The requested executor."""
         if self.executor is None:
             return "processes" if self.num_workers else "none"
         return self.executor if self.num_workers else "none"

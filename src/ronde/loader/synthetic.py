@@ -1,8 +1,7 @@
-"""Data that costs nothing to read and looks like the real: for ceilings and smoke tests.
+"""Free data that looks like real data, for ceilings and smoke tests.
 
-Real samples are held and given again and again, rather than random numbers in their place: how long
-a step takes can depend on the values (lengths, masks, sparse rows, denormal numbers), and random
-labels or boxes can be impossible ones.
+It repeats real samples instead of random numbers: step time can depend on values (lengths, masks,
+sparse rows, denormals), and random labels or boxes can be invalid.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _BAD_IN_A_ROW = 64
 
 
 class _Recycled:
-    """A source of a few samples, given ``n`` times: each of them once in every run of as many, from
-    another one on each time.
+    """A source of a few samples repeated to ``n``: each once per round, rounds starting at
+    different samples.
     """
 
     def __init__(self, held: list[Any], n: int, seed: int) -> None:
@@ -65,7 +64,7 @@ class _Recycled:
 
 @dataclass(frozen=True)
 class Synthetic(Pipeline):
-    """What :func:`synthetic` gives: a map-style Dataset, and batches that are ready.
+    """What :func:`synthetic` returns: a map-style Dataset with ready batches.
 
     Attributes:
         batch_size: samples in a ready batch.
@@ -78,17 +77,13 @@ class Synthetic(Pipeline):
 
     @property
     def held(self) -> list[Any]:
-        """The samples that are given again and again. They are handed out as they are: what changes
-        them in place changes them for good.
-        """
+        """The repeated samples. They are not copied: in-place changes persist."""
         found: list[Any] = self.source.held  # type: ignore[attr-defined]
         return found
 
     @cached_property
     def batches(self) -> list[Any]:
-        """Batches to go round in, made when first asked for; with the collate function of what they
-        are like.
-        """
+        """Ready batches, collated on first use."""
         n, size = len(self), self.batch_size
         return [
             self.collate(list(self.__getitems__([j % n for j in range(k * size, (k + 1) * size)])))
@@ -96,7 +91,7 @@ class Synthetic(Pipeline):
         ]
 
     def cycle(self) -> Iterator[Any]:
-        """The ready batches, one after the other, without end."""
+        """The ready batches, forever."""
         while True:
             yield from self.batches
 
@@ -105,9 +100,7 @@ class Synthetic(Pipeline):
 
 
 def _real(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
-    """Some samples of a data set, spread over it, drawn as a run would; all randomness is left as
-    it was.
-    """
+    """Samples spread over a dataset, drawn as a run would; all randomness is restored."""
     with unchanged(like):
         return _drawn(like, n, wanted, seed)
 
@@ -141,7 +134,7 @@ def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
 
 
 def _count(batch: Any) -> int:
-    """Samples in a collated batch: what the first dimension of all of its tensors is."""
+    """Samples in a collated batch: the common first dimension of its tensors."""
     sizes = {
         int(leaf.shape[0]) if leaf.ndim else -1
         for leaf in leaves(batch)
@@ -165,7 +158,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _part(value: Any, i: int, n: int) -> Any:
-    """Sample ``i`` of a batch of ``n``, in the batch's own structure."""
+    """Sample ``i`` of a batch of ``n``, in the batch's structure."""
 
     def part(v: Any) -> Any:
         if _is_texts(v):
@@ -187,7 +180,7 @@ def _has_numbers(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Restack:
-    """Put samples that :func:`_part` took out of a batch back into a batch of its structure."""
+    """Recombines samples from :func:`_part` into a batch of their structure."""
 
     like: Any
     n: int
@@ -212,7 +205,7 @@ class _Restack:
 
 
 class _Range:
-    """What was seen at one place of the samples."""
+    """Values observed at one place of the samples."""
 
     def __init__(self) -> None:
         self.low = float("inf")
@@ -265,7 +258,7 @@ class _Range:
 
 
 def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
-    """Numbers whose range can be told, as an array; None for anything else."""
+    """Numbers with a known range as an array, else None."""
     if isinstance(leaf, torch.Tensor):
         if leaf.layout is not torch.strided or leaf.is_complex() or leaf.is_quantized:
             return None
@@ -284,9 +277,7 @@ def _as_array(leaf: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _random(held: list[Any], wanted: int, seed: int) -> list[Any]:
-    """Samples of the structure, the shapes and the lengths of those that are held, with random
-    numbers of their ranges.
-    """
+    """Samples with the same structure, shapes and lengths, and random numbers within the ranges."""
     ranges: dict[int, _Range] = {}
     for sample in held:
         for place, leaf in enumerate(leaves(sample)):
@@ -332,12 +323,11 @@ def synthetic(
     seed: int = 0,
     values: Literal["recycled", "random"] = "recycled",
 ) -> Synthetic:
-    """Data like some other data, which costs nothing to read.
+    """Data like other data that costs nothing to read.
 
-    Structure, shapes, types, lengths and the ranges of values are those of the real samples, since
-    it is some of the real samples, again
-    and again: at least 8 of them, as many as the ready batches need, and no more than 256 MiB. It
-    is a function of the data and ``seed``.
+    Structure, shapes, types, lengths and value ranges are real, because it repeats real samples: at
+    least 8, as many as the ready batches need, at most 256 MiB. It is a function of the data and
+    ``seed``.
 
     Args:
         like: a map-style Dataset, a :class:`Pipeline`, a source, a DataLoader, or one collated

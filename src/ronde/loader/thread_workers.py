@@ -1,10 +1,8 @@
-"""Threads that load: bounded, in order, back-pressured; and how many compute threads each loader
-may start.
+"""Loading threads: bounded, in order, with back-pressure and a limit on compute threads.
 
-A *job* is one micro-batch. It is one task for one thread, unless somebody would otherwise wait
-while threads are idle: then it is cut into parts, so that the first batch comes as fast as all
-threads together can make it. Jobs are handed out in the order in which they were asked
-for: a slow one delays those behind it, and none overtakes.
+A *job* is one micro-batch, normally one task for one thread. If a consumer would wait while threads
+are idle, the job is split, so that all threads make the first batch together. Jobs are handed out
+in request order: a slow one delays those behind it.
 """
 
 from __future__ import annotations
@@ -45,10 +43,9 @@ def _openmp_runtimes() -> list[str]:
 
 
 def limit_compute_threads(n: int) -> None:
-    """At most ``n`` OpenMP threads for what *this* thread computes; others keep theirs.
+    """Limit the OpenMP threads of *this* thread's computations to ``n``.
 
-    ``torch.set_num_threads`` cannot be used: it also sets what threads get that start later, those
-    of autograd among them.
+    ``torch.set_num_threads`` also limits threads that start later, such as autograd's.
     """
     import torch
 
@@ -62,9 +59,7 @@ def limit_compute_threads(n: int) -> None:
 
 
 def limit_process_threads(n: int) -> None:
-    """At most ``n`` compute threads of each library, for this whole process: a loading process that
-    has just started.
-    """
+    """Limit every library's compute threads to ``n`` in a new loading process."""
     import torch
 
     for name in (
@@ -81,7 +76,7 @@ def limit_process_threads(n: int) -> None:
 
 
 class _Job(Generic[T, R]):
-    """One micro-batch on its way."""
+    """A micro-batch in progress."""
 
     __slots__ = (
         "asked",
@@ -118,7 +113,7 @@ class _Job(Generic[T, R]):
         self.done.acquire()
 
     def do(self, k: int) -> None:
-        """Read part ``k``; whoever reads the last one makes the batch."""
+        """Read part ``k``; the last part to finish makes the batch."""
         error: BaseException | None = None
         if not self.cancelled and self.error is None:
             try:
@@ -153,7 +148,7 @@ def _work(tasks: _Queue, compute_threads: int | None) -> None:
 
 
 def _stop(tasks: _Queue, threads: list[threading.Thread]) -> None:
-    """End threads: what is in hand is finished, nothing more is begun."""
+    """End threads after their current task."""
     mine, threads[:] = list(threads), []
     for _ in mine:
         tasks.put(None)
@@ -163,8 +158,7 @@ def _stop(tasks: _Queue, threads: list[threading.Thread]) -> None:
 
 
 class Threads:
-    """A fixed number of loading threads, started when first needed and kept from one epoch to the
-    next.
+    """A fixed number of loading threads, started on demand and kept across epochs.
 
     Args:
         workers: how many.
@@ -181,12 +175,12 @@ class Threads:
 
     @property
     def running(self) -> int:
-        """Threads that are there."""
+        """Number of live threads."""
         return sum(thread.is_alive() for thread in self._threads)
 
     def _renew(self) -> None:
-        """No thread yet, and a queue of their own: one that hangs in a read, and comes back later,
-        takes no task of its successors'.
+        """Start with a new queue and no threads: a thread stuck in a read must not take its
+        successors' tasks.
         """
         self._tasks: _Queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -210,9 +204,7 @@ class Threads:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """End the threads, once what they have in hand is done; they start again when they are
-        needed.
-        """
+        """End the threads after their current task; they restart on demand."""
         if self._process == os.getpid():
             self._finalizer()
         else:
@@ -226,8 +218,8 @@ class Threads:
         read: Callable[[Any], Any],
         join: Callable[[T, list[Any]], R],
     ) -> Iterator[tuple[T, R]]:
-        """Do jobs, and hand them out in order. Leaving the loop early ends the threads, unless
-        another loop has begun since.
+        """Run jobs and yield results in order. Leaving the loop ends the threads, unless another
+        loop has started.
 
         Args:
             asked: the jobs. It is gone through in the calling thread, never further ahead than
@@ -284,7 +276,7 @@ class Threads:
 
 
 def parts_of(n: int, most: int) -> list[tuple[int, int]]:
-    """``n`` samples in at most ``most`` runs, none of them tiny.
+    """Split ``n`` samples into at most ``most`` runs, none tiny.
 
     Example:
         >>> parts_of(10, 2), parts_of(10, 8), parts_of(3, 8)
