@@ -1,8 +1,8 @@
-"""What is to be done, as data: :class:`Plan`, the batch contract as arithmetic, and pipeline
+"""What a run does, as data: :class:`Plan`, the batch contract as arithmetic, and pipeline
 schedules.
 
-Says what, never how. Imports neither numpy nor torch. Offers :class:`Plan`, :func:`shares` and
-:func:`epoch_steps`; the schedules are in :mod:`ronde.plan.schedules`.
+Imports neither numpy nor torch. Offers :class:`Plan`, :func:`shares` and :func:`epoch_steps`; the
+schedules are in :mod:`ronde.plan.schedules`.
 """
 
 from ronde.plan.batch import Share, epoch_steps, shares, split

@@ -1,6 +1,6 @@
-"""The batch contract as arithmetic: who takes which samples of which global batch.
+"""The batch contract as arithmetic: which worker takes which samples of a global batch.
 
-Pure functions of (global batch, workers, micro-batch): nothing here knows a tensor or a process.
+Pure functions of (global batch, workers, micro-batch).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ __all__ = ["Share", "epoch_steps", "shares", "split"]
 
 
 def split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """Cut positions [start, stop) into ``parts`` runs whose sizes differ by at most one; the first
-    are the larger.
+    """Cut positions [start, stop) into ``parts`` runs; sizes differ by at most one, larger ones
+    first.
 
     Example:
         >>> split(0, 7, 3)
@@ -64,9 +64,8 @@ def shares(
 ) -> Iterator[Share]:
     """This worker's share of every global batch of an epoch, from sample ``offset`` on.
 
-    Every rank gets the same number of shares, each with the same number of micro-batches, so that
-    no rank waits
-    for one that has finished. A share may be empty: the batch is then smaller than the world.
+    Every rank gets equally many shares with equally many micro-batches, so no rank waits for one
+    that has finished. A share may be empty if the batch is smaller than the world.
 
     Args:
         offset: samples of this epoch already used.
@@ -101,5 +100,5 @@ def shares(
 
 
 def epoch_steps(epoch_samples: int, batch_size: int, drop_last: bool) -> int:
-    """Optimizer steps in a whole epoch."""
+    """Optimizer steps of a whole epoch."""
     return epoch_samples // batch_size if drop_last else math.ceil(epoch_samples / batch_size)

@@ -1,5 +1,5 @@
-"""Values that people write into files, checked one by one: an error names the file, the field, what
-was given and what is expected.
+"""Check values that people write into files; errors name the file, the field, the value and what is
+expected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNITS = {
 
 
 def parse_bytes(written: str) -> float | None:
-    """Bytes of a size with a unit; None where it is none.
+    """Parse a size with a unit; None if it is not one.
 
     Example:
         >>> parse_bytes("1.5 GiB"), parse_bytes("80G"), parse_bytes("fast")
@@ -55,7 +55,7 @@ def parse_bytes(written: str) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number that is one; YAML 1.1 takes ``1e9``, which has no point and no sign, for a text."""
+    """Parse a number; YAML 1.1 reads ``1e9``, without point and sign, as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -68,8 +68,8 @@ def _number(value: Any) -> float | None:
 def read_number(
     expected: str, least: float = 0.0, most: float = math.inf, above: bool = False
 ) -> Reader:
-    """Reads a number from ``least`` (which ``above`` leaves out) to ``most``; ``expected`` says so
-    in words.
+    """Read a number from ``least`` (excluded by ``above``) to ``most``; ``expected`` describes
+    it.
     """
 
     def read(where: str, value: Any) -> float:
@@ -82,7 +82,7 @@ def read_number(
 
 
 def whole(least: int = 1) -> Reader:
-    """Reads a whole number, so large or more."""
+    """Read an integer of at least some value."""
 
     def read(where: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -93,7 +93,7 @@ def whole(least: int = 1) -> Reader:
 
 
 def read_bytes(where: str, value: Any) -> float:
-    """Reads bytes: a number, or a size with a unit."""
+    """Read bytes: a number, or a size with a unit."""
     found = parse_bytes(value) if isinstance(value, str) else None
     found = _number(value) if found is None else found
     if found is None or found < 0:
@@ -105,21 +105,21 @@ def read_bytes(where: str, value: Any) -> float:
 
 
 def flag(where: str, value: Any) -> bool:
-    """Reads true or false."""
+    """Read a boolean."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{where}={value!r} must be true or false.")
     return value
 
 
 def read_text(where: str, value: Any) -> str:
-    """Reads a text; a name that is a number is one too."""
+    """Read text; a name that is a number is accepted."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ArgumentError(f"{where}={value!r} must be a text.")
     return str(value)
 
 
 def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
-    """Refuse names that are not allowed, and say which one is near."""
+    """Refuse unknown names and suggest a close one."""
     allowed = list(allowed)
     for name in names:
         if name not in allowed:
@@ -131,7 +131,7 @@ def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -
 
 
 def mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:
-    """Reads names with values."""
+    """Read a mapping from names to values."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{where}={value!r} must be {expected}.")
     return value

@@ -1,6 +1,4 @@
-"""A Plan says what is done with a model and a batch, never how; it reads from and writes to
-YAML.
-"""
+"""A Plan says what to do with a model and a batch; it is read from and written to YAML."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one worker stands.
+    """A worker's place in a layout.
 
     Attributes:
         pipeline: its place along the pipeline, from 0 (with several stages a worker, the place of
@@ -48,8 +46,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How workers are arranged: tensor parallel innermost (neighbours, inside a node), then
-    replicas, the pipeline outermost.
+    """How workers are arranged: tensor parallel innermost (neighbors in a node), then replicas,
+    pipeline outermost.
 
     Example:
         >>> Layout(pipeline=2, replicas=2, tensor=2).place(5)
@@ -68,27 +66,27 @@ class Layout:
         return self.pipeline * self.replicas * self.tensor
 
     def place(self, rank: int) -> Place:
-        """Where ``rank`` stands."""
+        """The place of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
         pipeline, replica = divmod(rest, self.replicas)
         return Place(pipeline, replica, tensor)
 
     def rank(self, place: Place) -> int:
-        """Who stands there."""
+        """The rank at a place."""
         return (place.pipeline * self.replicas + place.replica) * self.tensor + place.tensor
 
     def along_pipeline(self, rank: int) -> list[int]:
-        """Ranks of the pipeline that ``rank`` is part of, first stage first."""
+        """Ranks of ``rank``'s pipeline, first stage first."""
         me = self.place(rank)
         return [self.rank(Place(p, me.replica, me.tensor)) for p in range(self.pipeline)]
 
     def along_replicas(self, rank: int) -> list[int]:
-        """Ranks that hold the same parameters as ``rank``, and train them on other samples."""
+        """Ranks that hold the same parameters as ``rank`` and train them on other samples."""
         me = self.place(rank)
         return [self.rank(Place(me.pipeline, r, me.tensor)) for r in range(self.replicas)]
 
     def along_tensor(self, rank: int) -> list[int]:
-        """Ranks that hold the same layers together with ``rank``."""
+        """Ranks that share ``rank``'s layers."""
         me = self.place(rank)
         return [self.rank(Place(me.pipeline, me.replica, t)) for t in range(self.tensor)]
 
@@ -165,17 +163,17 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Shares that each global batch is split into."""
+        """Number of shares of each global batch."""
         return max(1, self.workers // (self.pipeline * self.tensor))
 
     @property
     def layout(self) -> Layout:
-        """Who stands where."""
+        """Where each worker sits."""
         return Layout(self.pipeline, self.replicas, self.tensor)
 
     @property
     def spec(self) -> str:
-        """How the work is split, as one word that :meth:`parse` reads."""
+        """The plan as one word that :meth:`parse` reads."""
         parts = []
         if self.pipeline > 1:
             parts.append(f"pipeline={self.pipeline}")
@@ -214,7 +212,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan of a short text: ``"replicate"``, ``"shard"``,
+        """Parse a short text: ``"replicate"``, ``"shard"``,
         ``"pipeline=2,shard=gradients,recompute=full"``.
 
         Raises:
@@ -269,7 +267,7 @@ class Plan:
         return plan
 
     def check(self) -> None:
-        """Raise ArgumentError where a value is not one of those allowed."""
+        """Raise ArgumentError for a value that is not allowed."""
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(
@@ -288,7 +286,7 @@ class Plan:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
 
     def check_workers(self, workers: int) -> None:
-        """Raise ArgumentError where so many workers cannot be arranged so."""
+        """Raise ArgumentError if so many workers do not fit the plan."""
         together = self.pipeline * self.tensor
         if workers % together:
             raise ArgumentError(
@@ -306,7 +304,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """The plan of plain values; unknown names are refused."""
+        """Build from plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
         # written before 0.2
         values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}
@@ -328,11 +326,10 @@ class Plan:
 
     @staticmethod
     def file_of(text: str) -> Path | None:
-        """The file that is meant where a plan is asked for; None where ``text`` is words for
-        :meth:`parse`.
+        """The file a plan argument means; None if ``text`` is words for :meth:`parse`.
 
-        A name that ends as those of plans' files do is a file also where there is none: the caller
-        says so.
+        A name with a plan file's suffix is a file even if it does not exist; the caller reports
+        that.
 
         Example:
             >>> Plan.file_of("pipeline=2"), str(Plan.file_of("my.yaml"))
@@ -348,8 +345,8 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """The plan of a file, whatever its name: YAML or JSON as :meth:`save` writes it, or the
-        winner of what ``ronde plan --json`` wrote.
+        """Load a plan file of any name: YAML or JSON from :meth:`save`, or the winner of ``ronde
+        plan --json``.
 
         Raises:
             ArgumentError: it cannot be read, or holds no plan.
@@ -381,8 +378,8 @@ class Plan:
         return plan
 
     def sentence(self, same: bool = True) -> str:
-        """The batch contract in one line. ``same``: False where a run was warned that it is another
-        training than on one device.
+        """The batch contract in one line. ``same`` is False if a run was warned that the training
+        differs from one device.
         """
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
@@ -410,7 +407,7 @@ class Plan:
 
 
 def _winner(answer: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """The best plan of an answer, with the cut that was predicted for it."""
+    """An answer's best plan, with its predicted cut."""
     try:
         best = answer["plans"][0]
         cut = best["split_at"] if best["plan"]["pipeline"] > 1 else []

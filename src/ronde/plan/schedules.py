@@ -1,9 +1,9 @@
-"""Who does what and when in a pipeline: each worker's list of actions, under each schedule.
+"""Each pipeline worker's list of actions under each schedule.
 
-GPipe and 1F1B are written out here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the
-last worker, PyTorch 2.13); looped, interleaved and the two zero-bubble schedules come from
-torch.distributed.pipelining's own classes, on an object that has the sizes and nothing else. No
-process group is needed, and torch is imported only when one of those is asked for.
+GPipe and 1F1B are written here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the last
+worker, PyTorch 2.13). Looped, interleaved and the zero-bubble schedules come from
+torch.distributed.pipelining's own classes, called on an object that only has the sizes. No process
+group is needed, and torch is imported only for those.
 
 Sources: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved, Narayanan et al. 2021;
 looped, Lamy-Poirier 2022 ("breadth-first"); zero-bubble and ZB-V, Qi et al. 2023.
@@ -41,7 +41,7 @@ _MULTI = ("interleaved", "looped", "zero-bubble", "zbv")
 
 
 class Action(NamedTuple):
-    """One thing that a worker does.
+    """One action of a worker.
 
     Attributes:
         stage: of which stage of the pipeline. A receive names the stage that receives, a send the
@@ -56,8 +56,7 @@ class Action(NamedTuple):
 
 
 def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
-    """Which worker of the pipeline holds a stage: round and round, or down and up again
-    (``"zbv"``).
+    """The pipeline worker of a stage: round-robin, or down and up (``"zbv"``).
 
     Example:
         >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2,
@@ -69,7 +68,7 @@ def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
 
 
 def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> list[int]:
-    """The stages that a worker holds, in the order of the model.
+    """A worker's stages, in model order.
 
     Example:
         >>> stages_of(0, 2, 2, "zbv")
@@ -79,8 +78,8 @@ def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> li
 
 
 def micro_batches_of(plan: Plan, samples: int) -> int:
-    """How many micro-batches a worker's share of a step is cut into: what ``micro_batch`` asks for,
-    or what keeps a pipeline busy.
+    """Number of micro-batches in a worker's share: from ``micro_batch``, or enough to keep a
+    pipeline busy.
 
     Args:
         plan: which.
@@ -108,10 +107,9 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
 
 
 def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:
-    """Why a schedule cannot run so, or None where it can.
+    """Why a schedule cannot run, or None.
 
-    1F1B runs with fewer micro-batches than workers too (torch's own class refuses them, the list
-    written here does not).
+    Unlike torch's own class, this 1F1B also runs with fewer micro-batches than workers.
 
     Example:
         >>> allowed("interleaved", 4, 2, 10)
@@ -153,7 +151,7 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
 def actions(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int, communications: bool = False
 ) -> list[list[Action]]:
-    """What each worker of the pipeline does, in order.
+    """Each pipeline worker's actions, in order.
 
     Args:
         schedule: which order.
@@ -184,8 +182,8 @@ def actions(
 def forward_only(
     workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b"
 ) -> list[list[Action]]:
-    """Forward passes alone, for evaluation: every worker its stages in the order of the model, each
-    with all micro-batches.
+    """Forward passes for evaluation: each worker's stages in model order, all micro-batches
+    each.
     """
     return [
         [
@@ -201,8 +199,8 @@ def forward_only(
 def in_flight(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
 ) -> tuple[int, ...]:
-    """Most micro-batches whose activations a stage holds at once: forward passes begun less
-    backward passes (B or W) done.
+    """Largest number of micro-batches whose activations a stage holds: forwards begun minus
+    backwards (B or W) done.
 
     Example:
         >>> in_flight("1f1b", 4, 1, 8), in_flight("gpipe", 4, 1, 8)
@@ -236,8 +234,8 @@ def in_flight(
 def _held(
     schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int
 ) -> list[int]:
-    """Most micro-batches that each of a worker's stages holds, counted as torch orders them,
-    without making the list.
+    """Largest number of micro-batches each stage holds, in torch's order, without building the
+    list.
     """
     rounds = max(1, micro_batches // workers)
     size = micro_batches // rounds
@@ -259,10 +257,10 @@ def _held(
 
 
 def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> float:
-    """Share of the step in which a worker waits, for equal stages, free sends and B = 2 F
-    (zero-bubble: F = I = W): the textbook's.
+    """The textbook's waiting share for equal stages, free sends and B = 2 F (zero-bubble: F = I =
+    W).
 
-    Used to leave plans out before they are simulated.
+    Prunes plans before simulation.
 
     Example:
         >>> bubble("1f1b", 4, 1, 12)
@@ -280,8 +278,8 @@ def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -
 
 
 def zbv_gaps(workers: int, micro_batches: int) -> float:
-    """How many times longer torch's ZB-V waits than it would with micro-batches enough: it leaves
-    gaps for those that are missing.
+    """How many times longer torch's ZB-V waits with too few micro-batches: it leaves gaps for
+    missing ones.
     """
     return max(1.0, 4.0 - 2.0 * (micro_batches - 1) / (workers - 1)) if workers > 1 else 1.0
 
@@ -290,7 +288,7 @@ def zbv_gaps(workers: int, micro_batches: int) -> float:
 def _compute(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Each worker's forward and backward passes."""
+    """Each worker's forwards and backwards."""
     if schedule == "gpipe":
         return tuple(
             tuple(Action(w, "F", m) for m in range(micro_batches))
@@ -318,9 +316,7 @@ def _one_forward_one_backward(worker: int, workers: int, micro_batches: int) -> 
 def _torch_order(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
 ) -> list[list[Any]]:
-    """Each worker's list as torch's own class makes it: its method, on an object that has the sizes
-    and nothing else.
-    """
+    """Each worker's list from torch's own class, called on an object that only has the sizes."""
     from torch.distributed.pipelining import schedules as torch_schedules
 
     classes = {

@@ -1,4 +1,4 @@
-"""What errors of torch mean that a script meets where a plan keeps the model in parts."""
+"""Translate torch errors that a script meets when a plan divides the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AVERAGE = (
 
 
 def meaning(text: str, plan: Plan) -> str | None:
-    """In the script's words, or None where the text is no error of that kind.
+    """The error in the script's terms, or None if the text is of another kind.
 
     Args:
         text: the error's.

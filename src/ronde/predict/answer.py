@@ -1,5 +1,5 @@
-"""A search's answer in words: what to do, the number that decided, who came second and why it lost,
-and when the answer would flip.
+"""Put a search's result into words: what to do, the deciding number, the runner-up, and when the
+answer flips.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Flip:
     note: str = ""
 
     def sentence(self) -> str:
-        """In words."""
+        """The flip as a sentence."""
         show, unit = _SHOW[self.variable]
         if self.at is None:
             plural = "s" if unit and self.limit > 1 else ""
@@ -81,7 +81,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is printed, as data.
+    """The printed answer, as data.
 
     Attributes:
         sentence: the answer.
@@ -119,7 +119,7 @@ class Explanation:
 def explain(
     found: SearchResult, costs: Costs, cluster: Cluster, *, with_flips: bool = True
 ) -> Explanation:
-    """The answer that a search gives.
+    """Explain a search result.
 
     Args:
         found: the search.
@@ -235,7 +235,7 @@ def _least(found: SearchResult) -> Prediction:
 
 
 def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str:
-    """The answer where the workers are hardly faster than one device, or slower."""
+    """The answer when the workers are hardly faster than one device, or slower."""
     best, answer = found.best, _sentence(found, cluster)
     # The speed-up of the table, but where one device needs another way to fit. What it is corrected
     # by is known from runs of several workers alone: not by anything.
@@ -272,7 +272,7 @@ def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str
 
 
 def _why_slow(best: Prediction, alone: Prediction) -> str:
-    """What the step of several workers has that an equal share of one device's does not."""
+    """The largest cost of several workers that one device does not have."""
     surplus = {k: best.terms[k] - alone.terms[k] / best.plan.workers for k in TERMS}
     most = sorted(((v / best.raw_step_seconds, k) for k, v in surplus.items()), reverse=True)[:2]
     whole = ("compute", "recompute", "optimizer")
@@ -289,7 +289,7 @@ def _why_slow(best: Prediction, alone: Prediction) -> str:
 
 
 def _not_whole(found: SearchResult) -> str:
-    """Why states are shared out, and replicas not left whole."""
+    """Why states are sharded instead of replicated."""
     too_big = _too_big(found, "a whole replica")
     if too_big:
         return f", since {too_big}"
@@ -501,11 +501,10 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 
 
 def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
-    """When another family of plans would win, for each thing that may change, one at a time, both
-    ways.
+    """Find when another family would win, varying one quantity at a time in both directions.
 
-    Every value of a fixed grid is searched, up to six doublings each way. Large searches take
-    fewer, by the number of plans they look at.
+    Each value of a fixed grid of up to six doublings each way gets a whole search. Large searches
+    try fewer values.
 
     Args:
         found: the search now.
@@ -590,7 +589,7 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
 
 
 def _named(best: Prediction) -> tuple[str, str]:
-    """Family and plan; empty where nothing fits."""
+    """Family and plan; empty if nothing fits."""
     return ("", "") if best.verdict == "does not fit" else (best.plan.family, best.plan.spec)
 
 
@@ -636,10 +635,10 @@ def find_flip(
 
 
 def stretched(costs: Costs, factor: float) -> Costs:
-    """The model with sequences ``factor`` times as long: activations, messages and the times of a
-    sample in a line with it.
+    """The model with sequences ``factor`` times as long: activations, messages and sample times
+    scale linearly.
 
-    Attention over the whole sequence grows faster: this is a lower bound for long ones.
+    Full attention grows faster, so this is a lower bound for long sequences.
     """
 
     def unit(one: Unit) -> Unit:
@@ -665,7 +664,7 @@ _NOTES = 3  # shown without --verbose
 def render_answer(
     explanation: Explanation, *, stages: int = 16, verbose: bool = False
 ) -> RenderableType:
-    """The answer, the tables and the notes, for a rich console of any width.
+    """The answer, tables and notes for a rich console of any width.
 
     Args:
         explanation: what to show.
@@ -714,7 +713,7 @@ def render_answer(
 
 
 def answer_text(explanation: Explanation, width: int = 100) -> str:
-    """What :func:`render_answer` shows, without colour."""
+    """:func:`render_answer` as plain text."""
     console = Console(width=width, color_system=None, force_terminal=False, record=False)
     with console.capture() as capture:
         console.print(render_answer(explanation))

@@ -1,5 +1,5 @@
-"""The tables of an answer, for terminals of any width: a narrow one goes without columns, and gets
-lines at last. No number is cut.
+"""An answer's tables, for terminals of any width: narrow ones drop columns, but never cut a
+number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDTHS = (38, 28, 20, 0)  # of a text column: it is made narrower before a colu
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table that fits.
+    """A table that fits its console.
 
     Attributes:
         columns: heads, the row's own name first.
@@ -45,7 +45,7 @@ class Fitted:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """As many columns as there is room for."""
+        """Render as many columns as there is room for."""
         free = options.update(max_width=10_000)
         left_out: list[str] = []
         for name in ("", *self.dropped):
@@ -81,8 +81,7 @@ class Fitted:
 
 
 def _wrapped(name: str, width: int) -> str:
-    """A plan's words or a module's name in lines of so many columns at most, or of one part each
-    where a part is longer.
+    """Wrap a plan's words or a module's name at part boundaries.
 
     Example:
         >>> _wrapped("pipeline=2, schedule=zero-bubble", 24).splitlines()
@@ -101,7 +100,7 @@ def _wrapped(name: str, width: int) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes, with three digits and the unit that suits them.
+    """Format bytes with three digits and a suitable unit.
 
     Example:
         >>> format_bytes(232), format_bytes(1020
@@ -119,14 +118,14 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """A time, with three digits and the unit that suits it."""
+    """Format a time with three digits and a suitable unit."""
     if abs(value) >= 1:
         return f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
 def times(found: SearchResult) -> Fitted:
-    """The best plan of each family: how long it takes, and whether it fits."""
+    """The best plan of each family: its time, and whether it fits."""
     rows = []
     for p in found.families.values():
         rows.append(
@@ -153,8 +152,8 @@ def times(found: SearchResult) -> Fitted:
 
 
 def memory(found: SearchResult) -> Fitted:
-    """What each of them holds, by kind, in one unit: that of the largest number. The device's own
-    memory has its own: it may be far larger.
+    """Memory of each family by kind, in one unit; device memory has its own, because it may be far
+    larger.
     """
     families = list(found.families.values())
     most = max((p.memory_bytes for p in families), default=0.0)
@@ -213,9 +212,7 @@ def _number(value: float) -> str:
 
 
 def stages(best: Prediction, most: int = 16) -> Fitted:
-    """The stages of a pipeline, the slowest in bold; the first and the last ones where there are
-    too many.
-    """
+    """A pipeline's stages, the slowest in bold; only the first and last of many."""
     every = list(best.stages)
     shown = every if len(every) <= most else [*every[: most - 2], *every[-2:]]
     slowest = max((r.forward_seconds + r.backward_seconds for r in every), default=0.0)

@@ -1,6 +1,4 @@
-"""What a cluster gives, as data: its devices, and how long each collective takes, inside a node and
-across nodes.
-"""
+"""A cluster as data: its devices, and collective times within and between nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ Scope = Literal["node", "cluster"]
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """One collective by its own fit: ``seconds = alpha + bytes / beta`` (Hockney 1994), at the
-    group size it was measured at.
+    """A collective's fit ``seconds = alpha + bytes
+
+    beta`` (Hockney 1994) at its measured group size.
 
     Attributes:
         alpha: seconds before the first byte.
@@ -46,7 +45,7 @@ class LinkFit:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What the runtime adds to a collective: hooks, and copies into and out of flat buffers.
+    """What the runtime adds to a collective: hooks, and copies to and from flat buffers.
 
     Attributes:
         call: seconds each time.
@@ -59,11 +58,11 @@ class Added:
     byte: float = 0.0
 
     def __call__(self, size: float, tensors: float, calls: float = 1.0) -> float:
-        """Seconds for so much; nothing for no bytes."""
+        """Seconds for so many bytes; 0 for none."""
         return self.call * calls + self.tensor * tensors + self.byte * size if size > 0 else 0.0
 
     def times(self, factor: float) -> Added:
-        """All of it so many times as long."""
+        """Scale all of it."""
         return Added(self.call * factor, self.tensor * factor, self.byte * factor)
 
 
@@ -123,17 +122,16 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many in all."""
+        """Number of devices."""
         return self.nodes * self.devices_per_node
 
     def correction(self, family: str, workers: int = 2) -> float:
-        """What a predicted step time of this family of plans is multiplied by; where none has run
-        here, what those that have were, in the geometric mean.
+        """Factor for this plan family's predicted step time; without own runs, the geometric mean
+        of other families.
 
-        One device alone has none: what was not predicted of several is mostly what is between them.
-
-        What disturbs a run (a busy host, say) disturbs a run of any: a family would otherwise be
-        chosen for not having been tried.
+        Single-device runs have no correction: errors mostly lie in what happens between devices.
+        Families that have not run share the others' factor, because a busy host would slow any of
+        them; otherwise the untried would always win.
 
         Example:
             >>> here = Cluster(corrections={"replicate": 4.0, "shard": 1.0})
@@ -154,8 +152,8 @@ class Cluster:
         return dataclasses.asdict(self)
 
     def notes(self) -> list[str]:
-        """What its links leave open, and what is taken instead (see
-        :func:`ronde.predict.collectives.collective`); nothing where it has none at all.
+        """What the links leave open, and what is assumed instead (see
+        :func:`ronde.predict.collectives.collective`).
         """
         if not self.links:
             return []
@@ -187,7 +185,7 @@ class Cluster:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "a cluster") -> Cluster:
-        """The cluster of plain values.
+        """Build from plain values.
 
         Args:
             values: as :meth:`to_dict` gives them, or as people write them.

@@ -1,16 +1,13 @@
-"""Seconds of a collective over a group of workers, from the cluster's fits; and where each group of
-a layout stands.
+"""Collective times over a group of workers, and where each group of a layout sits.
 
-A fit is scaled from the group size it was measured at to another by the ring's formula (Patarasu
-and Yuan 2009; Thakur et al. 2005): n − 1 hops, and (n − 1)/n of the tensor through each link (twice
-both for an all-reduce, which cancels in the ratio). Away from the CPU the hops grow as log2 n
-instead where that is less, since NCCL has trees for small messages. A broadcast's hops grow as log2
-n.
+A fit is scaled to another group size by the ring formula (Patarasu and Yuan 2009; Thakur et al.
+2005): n − 1 hops, and (n − 1)/n of the tensor over each link (twice both for an all-reduce, which
+cancels in the ratio). On GPUs, hops grow as log2 n if that is less, because NCCL uses trees for
+small messages. A broadcast's hops grow as log2 n.
 
-Fits over several nodes are those of a group with all devices of every node. A group with fewer
-members in each node shares the node's link with its sisters, which exchange at the same time: its
-bytes take that many times longer. A send between nodes is what one device gets while all devices of
-its node send.
+Fits across nodes are for groups with every device of each node. Groups with fewer members per node
+share the node's link with groups that exchange at the same time, so their bytes take proportionally
+longer. A send between nodes gets one device's share while all devices of its node send.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ __all__ = ["Group", "CollectiveCost", "boundary_crosses", "collective", "groups"
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Seconds of one collective over one group: ``alpha + seconds_per_byte * bytes``, nothing for
-    no bytes.
+    """Seconds of a collective over a group: ``alpha + seconds_per_byte * bytes``; 0 for no
+    bytes.
     """
 
     alpha: float = 0.0
@@ -41,7 +38,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Workers that exchange with each other, and where they stand.
+    """Workers that exchange with each other, and where they sit.
 
     Attributes:
         ranks: how many.
@@ -56,7 +53,7 @@ class Group:
     sisters: int
 
     def sentence(self) -> str:
-        """Where it stands, in words."""
+        """Where the group sits, in words."""
         if self.ranks == 1:
             return "alone"
         if self.scope == "node":
@@ -85,12 +82,11 @@ def scaled(
 
 
 def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCost:
-    """How long ``kind`` takes over ``group``.
+    """Cost of ``kind`` over ``group``.
 
-    Where a collective has no fit of its own, all-gather and reduce-scatter are taken as half an
-    all-reduce (on the CPU, gloo's reduce-scatter as a whole one: that is what it was measured to
-    cost), a send as a whole one at two ranks. Where a scope has no fit, the other scope's is taken.
-    Where there is none at all, the exchange is free.
+    Without a fit of their own, all-gather and reduce-scatter cost half an all-reduce (gloo's
+    reduce-scatter a whole one, as measured), and a send costs a whole one at two ranks. A missing
+    scope uses the other scope's fit. Without any fit, the exchange is free.
     """
     if group.ranks <= 1:
         return CollectiveCost()
@@ -113,11 +109,10 @@ def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCo
 
 
 def groups(layout: Layout, cluster: Cluster, shard_within: int | None = None) -> dict[str, Group]:
-    """The groups of a layout: ``"tensor"``, ``"replicas"``, ``"shard"`` and ``"copies"`` (of hybrid
+    """The groups of a layout: ``"tensor"``, ``"replicas"``, ``"shard"`` and ``"copies"`` (hybrid
     sharding), ``"stages"``.
 
-    ``"stages"`` stands for two neighbouring stages of which one boundary at least is across nodes,
-    if any is.
+    ``"stages"`` is two neighboring stages, with a node boundary between them if any pair has one.
 
     Example:
         >>> at = groups(Layout(pipeline=2, replicas=4, tensor=2), Cluster(nodes=2,
@@ -142,7 +137,7 @@ def groups(layout: Layout, cluster: Cluster, shard_within: int | None = None) ->
 
 
 def _group(ranks: int, stride: int, node: int) -> Group:
-    """Of ``ranks`` workers, each ``stride`` after the one before."""
+    """``ranks`` workers at distance ``stride``."""
     if ranks <= 1:
         return Group(1, "node", 1, 1)
     span = ranks * stride
@@ -153,7 +148,7 @@ def _group(ranks: int, stride: int, node: int) -> Group:
 
 
 def _node(layout: Layout, cluster: Cluster) -> int:
-    """Workers of a node; all of them where they fit into one."""
+    """Workers per node; all of them if they fit into one."""
     return min(max(1, cluster.devices_per_node), layout.size)
 
 
@@ -166,7 +161,5 @@ def _boundary_crosses(layout: Layout, node: int, place: int, after: int | None =
 
 
 def boundary_crosses(layout: Layout, cluster: Cluster, place: int, after: int) -> bool:
-    """Whether what the worker at ``place`` of a pipeline sends to the one at ``after`` leaves the
-    node.
-    """
+    """Whether a send from pipeline place ``place`` to ``after`` leaves the node."""
     return place != after and _boundary_crosses(layout, _node(layout, cluster), place, after)

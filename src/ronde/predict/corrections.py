@@ -1,9 +1,8 @@
-"""What earlier runs said about predictions: measured against predicted step time, kept per cluster
-and family of plans.
+"""Corrections from earlier runs: measured over predicted step time, per cluster and plan family.
 
-One small JSON file, ``corrections.json``, in ``$RONDE_STATE``, or ``$XDG_STATE_HOME/ronde``, or
-``~/.local/state/ronde``. It is replaced, never written over; one that cannot be read is set aside
-and begun anew, since what watches must not break what trains.
+Stored in a small JSON file, ``corrections.json``, in ``$RONDE_STATE``, ``$XDG_STATE_HOME/ronde`` or
+``~/.local/state/ronde``. It is replaced atomically. An unreadable file is set aside, because
+monitoring must not break training.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _USED = 5  # the last ones, of which the median is the factor
 
 
 def corrections_file() -> Path:
-    """Where residuals are kept."""
+    """Path of the corrections file."""
     own = os.environ.get("RONDE_STATE")
     if own:
         return Path(own) / "corrections.json"
@@ -42,7 +41,7 @@ def corrections_file() -> Path:
 def record(
     cluster_name: str, family: str, predicted_seconds: float, measured_seconds: float
 ) -> float:
-    """Keep one residual, and give the factor that follows for the family.
+    """Store one ratio and return the family's new factor.
 
     Args:
         cluster_name: whose.
@@ -81,15 +80,16 @@ def record(
 
 
 def factors(cluster_name: str) -> dict[str, float]:
-    """Family of plans -> measured / predicted step time, the median of the last runs on this
-    cluster; empty where there were none.
+    """Plan family -> median measured
+
+    predicted step time of its last runs on this cluster.
     """
     found = _read(corrections_file()).get(cluster_name, {})
     return {family: _factor(rows) for family, rows in found.items() if rows}
 
 
 def corrected(cluster: Cluster) -> Cluster:
-    """The cluster with the corrections that are kept for it."""
+    """The cluster with its stored corrections."""
     found = factors(cluster.name)
     return (
         dataclasses.replace(cluster, corrections={**cluster.corrections, **found})
@@ -119,7 +119,7 @@ def _read(path: Path, set_aside: bool = False) -> dict[str, dict[str, list[dict[
 
 
 def _checked(values: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Only what can be used: a file edited by hand must not stop a run."""
+    """Drop unusable values: a hand-edited file must not stop a run."""
     checked: dict[str, dict[str, list[dict[str, float]]]] = {}
     for cluster, families in values.items():
         for family, rows in families.items():
@@ -132,7 +132,7 @@ def _checked(values: Any) -> dict[str, dict[str, list[dict[str, float]]]]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time, where the file system can."""
+    """Exclusive access, if the file system supports it."""
     try:
         import fcntl
     except ImportError:

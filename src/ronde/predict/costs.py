@@ -1,7 +1,6 @@
-"""What a model costs, as data: a chain of units in the order in which they run, each with its times
-and bytes.
+"""A model's costs as data: a chain of units in execution order, with times and bytes.
 
-Nothing here measures: ``ronde.study`` fills these in from a script's own model, and the search
+Nothing here measures: ``ronde.measure`` fills these in from the script's own model, and the search
 reads them.
 """
 
@@ -16,8 +15,7 @@ __all__ = ["Costs", "LinearCost", "Unit"]
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """A cost that grows in a line with the samples at once: ``fixed + per_sample * samples``
-    (seconds or bytes).
+    """A cost linear in the samples at once: ``fixed + per_sample * samples`` (seconds or bytes).
 
     Attributes:
         bends: fixed and per-sample part of further lines, where the largest of several counts: what
@@ -39,7 +37,7 @@ class LinearCost:
         return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
 
     def stretched(self, factor: float) -> LinearCost:
-        """What a sample costs times ``factor``."""
+        """The per-sample part times ``factor``."""
         return LinearCost(
             self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends)
         )
@@ -50,7 +48,7 @@ class LinearCost:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LinearCost:
-        """From the values of a JSON file."""
+        """Build from JSON values."""
         return cls(
             values["fixed"], values["per_sample"], tuple((f, p) for f, p in values.get("bends", ()))
         )
@@ -58,8 +56,7 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class Unit:
-    """One link of the chain: a module (or what lies between two modules) that a pipeline never
-    cuts.
+    """A link of the chain: a module (or the code between two) that a pipeline never cuts.
 
     Attributes:
         name: the module's path in the tree, as ``named_modules`` gives it; glue between modules is
@@ -247,7 +244,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """What :meth:`to_dict` gave."""
+        """Build from :meth:`to_dict`."""
         units = []
         for unit in values["units"]:
             made: dict[str, Any] = {

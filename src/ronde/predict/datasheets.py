@@ -1,8 +1,7 @@
-"""Devices that are not at hand: figures of their data sheets, and the one rule by which computation
-is scaled to them.
+"""Devices known from data sheets only, and the rule that scales computation to them.
 
-Everything that follows from here is an estimate, and is marked as one. Peaks are dense bf16
-products; bandwidths are of one device, in one direction.
+Everything derived from here is an estimate, and marked as one. Peaks are dense bf16; bandwidths are
+per device and direction.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ALPHA_NODE, _ALPHA_WIDE = 15e-6, 40e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of device, from its data sheet.
+    """A kind of device, from its data sheet.
 
     Attributes:
         name: as people say it.
@@ -76,7 +75,7 @@ systems for the network.
 
 
 def device_named(name: str) -> Device:
-    """The device that a name means: ``"H100"``, ``"NVIDIA H100 80GB HBM3"``, ``"a100-40gb"``.
+    """Find a device by name: ``"H100"``, ``"NVIDIA H100 80GB HBM3"``, ``"a100-40gb"``.
 
     Raises:
         ArgumentError: none is meant.
@@ -97,17 +96,17 @@ def device_named(name: str) -> Device:
 
 
 def unit_seconds(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
-    """Forward time of one unit, the one rule: its products at ``reached`` of the peak, its memory
-    traffic at 80 %, and 20 µs.
+    """Estimate a unit's forward time: products at ``reached`` of peak, memory traffic at 80 %, and
+    20 µs.
 
-    The two are added, since element-wise work mostly runs in kernels of its own.
+    The two add up, because elementwise work mostly runs in separate kernels.
     """
     products = flops / (device.flops_per_second * device.reached)
     return products + moved_bytes / (device.memory_bytes_per_second * _MEMORY_SHARE) + _WARM_SECONDS
 
 
 def efficiency(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
-    """Part of its peak that a unit reaches by :func:`unit_seconds`.
+    """Fraction of peak that a unit reaches under :func:`unit_seconds`.
 
     Example:
         >>> round(efficiency(DEVICES["H100-80GB"], 1e13),
@@ -118,8 +117,8 @@ def efficiency(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
 
 
 def speed_of(device: Device, costs: Costs, samples: int = 0) -> float:
-    """How much faster ``device`` would run a measured model than the device it was measured on:
-    :attr:`Cluster.speed`, an estimate.
+    """Estimate how much faster ``device`` runs a measured model than the measured device:
+    :attr:`Cluster.speed`.
 
     Args:
         device: which.
@@ -146,7 +145,7 @@ def speed_of(device: Device, costs: Costs, samples: int = 0) -> float:
 
 
 def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None = None) -> Cluster:
-    """A cluster of devices that are not at hand, from their data sheet.
+    """A cluster of devices known from a data sheet.
 
     Args:
         name: of the device.

@@ -1,20 +1,16 @@
-"""How fast an input pipeline feeds N devices, and where it starves them: from capacities that were
-measured on a few.
+"""Predict how fast an input pipeline feeds N devices, from capacities measured on a few.
 
-Samples flow as fast as the scarcest thing on their way lets them: the devices themselves, the
-loaders of each device, the cores of a node, a storage that all share, the way into the device. Each
-has a capacity; the least decides, the others wait. So a rate that was never seen
-follows from capacities that were: a storage that one device hardly troubles is found by asking it
-for more at once (a sweep over concurrent readers), the cores of a node by the CPU seconds that a
-sample costs.
+Throughput is set by the scarcest resource: the devices, each device's loaders, a node's cores,
+shared storage, or the transfer to the device. Each has a capacity; the smallest decides. A storage
+limit that one device hardly reaches is found by a sweep over concurrent readers, the core limit
+from CPU seconds per sample.
 
-Near the point where two of them are equally scarce, the least of their means is too hopeful: both
-waver, and what waits for whom changes. There the rate is that of a buffer between them (Brownian
-motion between two reflecting walls); a shared supply wavers less the more devices draw on it, since
-their buffers stand in for each other, and one of each device's own wavers more, since all wait for
-the slowest.
+Where two resources are about equally scarce, the smaller mean is too optimistic, because both
+fluctuate. There the rate is that of a buffer between them (Brownian motion between two reflecting
+walls). A shared supply fluctuates less with more devices, since their buffers average it;
+per-device supplies fluctuate more, since all wait for the slowest.
 
-Pure arithmetic: nothing here knows a process, a file or a tensor.
+Pure arithmetic: no processes, files or tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ _SLOW = 0.10
 
 @dataclass(frozen=True)
 class StageCapacity:
-    """What one stage of the input pipeline takes for a sample.
+    """Cost per sample of one input stage.
 
     Attributes:
         name: ``read``, ``decode``, ``augment``, …
@@ -78,7 +74,7 @@ class StageCapacity:
 
 @dataclass(frozen=True)
 class Capacities:
-    """What was measured, in samples per second.
+    """Measured capacities, in samples per second.
 
     Attributes:
         step_rate: of one device that is fed for nothing: the synthetic rate of one worker.
@@ -167,19 +163,19 @@ class Capacities:
 
     @property
     def cached(self) -> float:
-        """Share of what is read that a node's cache answers."""
+        """Share of reads that a node's cache serves."""
         return (
             min(1.0, self.cache_bytes_per_node / self.dataset_bytes) if self.dataset_bytes else 0.0
         )
 
     @property
     def input_cpu_seconds(self) -> float:
-        """CPU seconds that the input of one sample takes."""
+        """CPU seconds of one sample's input."""
         return sum(s.cpu_seconds for s in self.stages)
 
     @property
     def on_the_cores(self) -> str:
-        """The stage that takes most of the cores."""
+        """The stage with the most CPU time."""
         return (
             max(self.stages, key=lambda s: s.cpu_seconds).name
             if self.input_cpu_seconds
@@ -193,7 +189,7 @@ def _positive(name: str, value: float) -> None:
 
 
 class Wall(NamedTuple):
-    """A limit, and the least number of devices that want more than it gives."""
+    """A limit, and the smallest number of devices that exceeds it."""
 
     stage: str
     devices: int
@@ -225,7 +221,7 @@ class Predicted:
 
 
 def gap(real: float, synthetic: float) -> float:
-    """Share of the synthetic rate that is lost; never below 0.
+    """Share of the synthetic rate that is lost; at least 0.
 
     Example:
         >>> round(gap(580.0, 1000.0), 2)
@@ -235,7 +231,7 @@ def gap(real: float, synthetic: float) -> float:
 
 
 def expected_max(values: Sequence[float], n: int) -> float:
-    """Expected largest of ``n`` draws from ``values``, each as likely as the other.
+    """Expected largest of ``n`` equally likely draws from ``values``.
 
     Example:
         >>> expected_max([0.0, 1.0], 1), expected_max([0.0, 1.0], 2)
@@ -268,10 +264,9 @@ def _slowest(n: int) -> float:
 
 
 def _through(supply: float, demand: float, variance: float, buffered: float) -> float:
-    """Rate through a buffer of ``buffered`` batches between a supply and a demand that waver.
+    """Rate through a buffer of ``buffered`` batches between fluctuating supply and demand.
 
-    Brownian motion with drift between two reflecting walls: what is lost is how often it touches
-    the empty one.
+    Brownian motion with drift between two reflecting walls; the loss is the time at the empty one.
     """
     if not math.isfinite(supply):
         return demand
@@ -290,8 +285,8 @@ def _through(supply: float, demand: float, variance: float, buffered: float) -> 
 def _limits(
     c: Capacities, devices: int, nodes: int, real: bool = True
 ) -> list[tuple[float, str, Limit]]:
-    """What each thing on the way gives to all devices together, samples per second. ``real``: with
-    the input's work on the cores.
+    """Samples per second that each resource gives all devices; ``real`` includes input work on the
+    cores.
     """
     found: list[tuple[float, str, Limit]] = []
     cpu = c.step_cpu_seconds + (c.input_cpu_seconds if real else 0.0)
@@ -319,9 +314,7 @@ def _limits(
 
 
 def _alone(c: Capacities, devices: int) -> float:
-    """Samples per second of all devices, were nothing scarce but themselves and the exchange
-    between them.
-    """
+    """Samples per second limited only by the devices and their exchange."""
     return devices * c.step_rate / (1.0 + c.exchange * (devices - 1) / devices)
 
 
@@ -334,7 +327,7 @@ def _ceiling(c: Capacities, devices: int, nodes: int) -> float:
 def _rate(
     c: Capacities, devices: int, nodes: int, scale: float = 1.0, variation: float | None = None
 ) -> tuple[float, str | None, Limit | None]:
-    """Real samples per second; what limits it. ``scale`` multiplies what the input gives."""
+    """Real samples per second and the limiting resource; ``scale`` multiplies the input's rate."""
     ceiling = _ceiling(c, devices, nodes)
     demand = ceiling * (1.0 - c.overhead) / (1.0 + expected_max(c.overruns, devices))
     limits = _limits(c, devices, nodes)
@@ -362,7 +355,7 @@ def _rate(
 
 
 def nodes_of(capacities: Capacities, devices: int) -> int:
-    """Nodes that so many devices fill.
+    """Nodes needed for so many devices.
 
     Example:
         >>> nodes_of(Capacities(100.0, devices_per_node=8), 9)
@@ -372,7 +365,7 @@ def nodes_of(capacities: Capacities, devices: int) -> int:
 
 
 def predict(capacities: Capacities, devices: int, nodes: int | None = None) -> Predicted:
-    """Throughput and gap at a number of devices.
+    """Predict throughput and gap at a number of devices.
 
     Args:
         capacities: what was measured.
@@ -407,8 +400,8 @@ def predict(capacities: Capacities, devices: int, nodes: int | None = None) -> P
 
 
 def walls(capacities: Capacities, upto: int = 64, nodes: int | None = None) -> list[Wall]:
-    """What is met first as devices are added, and next: each limit with the least number of devices
-    that want more than it gives.
+    """The limits reached as devices are added: each with the smallest number of devices that
+    exceeds it.
 
     Args:
         capacities: what was measured.
@@ -438,7 +431,7 @@ def walls(capacities: Capacities, upto: int = 64, nodes: int | None = None) -> l
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured with one number of devices.
+    """Measurements at one number of devices.
 
     Attributes:
         devices, nodes: how many.
@@ -475,11 +468,10 @@ class Measured:
 
 
 def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
-    """What a storage gives at most, from ``(readers at once, samples per second)``; and whether the
-    sweep came to its end.
+    """A storage's capacity from ``(concurrent readers, samples per second)``, and whether the sweep
+    reached it.
 
-    Where more readers no longer help, that is the capacity. Where they still do, the last rate is
-    only a lower bound of it.
+    If more readers still help, the last rate is only a lower bound.
 
     Returns:
         tuple: samples per second, and True where the last doubling of readers brought less than 10
@@ -504,7 +496,7 @@ def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
 
 
 def _full_cost(runs: Sequence[Measured]) -> float:
-    """CPU seconds that a sample's input costs on a machine that is full."""
+    """CPU seconds of a sample's input on a fully loaded machine."""
     seen = [r for r in runs if r.cpu_seconds > 0]
     if not seen:
         return 0.0
@@ -533,13 +525,12 @@ def from_runs(
     storage_shared: bool = True,
     like: Capacities | None = None,
 ) -> Capacities:
-    """Capacities from runs at a few numbers of devices, as 1 and 2, and what was asked of the
-    storage and the cores by themselves.
+    """Derive capacities from runs at a few numbers of devices, and from storage and core
+    measurements.
 
-    What was starved gave all that it had: its real rate is a capacity. Where one device is starved
-    as much as two, that is each device's own loaders; where two are starved more, something that
-    they share. What neither run met is known from the storage's sweep and from the CPU seconds of a
-    sample on the cores that there are.
+    A starved run used all it could get, so its rate is a capacity. If one device starves as much as
+    two, each device's own loaders limit; if two starve more, something shared does. Limits that
+    neither run reached come from the storage sweep and the CPU seconds per sample.
 
     Args:
         runs: one or more; the largest says most.
@@ -603,7 +594,7 @@ def from_runs(
 
 
 def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
-    """With the walls that the runs themselves met, and what is lost at any number of devices."""
+    """Add the walls the runs hit, and the loss at any number of devices."""
     first, last = runs[0], runs[-1]
     lost = [gap(r.real, r.synthetic) for r in runs]
     own = min((r.loading / r.devices for r in runs if r.loading is not None), default=None)
@@ -665,16 +656,14 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
 
 
 def _seen_variation(c: Capacities, first: Measured, last: Measured) -> float:
-    """How much each device's loaders waver at most, if waiting for the slowest of them costs no
-    more than it was seen to.
-    """
+    """Largest variation of a device's loaders that the observed waiting allows."""
     slower = max(0.0, first.real / first.devices * last.devices / last.real - 1.0)
     apart = _slowest(last.devices) - _slowest(first.devices)
     return math.sqrt(slower * c.buffer_batches / (_SLOWEST * apart))
 
 
 def _own_limit(c: Capacities, rate: float) -> Capacities:
-    """With a limit of each device's loaders."""
+    """Add a limit of each device's own loaders."""
     if not c.stages:
         return replace(c, stages=(StageCapacity("input", 0.0, rate),))
     heaviest = max(

@@ -1,11 +1,9 @@
-"""Where a chain of units is cut into the stages of a pipeline: an exact dynamic programme over the
-places where a cut is allowed.
+"""Cut a chain of units into pipeline stages: exact dynamic programming over allowed cut positions.
 
 ``best[s][j] = min over i of max(best[s-1][i], cost of stage s with units i to j)``: the slowest
-stage decides a pipeline's speed (PipeDream, Narayanan et al. 2019). What a stage costs weighs time
-against memory, each as a share of its total, as SageMaker's model-parallel library did: 0.2 of
-memory for ``"speed"``, 0.8 for ``"memory"``. Among the cuts whose worst stage is equally good, the
-one whose other stages are most even is taken.
+stage sets a pipeline's speed (PipeDream, Narayanan et al. 2019). A stage's cost weighs time against
+memory, each as a share of its total, as in SageMaker's model-parallel library: memory weighs 0.2
+for ``"speed"`` and 0.8 for ``"memory"``. Ties go to the cut with the most even stages.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ Seconds = Callable[[float], float]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of its stage's states that a worker holds: 1 where nothing is sharded."""
+    """Fraction of its stage's states that a worker holds; 1 without sharding."""
 
     parameters: float = 1.0
     gradients: float = 1.0
@@ -82,11 +80,11 @@ class StageCost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of one micro-batch."""
+        """Forward plus backward of one micro-batch."""
         return self.forward_seconds + self.backward_seconds
 
     def memory_bytes(self, held: Held) -> float:
-        """States and activations."""
+        """States plus activations."""
         return (
             self.parameter_bytes * held.parameters
             + self.trainable_bytes * held.gradients
@@ -120,7 +118,7 @@ class Cut:
         return max(seconds) / mean if mean else 1.0
 
     def names(self, costs: Costs) -> list[str]:
-        """Of the units that begin a stage, without the first: what ``split_at`` takes."""
+        """First units of all stages but the first: the values of ``split_at``."""
         return [costs.units[b].name for b in self.bounds[1:-1]]
 
 
@@ -210,7 +208,7 @@ def cut_chain(
     held: Held = Held(),
     send_seconds: Seconds | None = None,
 ) -> Cut | None:
-    """As :func:`cut`, of a chain that is made already; None where there is no cut."""
+    """Like :func:`cut`, for an existing chain; None if there is no cut."""
     flights = _flights(schedule, workers, virtual, micro_batches)
     count = len(flights)
     if len(made.cuts) + 1 < count:
@@ -244,8 +242,7 @@ def cut_equal(
     micro_samples: float = 1.0,
     micro_batches: int | None = None,
 ) -> Cut:
-    """The cut that counts: as many units in each stage, at the nearest place where a cut is
-    allowed. For comparison.
+    """The counting cut: equal numbers of units, at the nearest allowed positions. For comparison.
 
     Raises:
         ArgumentError: there are fewer places to cut than stages.
@@ -276,7 +273,7 @@ def cut_at(
     micro_batches: int | None = None,
     recompute: Recompute = "none",
 ) -> Cut:
-    """The cut that a user names: each name is a module that begins a stage.
+    """The cut a user names; each name is a module that starts a stage.
 
     Raises:
         ArgumentError: a name is not in the model or cannot begin a stage, or there is not one fewer
@@ -357,9 +354,7 @@ def _by_worker(stages: tuple[StageCost, ...], workers: int, held: Held) -> list[
 
 
 class _Sums:
-    """Prefix sums over the places where a cut is allowed, and the cost matrix of a stage from
-    them.
-    """
+    """Prefix sums over allowed cut positions, and a stage's cost matrix from them."""
 
     def __init__(
         self,
@@ -406,8 +401,8 @@ class _Sums:
             self.ties.append((sums(owners), len(tie.units), tie.units[0], seconds, copy))
 
     def block(self, alpha: float, flight: int, cap: float | None, low: int, high: int) -> Array:
-        """Cost of a stage from place ``i`` (row) to place ``low + j`` (column); infinite where it
-        may not be.
+        """Cost of a stage from position ``i`` (row) to ``low + j`` (column); infinite if not
+        allowed.
         """
         seconds, states, saved = self._parts(low, high)
         total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
@@ -420,8 +415,8 @@ class _Sums:
         return share
 
     def _parts(self, low: int, high: int) -> tuple[Array, Array, Array]:
-        """Seconds (infinite where no stage may be), states and activations: the same for every
-        stage, so kept where they are small.
+        """Seconds (infinite if not allowed), states and activations, kept if small: equal for all
+        stages.
         """
         found = self._kept.get(low)
         if found is not None and found[0].shape[1] == high - low:
@@ -448,7 +443,7 @@ class _Sums:
 def _solve(
     tables: _Sums, flights: tuple[int, ...], alpha: float, cap: float | None
 ) -> tuple[list[int], float] | None:
-    """Places of the best cut and the cost of its worst stage; None where there is none."""
+    """The best cut and its worst stage's cost; None if there is none."""
     places = len(tables.places)
     worst = np.full(places, np.inf)
     worst[0] = 0.0

@@ -1,4 +1,4 @@
-"""Memory of a plan: what is held at each moment of a step, unit by unit; the largest sum counts."""
+"""A plan's memory at each moment of a step, unit by unit; the largest sum counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Moment = dict[str, Array]
 
 
 class PredictionSource(Protocol):
-    """What the prediction of one plan asks of what all plans for a model and a cluster share."""
+    """What predictions of all plans for one model and cluster share."""
 
     costs: Costs
     cluster: Cluster
@@ -59,7 +59,7 @@ class PredictionSource(Protocol):
         send: CollectiveCost,
         quick: bool,
     ) -> tuple[int, ...] | None:
-        """Where a plan's pipeline is cut; None where it cannot be."""
+        """A plan's pipeline cut, or None."""
 
     def one_device_seconds(self, batch_size: int) -> float:
         """The same global batch on one device."""
@@ -68,11 +68,11 @@ class PredictionSource(Protocol):
         """Whether so many bytes fit into a device."""
 
     def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
-        """What in a prediction is an estimate or an assumption."""
+        """Estimates and assumptions in a prediction."""
 
 
 class PeakMemory:
-    """One plan whose memory is predicted; :class:`Step` adds its time."""
+    """A plan whose memory is predicted."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PeakMemory:
         return {kind: size + worst.get(kind, 0.0) for kind, size in always.items()}
 
     def _scratch(self, trainable: float) -> float:
-        """What the optimizer needs for a moment while it steps."""
+        """Temporary memory of the optimizer's step."""
         part = self.held.optimizer if self.plan.shard == "optimizer" else self.held.gradients
         if self.costs.optimizer_transient_bytes:  # counted, not assumed
             return (
@@ -152,9 +152,7 @@ class PeakMemory:
         )
 
     def _ring_buffer(self, size: float, ranks: int) -> float:
-        """What gloo's all-reduce of so many bytes holds beside them: two segments of at most 1
-        MiB.
-        """
+        """gloo's all-reduce buffers: two segments of at most 1 MiB."""
         return (
             2.0 * min(_GLOO_SEGMENT, size / (2 * ranks))
             if self.cluster.device == "cpu" and ranks > 1
@@ -162,8 +160,8 @@ class PeakMemory:
         )
 
     def _plain_moments(self) -> list[_Moment]:
-        """What whole parameters need beside them in the forward pass, the backward pass and the
-        optimizer's step.
+        """Extra memory of whole parameters in the forward, the backward and the optimizer's
+        step.
         """
         made, plan, replicas = self.peak, self.plan, self.plan.replicas
         trainable = float(made.trainable.sum())
@@ -235,11 +233,13 @@ class PeakMemory:
         ]
 
     def _sharded_moments(self) -> list[_Moment]:
-        """The same of FSDP2. It gathers into one buffer and copies out of that into parameters; in
-        the forward pass the buffer stays until the next block is gathered, in the backward pass the
-        next block is gathered ahead. Gradients are copied into one buffer, which stays until the
-        next block's are. What is in no block is gathered first and its gradients are reduced last.
-        On the CPU gloo gathers, and reduces, in a copy of its own.
+        """The same under FSDP2.
+
+        It gathers into one buffer and copies parameters out of it. In the forward pass the buffer
+        stays until the next block is gathered; in the backward pass the next block is gathered
+        ahead. Gradients are copied into one buffer, which stays until the next block's. Parameters
+        outside all blocks are gathered first and reduced last. On the CPU, gloo gathers and reduces
+        in its own copy.
         """
         made, again = self.peak, self.plan.shard == "parameters"
         n, parts = len(made), self.parts
@@ -510,8 +510,8 @@ class PeakMemory:
         returns: Array,
         gradients: float,
     ) -> dict[str, float]:
-        """What a worker of a pipeline holds at its fullest, without walking through its list: all
-        gradients and all that is in flight.
+        """Upper bound of a pipeline worker's peak without walking its list: all gradients and all
+        activations in flight.
         """
         mine = stages.worker == worker
         sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
@@ -532,11 +532,10 @@ class PeakMemory:
     def _walked(
         self, worker: int, stages: Stages, arrives: Array, returns: Array, undivided: Array
     ) -> dict[str, float]:
-        """What a worker of a pipeline holds at its fullest, action by action, as the runtime does.
+        """A pipeline worker's peak, action by action as at run time.
 
-        A received tensor is held until the gradient of it has been sent. What was sent is held to
-        the end of the step (the last 256 of it), and an activation that is sent is one of those
-        that its stage has saved.
+        A received tensor is held until its gradient is sent. The last 256 sent tensors are held to
+        the end of the step; a sent activation is one that its stage has saved.
         """
         plan, made, bounds = self.plan, self.peak, stages.bounds
         part = 1.0 / self.parts if self.fsdp else 1.0

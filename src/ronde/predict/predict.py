@@ -1,34 +1,32 @@
-"""What a plan would take: step time term by term, memory per device by kind, bytes exchanged;
-composed from measured parts.
+"""Predict a plan's step time term by term, its memory per device by kind, and its traffic, from
+measured parts.
 
-Nothing is fitted to step times. How each strategy is composed:
+Nothing is fitted to step times. Each strategy is composed as follows:
 
-- *Replicate* (DDP): the backward pass is walked gradient by gradient, they fill 25 MB buckets (the
-  first 1 MiB), and each bucket's all-reduce begins when it is full and the one before is done. What
+- *Replicate* (DDP): the backward pass is walked gradient by gradient. Gradients fill 25 MB buckets
+  (the first 1 MiB); a bucket's all-reduce starts when it is full and the previous one is done. What
   ends after the backward pass is exposed.
-- *Shard* ``"optimizer"`` (ZeRO-1): as replicate, then each worker broadcasts the parameters that it
+- *Shard* ``"optimizer"`` (ZeRO-1): as replicate, then each worker broadcasts the parameters it
   updated. ``"gradients"`` (ZeRO-2): parameters are gathered block by block, once per micro-batch,
-  and kept to the end of its backward pass. ``"parameters"`` (ZeRO-3, FSDP): gathered in both
-  passes, but for those in no block, which are kept. Gradients are reduce-scattered in the backward
-  pass of each micro-batch. Over neighbours alone (``shard_within``), the parts are then all-reduced
-  over the copies.
-- *Pipeline*: an event simulation of the schedule's lists, then each worker's exchange with its
-  replicas, not hidden. Under shard its modules are gathered whenever they are called.
-- *Tensor*: the share of each unit that can be divided is (an estimate: a divided matrix product is
-  less efficient than a whole one), and activations are all-reduced, not hidden.
-- *On the CPU* all of these take what the runtime adds (``Cluster.added``: hooks, copies into and
-  out of flat buffers, waking up), and a sharded model takes at each layer as long as its slowest
-  worker does (``Costs.lockstep``): both measured, like the collectives.
-- *Workers that share cores* (measured together against alone, ``Costs.contention``) are faster
-  while others wait: in a pipeline each pass is timed by how many others work beside it. Each
-      further micro-batch adds its gradients to those that are there.
-- *Recompute*: the forward pass, or the cheap part of it, once more. *Offload*: gradients down and
-  parameters up, not hidden.
+  and kept until its backward ends. ``"parameters"`` (ZeRO-3, FSDP): gathered in both passes, except
+  parameters outside blocks, which are kept. Gradients are reduce-scattered in each micro-batch's
+  backward, and with ``shard_within`` then all-reduced over the copies.
+- *Pipeline*: an event simulation of the schedule, then each worker's exposed exchange with its
+  replicas. Sharded modules are gathered on every call.
+- *Tensor*: the divisible share of each unit is divided (an estimate: divided products are less
+  efficient), and activations are all-reduced, exposed.
+- *On the CPU* each adds runtime overhead (``Cluster.added``: hooks, flat-buffer copies, wake-ups),
+  and a sharded model takes as long at each layer as its slowest worker (``Costs.lockstep``); both
+  are measured.
+- *Workers that share cores* (``Costs.contention``, measured together against alone) run faster
+  while others wait: each pipeline pass is timed by how many others work. Each further micro-batch
+  adds its gradients to the existing ones.
+- *Recompute*: the forward pass, or its cheap part, once more. *Offload*: gradients down and
+  parameters up, exposed.
 
-Memory is the largest sum at any one moment of the step: states, activations kept so far, gradients
-made so far, what a unit needs
-for a moment. Verdicts: below 80 % of the device's memory *fits*, up to 95 % *risky* (Fujii et al.
-2024: 454 runs, none below 80 % failed).
+Memory is the largest sum at any moment of the step: states, kept activations, gradients so far,
+temporary buffers. Verdicts: below 80 % of the device's memory *fits*, up to 95 % *risky* (Fujii
+et al. 2024: 454 runs, none below 80 % failed).
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def predict(plan: Plan, costs: Costs, cluster: Cluster) -> Prediction:
 
 
 class Predictor:
-    """Predicts many plans for one model on one cluster, and keeps what they have in common.
+    """Predicts many plans for one model and cluster, and caches what they share.
 
     Args:
         costs: of the model.
@@ -116,9 +114,7 @@ class Predictor:
         self.draws = False
 
     def timeline(self, plan: Plan) -> Timeline | None:
-        """One step of a pipeline as it is simulated, for a picture; None where it has too many
-        actions to be drawn.
-        """
+        """A simulated pipeline step to draw; None if it has too many actions."""
         self.draws = True
         try:
             self(plan, split_waits=False)
@@ -127,7 +123,7 @@ class Predictor:
         return self.simulated if self.simulated is not None and self.simulated.events else None
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
-        """What ``plan`` would take.
+        """Predict ``plan``.
 
         Args:
             plan: which.
@@ -171,9 +167,7 @@ class Predictor:
         return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
 
     def floor_seconds(self, plan: Plan) -> float:
-        """What a plan's computation alone takes at least, in equal stages if it is a pipeline: to
-        leave plans out early.
-        """
+        """Lower bound of a plan's step: computation alone, in equal stages. Prunes the search."""
         share = math.ceil(plan.batch_size / plan.replicas)
         count = (
             micro_batches_of(plan, share)
@@ -231,7 +225,7 @@ class Predictor:
         send: CollectiveCost,
         quick: bool,
     ) -> tuple[int, ...] | None:
-        """Where a plan's pipeline is cut; None where it cannot be."""
+        """A plan's pipeline cut, or None."""
         if plan.split_at:
             return cut_at(
                 self.costs,
@@ -272,8 +266,8 @@ class Predictor:
         return self._bounds[key]
 
     def one_device_seconds(self, batch_size: int) -> float:
-        """The same global batch on one device, in micro-batches as large as its memory takes (or
-        were measured, if not one sample fits).
+        """The same global batch on one device, in micro-batches as large as fit (or were measured,
+        if none fits).
         """
         if batch_size not in self._one_device:
             plan = Plan(workers=1, batch_size=batch_size)
@@ -315,7 +309,7 @@ class Predictor:
         return "fits" if used < FITS else "risky" if used <= RISKY else "does not fit"
 
     def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
-        """What in a prediction is an estimate or an assumption."""
+        """Estimates and assumptions in a prediction."""
         notes = []
         if self.cluster.speed_is_estimate:
             notes.append(

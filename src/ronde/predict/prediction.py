@@ -1,6 +1,4 @@
-"""What a plan would take: the terms of its step time, its memory by kind, and the words for
-them.
-"""
+"""A prediction: step-time terms, memory by kind, and their names."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ FITS, RISKY = 0.80, 0.95
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage of a pipeline in a prediction.
+    """A pipeline stage in a prediction.
 
     Attributes:
         stage, worker: which, and who holds it.
@@ -130,7 +128,7 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Against one device."""
+        """Relative to one device."""
         return self.one_device_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -140,11 +138,11 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> float:
-        """Of the worker that needs most."""
+        """Of the worker with the highest peak."""
         return sum(self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with what is derived."""
+        """Plain values, including derived ones."""
         values = dataclasses.asdict(self)
         values["plan"] = self.plan.to_dict()
         for name in ("step_seconds", "samples_per_second", "speedup", "efficiency", "memory_bytes"):

@@ -1,6 +1,4 @@
-"""The picture of a pipeline's schedule: for the terminal, readable without colour too, and as
-SVG.
-"""
+"""Draw a pipeline's schedule: in the terminal, readable without color, and as SVG."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backwar
 
 
 def terminal(timeline: Timeline, width: int = 100) -> Text:
-    """One row a worker, time to the right. Forward passes show the last digit of their micro-batch,
-    backward passes a small letter (a for micro-batch 0), weights' parts a capital one, and waiting
-    a dot.
+    """One row per worker, time to the right. Forwards show their micro-batch's last digit,
+    backwards a small letter (a for micro-batch 0), weight gradients a capital, waiting a dot.
 
     Raises:
         ArgumentError: the timeline has no events.
@@ -75,7 +72,7 @@ def terminal(timeline: Timeline, width: int = 100) -> Text:
 
 
 def svg(timeline: Timeline, title: str = "") -> str:
-    """The same as a standalone SVG: an axis in seconds, one row a worker, a legend.
+    """The same as a standalone SVG with an axis in seconds and a legend.
 
     Raises:
         ArgumentError: the timeline has no events.

@@ -1,8 +1,7 @@
-"""Every plan that the runtime carries out, for so many workers: left out by memory and closed form,
-the best ones simulated, ranked.
+"""Search all plans the runtime supports: prune by memory and closed form, simulate the best, rank.
 
-The global batch stays what it is: each plan's micro-batches follow from it, and a plan whose
-replicas would get less than one sample each is left out.
+The global batch is fixed; micro-batches follow from it. A plan whose replicas would get less than
+one sample is skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _INEXACT = (
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         plans: predicted in full, best first.
@@ -82,7 +81,7 @@ class SearchResult:
 
     @property
     def runner_up(self) -> Prediction | None:
-        """The best plan of another family; None where there is one family."""
+        """The best plan of another family, if there is one."""
         return next(
             (p for p in self.families.values() if p.plan.family != self.best.plan.family), None
         )
@@ -111,7 +110,7 @@ def search(
     prune: bool = False,
     like: Plan | None = None,
 ) -> SearchResult:
-    """The best plans for ``workers`` workers.
+    """Find the best plans for ``workers`` workers.
 
     Args:
         costs: of the model; their ``batch_size`` is the global batch.
@@ -222,11 +221,9 @@ def search(
 def rank_key(
     prediction: Prediction, optimize: Literal["speed", "memory"] = "speed", noise: float = 0.0
 ) -> tuple[float, ...]:
-    """What plans are sorted by: whether they fit, then step time (or memory), with half a percent
-    for each mechanism more.
+    """Sort key: fit first, then step time (or memory) plus half a percent per mechanism.
 
-    ``noise`` is how far the measurements may be wrong: a plan that is less simple has to be faster
-    than the doubt, up to 5 %.
+    ``noise`` is the measurements' uncertainty: a more complex plan must beat it, up to 5 %.
     """
     plan = prediction.plan
     mechanisms = (
@@ -249,7 +246,7 @@ def rank_key(
 
 
 def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
-    """Why the runtime does not carry a plan out, or None where it does."""
+    """Why the runtime cannot carry out a plan, or None."""
     share = plan.batch_size / plan.replicas
     if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
         return (
@@ -320,8 +317,8 @@ def _ways(plan: Plan) -> Iterator[str]:
 def candidates(
     base: Plan, costs: Costs, cluster: Cluster, brief: bool = False
 ) -> Iterator[list[Plan]]:
-    """Every plan for ``base.workers`` workers, in ladders: plans of one ladder differ in how small
-    their micro-batches are, larger first.
+    """All plans for ``base.workers`` workers, in ladders that differ only in micro-batch size,
+    largest first.
     """
     workers, batch = base.workers, base.batch_size
     recomputes: tuple[Literal["none", "selective", "full"], ...] = (
@@ -431,9 +428,7 @@ def _climb(
     look: Callable[[Plan], Prediction | None],
     optimize: Literal["speed", "memory"],
 ) -> None:
-    """Look at a ladder's largest micro-batch that fits, and at what is tried on the way: smaller
-    ones only take longer.
-    """
+    """Descend a ladder to the first micro-batch that fits; smaller ones only take longer."""
 
     def fits(plan: Plan) -> bool:
         quick = look(plan)
@@ -455,8 +450,8 @@ def _climb(
 
 
 def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: bool) -> list[int]:
-    """Sizes of micro-batches worth a look: about as many of them as the pipeline has workers, twice
-    as many, …, and one sample each.
+    """Micro-batch sizes worth trying: as many micro-batches as pipeline workers, twice as many, …,
+    one sample each.
     """
     wanted = [pipeline * f for f in ((2, 8) if brief else (1, 2, 4, 8, 16))]
     fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
@@ -477,8 +472,8 @@ def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: 
 def _choose(
     kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]], simulate: int
 ) -> list[Prediction]:
-    """The best of all, and the best of every family and schedule, so that none is left out by the
-    closed form alone.
+    """The best of all, and of every family and schedule, so that the closed form alone excludes
+    none.
     """
     drawers = [sorted(drawer, key=lambda e: e[:2], reverse=True) for drawer in kept.values()]
     chosen: dict[int, Prediction] = {}

@@ -1,9 +1,7 @@
-"""One step of a pipeline, event by event: every worker does its list in order and waits for what it
-needs.
+"""Simulate a pipeline step event by event: each worker runs its list and waits for its inputs.
 
-A forward pass waits for the stage before, a backward pass for the stage after, both with the time
-of the send where the two are on different workers. Sends run beside the computation, one at a time
-on each directed link. Nothing else waits.
+A forward waits for the previous stage, a backward for the next, plus the send time between
+different workers. Sends overlap with computation, one at a time per directed link.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _ACTIONS = 6_000
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Something that a worker did, from ``start`` to ``end``, in seconds from the step's begin."""
+    """An action of a worker, ``start`` to ``end`` in seconds since the step began."""
 
     worker: int
     start: float
@@ -73,7 +71,7 @@ class Times:
 
     @classmethod
     def of(cls, stages: Sequence[StageCost]) -> Times:
-        """Of the stages of a cut."""
+        """Build from a cut's stages."""
         return cls(
             forward=tuple(s.forward_seconds for s in stages),
             backward=tuple(s.backward_seconds for s in stages),
@@ -84,7 +82,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulated step was like.
+    """A simulated step.
 
     Attributes:
         seconds: until the last worker is done.
@@ -107,12 +105,12 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Share of the step in which each worker waits."""
+        """Share of the step each worker waits."""
         return tuple(1.0 - b / self.seconds if self.seconds else 0.0 for b in self.busy)
 
     @property
     def mean_bubble(self) -> float:
-        """Over all workers."""
+        """Mean over workers."""
         return sum(self.bubble) / len(self.bubble)
 
 
@@ -125,7 +123,7 @@ def simulate(
     micro_batches: int = 0,
     stretch: dict[tuple[int, Action], float] | None = None,
 ) -> Timeline:
-    """Let every worker do its list.
+    """Run every worker's list.
 
     Args:
         lists: actions of each worker, as :func:`ronde.plan.schedules.actions` gives them; sends and
@@ -234,10 +232,9 @@ def simulate(
 def share_cores(
     timeline: Timeline, contention: float, copies: int
 ) -> dict[tuple[int, Action], float]:
-    """Factors, at most 1, by which each action is shorter than with all workers at work, where they
-    share cores and some wait meanwhile.
+    """Factors (at most 1) that shorten actions while other workers wait, if workers share cores.
 
-    All workers are taken to share the cores, also those of other nodes.
+    All workers are assumed to share the cores, also those of other nodes.
 
     Args:
         timeline: with its events, of actions that take as long as with all workers at work.
@@ -277,9 +274,9 @@ def run_step(
 ) -> Timeline:
     """Simulate one step of a schedule.
 
-    A long step is simulated at two smaller numbers of micro-batches and continued in a line: once a
-    pipeline is full, each round of micro-batches takes as long as the one before. ``exact`` forbids
-    that. Where workers share cores, see :func:`share_cores`.
+    A long step is simulated at two smaller numbers of micro-batches and extrapolated linearly: in a
+    full pipeline, each round takes as long as the one before. ``exact`` disables that. For shared
+    cores see :func:`share_cores`.
 
     Raises:
         ArgumentError: the schedule does not allow these numbers.

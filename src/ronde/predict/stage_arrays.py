@@ -1,4 +1,4 @@
-"""The stages of a cut pipeline as arrays, and small sums over blocks of units."""
+"""A cut pipeline's stages as arrays, and sums over blocks of units."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Stages", "stage_arrays", "by_worker", "closed_form", "edges", "ring"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stages:
-    """The stages of a cut as arrays, one number a stage."""
+    """A cut's stages as arrays, one number per stage."""
 
     bounds: tuple[int, ...]
     worker: Array
@@ -39,12 +39,12 @@ class Stages:
 
 
 def ring(ranks: int) -> float:
-    """Bytes that a worker sends for each byte that a ring all-reduces."""
+    """Bytes a worker sends per byte of a ring all-reduce."""
     return 2.0 * (ranks - 1) / ranks
 
 
 def within(values: Array, starts: npt.NDArray[np.intp], count: int) -> Array:
-    """The sum over a unit and those after it in its run."""
+    """Sum over a unit and those after it in its run."""
     total = np.cumsum(values[::-1])[::-1]
     ends = np.append(starts[1:], count)
     behind = np.append(total, 0.0)[ends]
@@ -52,12 +52,12 @@ def within(values: Array, starts: npt.NDArray[np.intp], count: int) -> Array:
 
 
 def edges(blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Units that begin a block, or a run of units that are in none."""
+    """Units that start a block, or a run outside blocks."""
     return np.concatenate([[0], np.flatnonzero(np.diff(blocks)) + 1]).astype(np.intp)
 
 
 def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
-    """Sums over the units of each stage of a cut."""
+    """Sums over each stage's units."""
     starts = np.array(bounds[:-1])
     count = len(starts)
     worker = np.array([worker_of(s, plan.pipeline, plan.schedule) for s in range(count)])
@@ -110,7 +110,7 @@ def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
 
 
 def by_worker(values: Array, stages: Stages, workers: int) -> Array:
-    """One number a stage, summed for each worker."""
+    """Per-stage numbers summed by worker."""
     return np.asarray(
         np.bincount(stages.worker.astype(np.intp), weights=values, minlength=workers), dtype=float
     )
@@ -119,8 +119,8 @@ def by_worker(values: Array, stages: Stages, workers: int) -> Array:
 def closed_form(
     plan: Plan, stages: Stages, micro_batches: int, overhead_seconds: float, send_seconds: float
 ) -> Timeline:
-    """The textbook's step: the busiest worker without a pause, and the others' time for one
-    micro-batch, as far as the schedule waits for it.
+    """The textbook's step: the busiest worker without waiting, plus the others' time for one
+    micro-batch.
     """
     workers = plan.pipeline
     thrice = plan.schedule in ("zero-bubble", "zbv")

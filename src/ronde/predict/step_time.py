@@ -1,4 +1,4 @@
-"""One step of a plan, composed from measured parts: its time term by term."""
+"""Compose a plan's step time from measured parts, term by term."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class StepPrediction(PeakMemory):
     """One plan being predicted."""
 
     def whole(self, quick: bool) -> Prediction:
-        """With the whole model on each worker, or on each group of tensor-parallel or sharding
-        workers.
-        """
+        """With the whole model on each worker, or each tensor-parallel or sharding group."""
         made, times = self.made, self.micro_batches
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
@@ -69,8 +67,8 @@ class StepPrediction(PeakMemory):
         return self._result(terms, memory, sent, 0.0, hidden, simulated=not quick)
 
     def _buckets(self) -> tuple[float, float]:
-        """Seconds of the gradients' exchange that are exposed after the backward pass, and hidden
-        in it.
+        """Seconds of the gradient exchange that are exposed after the backward pass, and hidden in
+        it.
         """
         made, gradients = self.made, self.owner.gradients
         ready = np.cumsum(made.backward[::-1])
@@ -96,22 +94,18 @@ class StepPrediction(PeakMemory):
         return exposed, total - exposed
 
     def _broadcasts(self, trainable: float, tensors: float) -> float:
-        """Seconds until every worker has sent the parameters that it updated, one worker after the
-        other.
-        """
+        """Seconds for all workers to send the parameters they updated, one after another."""
         each = trainable / self.parts
         messages = self.parts * max(1, math.ceil(each / _BUCKET))
         added = self.added["update"](trainable, tensors)
         return messages * self.broadcast.alpha + trainable * self.broadcast.seconds_per_byte + added
 
     def _gathered(self, size: float, tensors: float) -> float:
-        """Seconds of gathering so many bytes of parameters by FSDP2."""
+        """Seconds of FSDP2's gather of so many bytes."""
         return self.gather(size) + self.added["gather"](size, tensors)
 
     def _reduced(self, size: float, tensors: float, last: bool) -> float:
-        """Seconds of reducing so many bytes of gradients by FSDP2: over the copies with the last
-        micro-batch only.
-        """
+        """Seconds of FSDP2's gradient reduction; over the copies in the last micro-batch only."""
         return (
             self.scatter(size)
             + (self.copies(size / self.parts) if last else 0.0)
@@ -119,9 +113,7 @@ class StepPrediction(PeakMemory):
         )
 
     def _sharded(self, terms: dict[str, float]) -> float:
-        """Adds the seconds of gathering parameters and scattering gradients that are exposed; gives
-        those that are hidden.
-        """
+        """Add exposed gather and scatter seconds; returns the hidden ones."""
         kinds = ((1, True), (self.micro_batches - 1, False))
         found = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
         terms["gather"] = sum(times * gather for times, gather, _, _ in found)
@@ -129,9 +121,7 @@ class StepPrediction(PeakMemory):
         return sum(times * hidden for times, _, _, hidden in found)
 
     def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
-        """Of one micro-batch: seconds of gathering and of scattering that are exposed, and of both
-        that are hidden.
-        """
+        """Exposed gather and scatter seconds of one micro-batch, and hidden ones of both."""
         made, overlap, slower = self.made, self.cluster.overlap, self.cluster.interference - 1.0
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
@@ -186,9 +176,7 @@ class StepPrediction(PeakMemory):
         return shown * part, shown * (1.0 - part), max(0.0, gathers + reduces - shown)
 
     def _accumulated(self, trainable: float) -> float:
-        """Seconds of adding the gradients of so many bytes of parameters to those of the
-        micro-batch before.
-        """
+        """Seconds to add one micro-batch's gradients to the previous ones."""
         part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
         return (
             self.costs.accumulate_seconds
@@ -198,7 +186,7 @@ class StepPrediction(PeakMemory):
         )
 
     def _optimizer(self, trainable: float) -> float:
-        """Seconds of clipping and of the optimizer's step."""
+        """Seconds of clipping and the optimizer step."""
         part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
         fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
@@ -218,7 +206,7 @@ class StepPrediction(PeakMemory):
         return moved / rate
 
     def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
-        """With a stage or several on each worker."""
+        """With one or more stages on each worker."""
         plan, cluster = self.plan, self.cluster
         workers, virtual = plan.pipeline, plan.virtual
         at = self.at["stages"]

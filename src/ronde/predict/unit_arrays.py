@@ -1,4 +1,4 @@
-"""A model's units as arrays: what each costs at one micro-batch size, under tensor parallelism and
+"""A model's units as arrays: costs at one micro-batch size, under tensor parallelism and
 recomputation.
 """
 
@@ -56,9 +56,7 @@ class Tie:
 
 
 def holders(tie: Tie, bounds: tuple[int, ...], worker: Array) -> tuple[list[int], list[int]]:
-    """Of each worker that has a part in a tie, the first of its stages that does, and the last,
-    which makes the gradient.
-    """
+    """First and last stage of each worker that shares a tie; the last makes the gradient."""
     stages = sorted({int(np.searchsorted(bounds, u, side="right")) - 1 for u in tie.units})
     firsts: dict[int, int] = {}
     lasts: dict[int, int] = {}
@@ -70,8 +68,7 @@ def holders(tie: Tie, bounds: tuple[int, ...], worker: Array) -> tuple[list[int]
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One array an attribute, one number a unit: seconds and bytes of one micro-batch on one
-    worker.
+    """Arrays over units: seconds and bytes of one micro-batch on one worker.
 
     Attributes:
         forward, backward: seconds; tensor-parallel all-reduces and recomputation are in them.
@@ -118,14 +115,13 @@ class Chain:
 
     @property
     def seconds(self) -> Array:
-        """Forward and backward together."""
+        """Forward plus backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Every gradient in the order in which the backward pass makes them: of the last unit first,
-    and of its last parameter.
+    """All gradients in backward order: last unit first, and its last parameter first.
 
     Attributes:
         unit: whose it is.
@@ -142,7 +138,7 @@ class Gradients:
 
     @classmethod
     def of(cls, costs: Costs) -> Gradients:
-        """Of a model's units."""
+        """Build from a model's units."""
         rows = []
         for k in reversed(range(len(costs.units))):
             unit = costs.units[k]
@@ -159,9 +155,7 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Fixed and per-sample part of every line (with bends: one row a piece), and what does not
-    depend on samples.
-    """
+    """Fixed and per-sample part of every line (with bends: one row per piece)."""
 
     lines: dict[str, tuple[Array, Array]]
     flat: dict[str, Array]
@@ -379,7 +373,7 @@ def chain(
 
 
 def _tables(costs: Costs) -> _Tables:
-    """The arrays of a model, made once."""
+    """A model's arrays, built once."""
     found = _made.get(id(costs))
     if found is not None and found[0]() is costs:
         return found[1]
@@ -407,11 +401,10 @@ def _tables(costs: Costs) -> _Tables:
 
 
 def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
-    """The block of each unit, by its name: up to the first number in it, as members of lists of
-    modules have; -1 for the rest.
+    """Each unit's block: its name up to the first number, as in module lists; -1 for the rest.
 
-    In a model without such names each child of the model is a block. The same rule as
-    ronde.parallel.recompute follows on modules.
+    Without such names, each child of the model is a block. ronde.parallel.recompute uses the same
+    rule.
     """
 
     def member(name: str) -> str | None:
@@ -433,7 +426,7 @@ def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
 
 
 def _named(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
-    """The block of each unit, as the unit says."""
+    """Each unit's declared block."""
     found: list[int] = []
     last = -1
     for i, unit in enumerate(units):
@@ -444,7 +437,7 @@ def _named(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
 
 
 def _runs(blocks: npt.NDArray[np.intp]) -> list[slice]:
-    """The units of each block, which follow each other."""
+    """The consecutive units of each block."""
     edges = [0, *(int(i) for i in np.flatnonzero(np.diff(blocks)) + 1), len(blocks)]
     return [slice(a, b) for a, b in itertools.pairwise(edges) if blocks[a] >= 0]
 
