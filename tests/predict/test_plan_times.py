@@ -19,7 +19,8 @@ from cost_models import MSE, Sleep, Tied, numbers, sgd, tokens_loss, words
 from ronde.measure.model_units import ModelUnit
 from ronde.measure.planner import gauge
 from ronde.measure.quiet_gate import Gate, NoisyMachine
-from ronde.measure.time_units import Subject, measure
+from ronde.measure.time_units import measure
+from ronde.measure.timed_model import TimedModel
 from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.predict.costs import Costs
@@ -106,13 +107,13 @@ def test_a_block_that_cannot_be_computed_again_is_measured_without():
     )
     with contextlib.ExitStack() as stack:
         chain = [ModelUnit(u.name, u.alike) for u in costs.units]
-        subject = Subject(
+        timed = TimedModel(
             stack, model, sgd(model), MSE, chain, torch.device("cpu"), contextlib.nullcontext
         )
-        assert subject.again(("full",), {4: numbers(8)(4)}, 0.1) == {}
+        assert timed.time_recomputation(("full",), {4: numbers(8)(4)}, 0.1) == {}
     assert (
-        len(subject.notes) == 1
-        and "recompute=full could not be timed (CheckpointError" in subject.notes[0]
+        len(timed.notes) == 1
+        and "recompute=full could not be timed (CheckpointError" in timed.notes[0]
     )
     assert not any("forward" in vars(m) for m in model.modules())
 

@@ -121,7 +121,7 @@ def register(app: typer.Typer) -> None:
                 last = b"".join(said).decode(errors="replace").strip().splitlines()
                 text = outcome.error or (last[-1] if last else "a worker failed")
                 raise RondeError(
-                    f"{text} Or write it all the same: --accept-noise."
+                    f"{text} Or write the file anyway: --accept-noise."
                     if "too busy" in text
                     else text
                 )

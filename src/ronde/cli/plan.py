@@ -256,10 +256,7 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
-            return (
-                f"{error.partition(': ')[2]} Wait until the machine is quiet, or go on with "
-                "--accept-noise."
-            )
+            return f"{error.partition(': ')[2]} Or plan with these times: --accept-noise."
         return f"the script failed before its model was measured: {error}"
 
     say(f"starting {command[0] if command[0] != '-m' else command[1]}")
@@ -337,9 +334,9 @@ def _write(
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
     if save is not None and explanation.found.best.verdict != "does not fit":
-        from ronde.measure import carried_out
+        from ronde.measure import with_predicted_cut
 
-        carried_out(explanation.found.best).save(save)
+        with_predicted_cut(explanation.found.best).save(save)
     if picture is None:
         return True
     timeline = _timeline(explanation, costs, target)

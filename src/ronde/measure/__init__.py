@@ -14,7 +14,7 @@ from ronde.world.lazy import lazily
 if TYPE_CHECKING:
     from ronde.measure.arms import Arm, ArmResult, Timed
     from ronde.measure.bench_links import default_cluster, has_cuda
-    from ronde.measure.planner import answer, carried_out, load_costs, threads_on
+    from ronde.measure.planner import answer, load_costs, threads_on, with_predicted_cut
     from ronde.measure.throughput import Bench
 
 __all__ = [
@@ -23,11 +23,11 @@ __all__ = [
     "Bench",
     "Timed",
     "answer",
-    "carried_out",
     "default_cluster",
     "has_cuda",
     "load_costs",
     "threads_on",
+    "with_predicted_cut",
 ]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
@@ -35,7 +35,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.measure.bench_links": "default_cluster has_cuda",
-            "ronde.measure.planner": "answer carried_out load_costs threads_on",
+            "ronde.measure.planner": "answer load_costs threads_on with_predicted_cut",
             "ronde.measure.arms": "Arm ArmResult Timed",
             "ronde.measure.throughput": "Bench",
         },

@@ -9,7 +9,7 @@ from functools import partial
 
 from ronde.predict import LinearCost
 
-__all__ = ["line", "most"]
+__all__ = ["line", "most", "scaled"]
 
 Points = Sequence[tuple[float, float]]
 _close = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
@@ -59,3 +59,8 @@ def most(points: Points) -> LinearCost:
     if any(part < 0 for chord in chords for part in chord):
         chords.insert(0, (0.0, 0.0))
     return LinearCost(*chords[-1], tuple(reversed(chords[:-1])))
+
+
+def scaled(cost: LinearCost, factor: float) -> LinearCost:
+    """A cost without bends, times a factor."""
+    return LinearCost(cost.fixed * factor, cost.per_sample * factor)

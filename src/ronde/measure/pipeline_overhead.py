@@ -19,7 +19,7 @@ from ronde.capture.follow import follow
 from ronde.measure.cost_lines import line
 from ronde.measure.optimizer_memory import copied_optimizer
 from ronde.measure.stand_in import untouched
-from ronde.measure.time_units import clipped, least
+from ronde.measure.timed_model import least, time_clipping
 from ronde.parallel import Work
 from ronde.parallel.pipeline_parallel import Once
 from ronde.parallel.stage_run import StageRun, program
@@ -188,6 +188,6 @@ def clip_fixed_seconds(model: nn.Module, rounds: int = 7) -> float:
     try:
         for p in given:
             p.grad = torch.ones_like(p)
-        return least([clipped(given, device) for _ in range(rounds + 2)][2:], calm)
+        return least([time_clipping(given, device) for _ in range(rounds + 2)][2:], calm)
     except Exception:
         return 0.0

@@ -35,22 +35,20 @@ class NoisyMachine(RondeError):
 
 
 class Reference:
-    """A fixed piece of work of some milliseconds, and how long it takes just now.
+    """Times a fixed piece of work of about ``seconds`` on ``device``.
 
-    Args:
-        device: where.
-        seconds: about how long one reading lasts.
-        calm: whether only the time counts that this thread worked: with one thread, being preempted
-            is no disturbance.
+    ``cpu_time``: count only this thread's CPU time. With one thread, being preempted is no
+    disturbance then.
     """
 
-    def __init__(self, device: torch.device, seconds: float = 0.004, calm: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, seconds: float = 0.004, cpu_time: bool = False
+    ) -> None:
         self._device = device
-        self._now = time.thread_time if calm else time.perf_counter
-        # Tensors of its own, without a generator: nobody's randomness is touched.
+        self._now = time.thread_time if cpu_time else time.perf_counter
+        # Made without a generator, so that no random state changes.
         self._a = torch.linspace(-1.0, 1.0, 192 * 192, device=device).view(192, 192)
         self._b = torch.empty_like(self._a)
-        self._times = 1
         for _ in range(3):
             self._run(20)
         once = min(self._run(20) for _ in range(5)) / 20
@@ -71,31 +69,28 @@ class Reference:
 
 
 def busy() -> tuple[float, float, float]:
-    """Seconds since boot that all cores have worked for anybody (and been taken by a host), this
-    process has, and there were.
-    """
-    found = psutil.cpu_times()
-    idle = found.idle + getattr(found, "iowait", 0.0)
-    total = sum(found) - getattr(found, "guest", 0.0) - getattr(found, "guest_nice", 0.0)
+    """CPU seconds since boot: of all processes (and of the host), of this process, and in all."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     own = os.times()
     return total - idle, own.user + own.system, total
 
 
 @dataclass
 class Gate:
-    """Says which rounds of measuring were disturbed, and whether the whole can be relied on.
+    """Says which rounds of a measurement were disturbed, and whether it can be trusted.
 
-    A round counts only if the fixed work next to it was about as fast as it has ever been: before,
-    after and in between.
+    A round counts only if the fixed work next to it was about as fast as its best.
 
     Args:
-        read: takes one reading of fixed work, in seconds: a :class:`Reference`.
-        watch_others: whether the work of other processes counts too. It is what shows that a
-            machine was busy from beginning to end.
+        read: takes a reading of fixed work, in seconds: a :class:`Reference`.
+        watch_others: whether other processes count too. This detects a machine that is busy from
+            beginning to end.
 
     Attributes:
         readings: all, in order.
-        rounds: of them, those next to a round.
+        rounds: those taken with a round.
         others: share of all cores' time that other processes took.
     """
 
@@ -109,18 +104,18 @@ class Gate:
     _last: int = 0
 
     def begin(self, readings: int = 12) -> None:
-        """Take the readings that come before."""
+        """Take readings before the first round."""
         self._began = busy()
         self.readings += [self.read() for _ in range(readings)]
         self._first = len(self.readings)
 
     def round(self) -> None:
-        """Take the reading that goes with a round."""
+        """Take the reading of a round."""
         self.rounds.append(self.read())
         self.readings.append(self.rounds[-1])
 
     def end(self, readings: int = 12) -> None:
-        """Take the readings that come after."""
+        """Take readings after the last round."""
         self.readings += [self.read() for _ in range(readings)]
         self._last = readings
         worked, own, total = (now - then for now, then in zip(busy(), self._began, strict=True))
@@ -128,71 +123,57 @@ class Gate:
 
     @property
     def best(self) -> float:
-        """Least reading."""
+        """The fastest reading."""
         return min(self.readings)
 
     def good(self) -> list[bool]:
-        """Of each round, whether it was undisturbed, as far as is known by now."""
+        """For each round, whether it was undisturbed, as far as is known now."""
         limit = self.best * (1 + TOLERANCE)
         return [reading <= limit for reading in self.rounds]
 
     @property
     def drift(self) -> float:
-        """How far the best reading moved from before to after, relatively."""
+        """Relative change of the best reading, from before to after."""
         if not self._first or not self._last:
             return 0.0
         return abs(min(self.readings[-self._last :]) / min(self.readings[: self._first]) - 1)
 
     @property
     def share(self) -> float:
-        """Share of all readings that were disturbed."""
-        return sum(r > self.best * (1 + TOLERANCE) for r in self.readings) / max(
-            1, len(self.readings)
-        )
+        """Share of readings that were disturbed."""
+        limit = self.best * (1 + TOLERANCE)
+        return sum(r > limit for r in self.readings) / max(1, len(self.readings))
 
     def level(self, repeats: float = 0.0) -> float:
-        """Relative disturbance of what was kept: of the fixed work next to it, or between two
-        halves of it where that is more.
-
-        Args:
-            repeats: relative distance between two halves of the same measurements.
+        """Relative disturbance of the undisturbed rounds: of their readings, or ``repeats``, the
+        difference between two halves of the measurements.
         """
         kept = [r for r, good in zip(self.rounds, self.good(), strict=True) if good]
         return max(repeats, statistics.median(kept) / self.best - 1 if kept else self.share)
 
     def refuses(self, repeats: float, too_few: bool) -> bool:
-        """Whether the whole cannot be relied on."""
+        """Whether the measurement cannot be trusted."""
         return too_few or self.level(repeats) > TOLERANCE or self.others > OTHERS
 
-    def sentence(self) -> str:
-        """What was seen."""
-        told = (
-            f"fixed work of {self.best * 1e3:.1f} ms took "
-            f"{statistics.median(self.readings) / self.best - 1:+.0%} in the middle and "
-            f"{max(self.readings) / self.best - 1:+.0%} at worst, {self.share:.0%} of "
-            f"{len(self.readings)} readings were more than "
-            f"{TOLERANCE:.0%} slow, its best moved by {self.drift:.0%} from before to after"
-        )
-        return told + (
-            f", other processes took {self.others:.0%} of the cores' time"
-            if self.watch_others
-            else ""
-        )
-
     def error(self, what: str, repeats: float = 0.0, too_few: bool = False) -> NoisyMachine:
-        """Says why ``what`` cannot be relied on, and how disturbed it was."""
-        why = "hardly a moment was undisturbed: " if too_few else ""
-        again = (
-            f"; the same measurement, done twice, differs by {repeats:.0%}"
-            if repeats > TOLERANCE
-            else ""
+        """The error that says why ``what`` cannot be trusted."""
+        reasons = ["hardly any round was undisturbed"] if too_few else []
+        if self.others > OTHERS:
+            reasons.append(f"other processes took {self.others:.0%} of the cores' time")
+        if repeats > TOLERANCE:
+            reasons.append(f"two halves of the measurements differ by {repeats:.0%}")
+        middle, worst = statistics.median(self.readings) / self.best, max(self.readings) / self.best
+        reasons.append(
+            f"fixed work of {self.best * 1e3:.1f} ms took {middle - 1:+.0%} in the median and "
+            f"{worst - 1:+.0%} at worst, and its best moved by {self.drift:.0%}"
+        )
+        level = max(
+            self.level(repeats),
+            self.share if too_few else 0.0,
+            self.others if self.others > OTHERS else 0.0,
         )
         return NoisyMachine(
-            f"the machine is too busy for {what} to be relied on "
-            f"({why}{self.sentence()}{again}). Stop what else runs on it, and try again.",
-            max(
-                self.level(repeats),
-                self.share if too_few else 0.0,
-                self.others if self.others > OTHERS else 0.0,
-            ),
+            f"the machine is too busy to trust {what}: {'; '.join(reasons)}. Stop other programs "
+            "and try again.",
+            level,
         )

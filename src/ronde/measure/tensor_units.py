@@ -17,7 +17,8 @@ import torch
 from ronde.measure.memory_account import account
 from ronde.measure.model_units import ModelUnit
 from ronde.measure.stand_in import untouched
-from ronde.measure.time_units import Subject, autocast_of
+from ronde.measure.time_units import autocast_of
+from ronde.measure.timed_model import TimedModel
 from ronde.parallel import Work
 from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims
@@ -128,7 +129,7 @@ def _tried(costs: Costs, work: Work, calls: Any, precision: str, blocks: Sequenc
     halves = []
     with untouched(model), contextlib.ExitStack() as stack:
         model.train()
-        subject = Subject(stack, model, work.optimizer, calls, chain, device, autocast)
+        subject = TimedModel(stack, model, work.optimizer, calls, chain, device, autocast)
         for _ in range(_ROUNDS + 1):
             whole = sum(subject.whole(batch))
             with one_part(subject.model, blocks, 2):

@@ -1,0 +1,48 @@
+"""Report from a study's process to the command that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ronde.watch import MARK
+
+__all__ = ["load_study", "report_progress", "study_target", "write_study"]
+
+
+def study_target() -> tuple[dict[str, Any], Path]:
+    """The study's options, and the file for its result."""
+    options = json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}"))
+    return options, Path(os.environ["RONDE_STUDY_FILE"])
+
+
+def report_progress(text: str) -> None:
+    """Show a line of progress on the command's terminal."""
+    if os.environ.get("RONDE_LAUNCHER_PID"):
+        os.write(1, (MARK + json.dumps({"study": text}) + "\n").encode())
+
+
+def write_study(file: Path, values: dict[str, Any]) -> None:
+    """Write a result, whole or not at all."""
+    temporary = file.with_suffix(".writing")
+    temporary.write_text(json.dumps(values))
+    temporary.rename(file)
+
+
+def load_study(file: Path, purpose: str) -> dict[str, Any]:
+    """Read a result.
+
+    Raises:
+        RondeError: the script ended without calling ``distribute``.
+    """
+    from ronde.world import RondeError
+
+    try:
+        values: dict[str, Any] = json.loads(file.read_text())
+    except OSError:
+        raise RondeError(
+            f"the script ended without calling ronde.distribute: there is nothing to {purpose}."
+        ) from None
+    return values
