@@ -9,7 +9,7 @@ from functools import partial
 
 from ronde.predict import LinearCost
 
-__all__ = ["line", "most", "scaled"]
+__all__ = ["line", "most", "scale_cost"]
 
 Points = Sequence[tuple[float, float]]
 _close = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
@@ -61,6 +61,6 @@ def most(points: Points) -> LinearCost:
     return LinearCost(*chords[-1], tuple(reversed(chords[:-1])))
 
 
-def scaled(cost: LinearCost, factor: float) -> LinearCost:
+def scale_cost(cost: LinearCost, factor: float) -> LinearCost:
     """A cost without bends, times a factor."""
     return LinearCost(cost.fixed * factor, cost.per_sample * factor)

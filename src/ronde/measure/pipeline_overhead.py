@@ -1,4 +1,4 @@
-"""Time two costs of a script's model that whole passes do not show, in one process.
+"""Time costs of a script's model that whole passes do not show, in one process.
 
 These are the cuts of a pipeline and the many small tensors of an optimizer.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +29,39 @@ from ronde.predict import LinearCost
 __all__ = ["action_seconds", "clip_fixed_seconds", "optimizer_fixed_seconds", "split_seconds"]
 
 
-def action_seconds(work: Work, rounds: int = 7) -> float:
-    """What a pipeline's runtime adds to a forward or backward pass of a micro-batch: a sample in
-    two stages against in one piece, both here.
+def _clock(device: torch.device) -> Callable[[], float]:
+    """CPU time with one compute thread, which leaves out being preempted; else wall time."""
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if one_thread else time.perf_counter
 
-    0 where it cannot be told: the model cannot be cut, or does not run so.
+
+class _TwoStages:
+    """A model cut in the middle, both stages in this process."""
+
+    def __init__(self, work: Work, samples: int) -> None:
+        self.work, self.batch = work, work.sample(samples)
+        trace = follow(work.model, self.compute)
+        points = trace.points()
+        self.program = program(trace, bounds_of(trace, [points[len(points) // 2]]))
+
+    def compute(self) -> Any:
+        return self.work.compute(self.batch)
+
+    def forward(self) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """The loss, and the tensors with gradients that cross the cut: as sent and as received."""
+        first = StageRun(self.program, 0, {})
+        first.run(self.compute)
+        grads = self.program.gradients[0]
+        received = {
+            v: first.sent[v].detach().requires_grad_(v in grads) for v in self.program.sends[0]
+        }
+        loss = StageRun(self.program, 1, dict(received)).run(self.compute)[0]
+        return loss, [first.sent[v] for v in grads], [received[v] for v in grads]
+
+
+def action_seconds(work: Work, rounds: int = 7) -> float:
+    """Seconds that a pipeline's runtime adds to a forward or backward pass of a micro-batch: one
+    sample in two stages against the whole model. 0 if the model cannot be cut.
     """
     try:
         with untouched(work.model), watching():
@@ -43,151 +72,110 @@ def action_seconds(work: Work, rounds: int = 7) -> float:
 
 def _action_seconds(work: Work, rounds: int) -> float:
     parameters = [p for p in work.model.parameters() if p.requires_grad]
-    calm = parameters[0].device.type == "cpu" and torch.get_num_threads() == 1
-    now = time.thread_time if calm else time.perf_counter
-    batch = work.sample(1)
+    now = _clock(parameters[0].device)
+    stages = _TwoStages(work, 1)
 
-    def call() -> Any:
-        return work.compute(batch)
+    def run_whole() -> None:
+        stages.compute()[0].backward()
 
-    trace = follow(work.model, call)
-    points = trace.points()
-    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
+    def run_cut() -> None:
+        loss, sent, received = stages.forward()
+        loss.backward()
+        torch.autograd.backward(sent, [t.grad for t in received])
 
-    def clear() -> None:
-        for p in parameters:
-            p.grad = None
-
-    def plain() -> None:
-        call()[0].backward()
-
-    def staged() -> None:
-        first = StageRun(made, 0, {})
-        first.run(call)
-        received = {
-            v: first.sent[v].detach().requires_grad_(v in made.gradients[0]) for v in made.sends[0]
-        }
-        second = StageRun(made, 1, dict(received))
-        second.run(call)[0].backward()
-        torch.autograd.backward(
-            [first.sent[v] for v in made.gradients[0]],
-            [received[v].grad for v in made.gradients[0]],
-        )
-
-    spent: dict[Any, list[float]] = {plain: [], staged: []}
+    seconds: dict[Any, list[float]] = {run_whole: [], run_cut: []}
     for _ in range(rounds + 1):
-        for one in (plain, staged):
-            clear()
+        for run, times in seconds.items():
+            _clear(parameters)
             start = now()
-            one()
-            spent[one].append(now() - start)
-    clear()
-    whole, cut = (statistics.median(values[1:]) for values in spent.values())
+            run()
+            times.append(now() - start)
+    _clear(parameters)
+    whole, cut = (statistics.median(times[1:]) for times in seconds.values())
     return max(0.0, cut - whole) / 4.0
 
 
-def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> LinearCost:
-    """What it takes longer to run a whole model's backward pass in two parts, as zero-bubble
-    schedules do: that of inputs, then that of weights.
+def _clear(parameters: list[nn.Parameter]) -> None:
+    for p in parameters:
+        p.grad = None
 
-    Measured on the second half of the model, at one sample and at an eighth of the batch. 0 where
-    it cannot be told.
+
+def split_seconds(work: Work, batch_size: int, rounds: int = 6) -> LinearCost:
+    """Extra time of a whole backward pass in two parts, inputs then weights, as zero-bubble
+    schedules run it. 0 if the model cannot be cut.
+
+    Measured on the second half of the model, at one sample and at an eighth of the batch.
     """
+    sizes = sorted({1, max(1, batch_size // 8)})
     try:
         with untouched(work.model), watching():
-            return line(
-                [
-                    (n, 2.0 * _split_seconds(work, n, rounds))
-                    for n in sorted({1, max(1, batch_size // 8)})
-                ]
-            )
+            return line([(n, 2.0 * _split_seconds(work, n, rounds)) for n in sizes])
     except Exception:
         return LinearCost()
 
 
 def _split_seconds(work: Work, samples: int, rounds: int) -> float:
-    batch = work.sample(samples)
-
-    def call() -> Any:
-        return work.compute(batch)
-
-    trace = follow(work.model, call)
-    points = trace.points()
-    made = program(trace, bounds_of(trace, [points[len(points) // 2]]))
-    weights = [p for p in made.parameters(1) if p.requires_grad]
-    calm = weights[0].device.type == "cpu" and torch.get_num_threads() == 1
-    now = time.thread_time if calm else time.perf_counter
-    spent: tuple[list[float], list[float]] = ([], [])
+    stages = _TwoStages(work, samples)
+    weights = [p for p in stages.program.parameters(1) if p.requires_grad]
+    now = _clock(weights[0].device)
+    seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
-        for apart in (False, True):
-            first = StageRun(made, 0, {})
-            first.run(call)
-            received = {
-                v: first.sent[v].detach().requires_grad_(v in made.gradients[0])
-                for v in made.sends[0]
-            }
-            loss = StageRun(made, 1, dict(received)).run(call)[0]
-            for p in weights:
-                p.grad = None
+        for split in (False, True):
+            loss, _sent, received = stages.forward()
+            _clear(weights)
             start = now()
-            if apart:
-                inputs = [received[v] for v in made.gradients[0]]
-                _, groups = stage_backward_input(
-                    Once([loss]), [torch.ones_like(loss)], inputs, iter(weights)
-                )  # type: ignore[arg-type]
+            if split:
+                ones = [torch.ones_like(loss)]
+                _, groups = stage_backward_input(Once([loss]), ones, received, iter(weights))  # type: ignore[arg-type]
                 stage_backward_weight(iter(weights), groups)
             else:
                 loss.backward()
-            spent[apart].append(now() - start)
-    for p in weights:
-        p.grad = None
-    whole, parts = (statistics.median(each[1:]) for each in spent)
+            seconds[split].append(now() - start)
+    _clear(weights)
+    whole, parts = (statistics.median(times[1:]) for times in seconds)
     return max(0.0, parts - whole)
 
 
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()[(slice(0, 1),) * tensor.dim()].clone()
+
+
 def optimizer_fixed_seconds(model: nn.Module, optimizer: Optimizer, rounds: int = 7) -> float:
-    """One optimizer step over as many parameters as there are, each a single number: what does not
-    depend on their size. 0 where that fails.
+    """Time an optimizer step in which each parameter is a single number: the part that does not
+    depend on their size. 0 if that fails.
     """
-
-    def corner(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()[(slice(0, 1),) * tensor.dim()].clone()
-
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
-        made: dict[int, torch.Tensor] = {
-            id(p): nn.Parameter(corner(p), p.requires_grad) for p in model.parameters()
+        copies: dict[int, torch.Tensor] = {
+            id(p): nn.Parameter(_corner(p), p.requires_grad) for p in model.parameters()
         }
-        small = copied_optimizer(optimizer, made, corner)
+        small = copied_optimizer(optimizer, copies, _corner)
         for group in small.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
-        calm = device.type == "cpu" and torch.get_num_threads() == 1
-        now = time.thread_time if calm else time.perf_counter
-        spent = []
+        now = _clock(device)
+        seconds = []
         for _ in range(rounds + 2):
             start = now()
             small.step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            spent.append(now() - start)
-        return statistics.median(spent[2:])
+            seconds.append(now() - start)
+        return statistics.median(seconds[2:])
     except Exception:
         return 0.0
 
 
 def clip_fixed_seconds(model: nn.Module, rounds: int = 7) -> float:
-    """Clipping as many gradients as there are parameters, each a single number: what does not
-    depend on their size. 0 where that fails.
-    """
-    given = [p.detach()[(slice(0, 1),) * p.dim()] for p in model.parameters() if p.requires_grad]
-    if not given:
+    """Time the clipping of gradients that are single numbers. 0 if that fails."""
+    corners = [_corner(p) for p in model.parameters() if p.requires_grad]
+    if not corners:
         return 0.0
-    device = given[0].device
-    calm = device.type == "cpu" and torch.get_num_threads() == 1
+    device = corners[0].device
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
     try:
-        for p in given:
+        for p in corners:
             p.grad = torch.ones_like(p)
-        return least([time_clipping(given, device) for _ in range(rounds + 2)][2:], calm)
+        return least([time_clipping(corners, device) for _ in range(rounds + 2)][2:], one_thread)
     except Exception:
         return 0.0

@@ -28,49 +28,39 @@ from ronde.predict import Added, LinkFit, Times, run_step
 from ronde.world import World
 from ronde.world.meshes import mesh_of
 
-__all__ = ["added_by", "fit_added", "warm"]
+__all__ = ["measure_runtime", "fit_added", "warm"]
 
+# Bytes and tensors of an exchange.
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
-"""Bytes and tensors of what is exchanged at once."""
-_PAUSE = 0.001  # as in training, nobody has exchanged anything just before
+_PAUSE = 0.001  # as in training, no exchange comes directly before
 _TRIES = 12
-_WARM = 4  # tries before them that are not counted
-_PASSES = 3  # hosts have fast and slow seconds: each thing is tried in several of them
+_WARM = 4  # tries before them that do not count
+_PASSES = 3  # cloud hosts have fast and slow seconds: measure in several of them
 
 Row = tuple[int, int, list[float]]
 """Bytes, tensors, seconds of each try."""
 
 
 def fit_added(rows: Sequence[tuple[float, float, float, float]]) -> Added:
-    """The cost a call, a tensor and a byte, none below 0, with the least squared error relative to
-    the whole.
+    """Fit costs per call, tensor and byte, none negative, with the least squared relative error.
 
     Args:
         rows: bytes, tensors, seconds beyond the collective's, seconds with it.
-
-    Example:
-        >>> rows = [(size, n, 1e-3 + 1e-5 * n + 1e-9 * size, 1.0) for size in (1e4, 1e6,
-        ...     1e7) for n in (2, 16)]
-        >>> fit = fit_added(rows)
-        >>> round(fit.call, 6), round(fit.tensor, 8), round(fit.byte, 12)
-        (0.001, 1e-05, 1e-09)
     """
     weights = np.array([1.0 / max(whole, 1e-9) for *_, whole in rows])
     terms = np.array([[1.0, tensors, size] for size, tensors, *_ in rows]) * weights[:, None]
     target = np.array([seconds for _, _, seconds, _ in rows]) * weights
     scale = np.abs(terms).max(axis=0)
-    best, found = float((target**2).sum()), np.zeros(3)
+    least, best = float((target**2).sum()), np.zeros(3)
     for count in (1, 2, 3):
-        for chosen in itertools.combinations(range(3), count):
-            some = list(chosen)
-            values = (
-                np.linalg.lstsq(terms[:, some] / scale[some], target, rcond=None)[0] / scale[some]
-            )
-            error = float(((terms[:, some] @ values - target) ** 2).sum())
-            if (values >= 0).all() and error < best * (1 - 1e-9):
-                best, found = error, np.zeros(3)
-                found[some] = values
-    return Added(*(float(v) for v in found))
+        for chosen in map(list, itertools.combinations(range(3), count)):
+            columns = terms[:, chosen]
+            values = np.linalg.lstsq(columns / scale[chosen], target, rcond=None)[0] / scale[chosen]
+            error = float(((columns @ values - target) ** 2).sum())
+            if (values >= 0).all() and error < least * (1 - 1e-9):
+                least, best = error, np.zeros(3)
+                best[chosen] = values
+    return Added(*(float(v) for v in best))
 
 
 class _Marks:
@@ -97,13 +87,13 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.marks("back", ctx.index)
         time.sleep(_PAUSE)
-        made = [torch.ones_like(p) for p in ctx.saved_tensors]
+        gradients = [torch.ones_like(p) for p in ctx.saved_tensors]
         ctx.marks("backed", ctx.index)
-        return (grads[0].clone(), None, None, *made)
+        return (grads[0].clone(), None, None, *gradients)
 
 
 class _Layer(nn.Module):
-    """So many tensors of so many bytes together, and no work."""
+    """Tensors of ``size`` bytes together, and no work."""
 
     def __init__(self, size: int, tensors: int, marks: _Marks, index: int) -> None:
         super().__init__()
@@ -123,9 +113,9 @@ class _Layer(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, marks: _Marks) -> None:
         super().__init__()
-        made = [_Layer(size, tensors, marks, i) for i, (size, tensors) in enumerate(_CASES)]
-        self.sizes = [layer.size for layer in made]
-        self.layers = nn.ModuleList(made)
+        layers = [_Layer(size, tensors, marks, i) for i, (size, tensors) in enumerate(_CASES)]
+        self.cases = [(layer.size, len(layer.weights)) for layer in layers]
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -133,8 +123,8 @@ class _Layers(nn.Module):
         return x
 
 
-def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
-    """Seconds of gathering a layer's parameters, and of reducing its gradients, by FSDP2."""
+def _time_fsdp(me: World, tries: int) -> tuple[list[Row], list[Row]]:
+    """Gather each layer's parameters and reduce its gradients, by FSDP2."""
     marks = _Marks()
     model = _Layers(marks)
     blocks = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
@@ -152,35 +142,29 @@ def _sharded(me: World, tries: int) -> tuple[list[Row], list[Row]]:
         end = time.perf_counter()
         at = marks.at
         for i in range(len(_CASES)):
-            # What follows on a layer's pass (letting go of what was gathered) is part of having
-            # gathered it.
+            # Freeing the parameters after a layer's pass belongs to gathering them.
             following = at["called", i + 1] if i + 1 < len(_CASES) else middle
             gathers[i].append(at["in", i] - at["called", i] + following - at["out", i])
             after = at["back", i - 1] if i else end
             reduces[i].append(after - at["backed", i])
         for p in model.parameters():
             p.grad = None
-    sizes = [(size, tensors) for size, (_, tensors) in zip(model.sizes, _CASES, strict=True)]
-    return (
-        [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, gathers, strict=True)],
-        [(size, n, values[_WARM:]) for (size, n), values in zip(sizes, reduces, strict=True)],
+    gather_rows, reduce_rows = (
+        [(*case, values[_WARM:]) for case, values in zip(model.cases, seconds, strict=True)]
+        for seconds in (gathers, reduces)
     )
+    return gather_rows, reduce_rows
 
 
 def warm(me: World) -> None:
-    """Train a little on the CPU, divided over the workers: what that loads stays. All ranks call
-    it.
-    """
-    random = torch.get_rng_state()
-    try:
-        _sharded(me, 1)
-    finally:
-        torch.set_rng_state(random)
+    """Train a little on the CPU, sharded, to load the libraries that this needs. A collective."""
+    with torch.random.fork_rng(devices=[]):
+        _time_fsdp(me, 1)
 
 
-def _buckets(tries: int) -> list[Row]:
-    """Seconds of averaging a layer's gradients, by DDP."""
-    found = []
+def _time_ddp(tries: int) -> list[Row]:
+    """Average a layer's gradients, by DDP."""
+    rows = []
     for size, tensors in _CASES[1:]:
         marks = _Marks()
         layer = _Layer(size, tensors, marks, 0)
@@ -192,13 +176,13 @@ def _buckets(tries: int) -> list[Row]:
             dist.barrier()
             model(torch.zeros(1)).sum().backward()
             values.append(time.perf_counter() - marks.at["backed", 0])
-        found.append((layer.size, tensors, values[_WARM:]))
-    return found
+        rows.append((layer.size, tensors, values[_WARM:]))
+    return rows
 
 
-def _sent(tries: int) -> list[Row]:
-    """Seconds until all workers have the parameters that each of them updated, by ZeRO-1."""
-    found = []
+def _time_zero1(tries: int) -> list[Row]:
+    """Send each worker's updated parameters to all others, by ZeRO-1."""
+    rows = []
     for size, tensors in _CASES[1:]:
         layer = _Layer(size, tensors, _Marks(), 0)
         for p in layer.parameters():
@@ -211,8 +195,8 @@ def _sent(tries: int) -> list[Row]:
             start = time.perf_counter()
             parts.exchange()
             values.append(time.perf_counter() - start)
-        found.append((layer.size, tensors, values[_WARM:]))
-    return found
+        rows.append((layer.size, tensors, values[_WARM:]))
+    return rows
 
 
 class _Nap(torch.autograd.Function):
@@ -233,19 +217,19 @@ class _Napping(nn.Linear):
         return y
 
 
-def _acted(me: World, send: LinkFit, tries: int) -> tuple[float, float]:
-    """Seconds that a pipeline adds to a pass of a micro-batch beside following the model (its sends
-    and receives, and waking up for them), and to a step whatever its micro-batches.
+def _time_pipeline(me: World, send: LinkFit, tries: int) -> tuple[float, float]:
+    """Seconds that a pipeline adds to a pass of a micro-batch, without following the model (sends,
+    receives, and waking up for them), and to a step.
 
-    It is what makes the simulations of a pipeline whose layers sleep, with few micro-batches and
-    with many, as long as those took.
+    With these, simulations of a pipeline whose layers sleep match the measured times, for few and
+    for many micro-batches.
     """
     from ronde.parallel.pipeline_parallel import PipelineParallel
 
     counts = (me.size, 5 * me.size)
     data = torch.zeros(counts[1], 16), torch.zeros(counts[1], 16)
 
-    def new() -> Work:  # a pipeline keeps its worker's part of a model only
+    def new_work() -> Work:  # a pipeline keeps only its worker's part of a model
         model = nn.Sequential(*(_Napping(16, 16) for _ in range(me.size)))
         return Work(
             model,
@@ -254,7 +238,50 @@ def _acted(me: World, send: LinkFit, tries: int) -> tuple[float, float]:
             lambda n: (data[0][:n], data[1][:n]),
         )
 
-    followed: float = action_seconds(new())
+    followed: float = action_seconds(new_work())
+    naps = _time_nap(tries)
+    cuts = tuple(str(i) for i in range(1, me.size))
+    steps: list[float] = []
+    for count in counts:
+        plan = Plan(
+            workers=me.size,
+            batch_size=count,
+            pipeline=me.size,
+            micro_batch=1,
+            accumulation=count,
+            split_at=cuts,
+        )
+        work = new_work()
+        strategy = PipelineParallel(plan, work, me)
+        micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
+        parts = [Part(1, count, i == count - 1) for i in range(count)]
+        seconds = []
+        for _ in range(tries):
+            dist.barrier()
+            start = time.perf_counter()
+            strategy.step(micros, parts, work.compute, None)
+            strategy.finish()
+            seconds.append(time.perf_counter() - start)
+        steps.append(statistics.median(seconds[2:]))
+    means = _mean_over_workers(me, [*naps, *steps, followed])
+    forward, backward, few, many, followed = means
+    each = send.alpha + 64 / send.beta
+    times = Times((forward,) * me.size, (backward,) * me.size, (each,) * me.size, (each,) * me.size)
+
+    def simulate(count: int, overhead: float) -> float:
+        step = run_step(plan.schedule, me.size, 1, count, times, overhead_seconds=overhead)
+        return step.seconds
+
+    low, high = 0.0, many
+    for _ in range(30):
+        middle = (low + high) / 2
+        more = simulate(counts[1], middle) - simulate(counts[0], middle)
+        low, high = (middle, high) if more < many - few else (low, middle)
+    return max(0.0, low - followed), max(0.0, few - simulate(counts[0], low))
+
+
+def _time_nap(tries: int) -> list[float]:
+    """Seconds of a sleeping layer's forward and backward pass."""
     layer, x = _Napping(16, 16), torch.zeros(1, 16)
     passes: list[tuple[float, float]] = []
     for _ in range(tries):
@@ -263,71 +290,33 @@ def _acted(me: World, send: LinkFit, tries: int) -> tuple[float, float]:
         middle = time.perf_counter()
         y.backward()
         passes.append((middle - start, time.perf_counter() - middle))
-    slept = torch.tensor(
-        [statistics.median(each) for each in zip(*passes, strict=True)], dtype=torch.float64
-    )
-    taken: list[float] = []
-    plans = [
-        Plan(
-            workers=me.size,
-            batch_size=count,
-            pipeline=me.size,
-            micro_batch=1,
-            accumulation=count,
-            split_at=tuple(str(i) for i in range(1, me.size)),
-        )
-        for count in counts
-    ]
-    for count, plan in zip(counts, plans, strict=True):
-        work = new()
-        strategy = PipelineParallel(plan, work, me)
-        micros = [tuple(t[i : i + 1] for t in data) for i in range(count)]
-        parts = [Part(1, count, i == count - 1) for i in range(count)]
-        steps = []
-        for _ in range(tries):
-            dist.barrier()
-            start = time.perf_counter()
-            strategy.step(micros, parts, work.compute, None)
-            strategy.finish()
-            steps.append(time.perf_counter() - start)
-        taken.append(statistics.median(steps[2:]))
-    told = torch.tensor([*slept.tolist(), *taken, followed], dtype=torch.float64)
-    dist.all_reduce(told)
-    forward, backward, few, many, followed = (told / me.size).tolist()
-    each = send.alpha + 64 / send.beta
-    times = Times((forward,) * me.size, (backward,) * me.size, (each,) * me.size, (each,) * me.size)
-
-    def simulated(count: int, overhead: float) -> float:
-        return run_step(
-            plans[0].schedule, me.size, 1, count, times, overhead_seconds=overhead
-        ).seconds
-
-    low, high = 0.0, many
-    for _ in range(30):
-        middle = (low + high) / 2
-        more = simulated(counts[1], middle) - simulated(counts[0], middle)
-        low, high = (middle, high) if more < many - few else (low, middle)
-    return max(0.0, low - followed), max(0.0, few - simulated(counts[0], low))
+    return [statistics.median(seconds) for seconds in zip(*passes, strict=True)]
 
 
-def _divided(me: World, all_reduce: LinkFit, tries: int) -> float:
+def _mean_over_workers(me: World, values: Sequence[float]) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    means: list[float] = (tensor / me.size).tolist()
+    return means
+
+
+def _time_tensor_parallel(me: World, all_reduce: LinkFit, tries: int) -> float:
     """Seconds that tensor parallelism adds to an all-reduce of a small block: divided parameters,
     the random state, and waiting for each other.
 
-    The slope between models of few blocks and of many, against the same models whole.
+    The slope from few blocks to many, against the same models whole.
     """
     from ronde.parallel.tensor_parallel import tensor
 
     width, counts = 16 * me.size, (2, 8)
     data = torch.zeros(4, 16)
-    more: list[float] = []
-    for blocks in counts:
-        model = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16))
-                for _ in range(blocks)
-            )
+    extra: list[float] = []
+    for count in counts:
+        blocks = (
+            nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 16))
+            for _ in range(count)
         )
+        model = nn.Sequential(*blocks)
         compute: Any = lambda batch, model=model: (model(batch).square().mean(), None)  # noqa: E731
         work = Work(model, torch.optim.SGD(model.parameters(), lr=0.0), compute, lambda n: data[:n])
         plain, divided = [], []
@@ -335,84 +324,71 @@ def _divided(me: World, all_reduce: LinkFit, tries: int) -> float:
             start = time.perf_counter()
             work.compute(data)[0].backward()  # type: ignore[no-untyped-call]
             plain.append(time.perf_counter() - start)
-        plan = Plan(workers=me.size, batch_size=4, tensor=me.size)
-        strategy = tensor(plan, work, me)
+        strategy = tensor(Plan(workers=me.size, batch_size=4, tensor=me.size), work, me)
         for _ in range(_WARM + tries):
             dist.barrier()
             start = time.perf_counter()
             strategy.step([data], [Part(4, 4, True)], work.compute, None)
             divided.append(time.perf_counter() - start)
             strategy.finish()
-        more.append(statistics.median(divided[_WARM:]) - statistics.median(plain))
-    told = torch.tensor(more, dtype=torch.float64)
-    dist.all_reduce(told)
-    few, many = (float(t) for t in told / me.size)
+        extra.append(statistics.median(divided[_WARM:]) - statistics.median(plain))
+    few, many = _mean_over_workers(me, extra)
     size = data.numel() * data.element_size()
-    # two in a block
-    return max(
-        0.0,
-        (many - few) / (counts[1] - counts[0]) / 2.0 - all_reduce.alpha - size / all_reduce.beta,
-    )
+    per_all_reduce = (many - few) / (counts[1] - counts[0]) / 2.0  # two in a block
+    return max(0.0, per_all_reduce - all_reduce.alpha - size / all_reduce.beta)
 
 
-def added_by(
+def measure_runtime(
     me: World, fits: dict[str, LinkFit], quick: bool, tell: Callable[[str], None]
 ) -> dict[str, Added]:
-    """What FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``) and ZeRO-1 (``"update"``) add to
-    a collective, tensor parallelism (``"tensor"``) to an all-reduce, and a pipeline to an action
-    (``"action"``) and to its step (``"pipeline"``). All ranks call it.
+    """What the runtime adds to collectives: FSDP2 (``"gather"``, ``"reduce"``), DDP (``"bucket"``)
+    and ZeRO-1 (``"update"``); tensor parallelism to an all-reduce (``"tensor"``); and a pipeline to
+    an action (``"action"``) and a step (``"pipeline"``). A collective.
 
     Args:
-        fits: the collectives themselves, over all workers.
+        fits: of the collectives themselves, over all workers.
     """
     tries = _TRIES // 2 if quick else _TRIES
-    tell("what the runtime adds to them")
-    random = torch.get_rng_state()
-    try:
-        acted, divided = [], []
-        passes: list[dict[str, list[Row]]] = []
+    tell("measuring the runtime's overhead")
+    actions, pipelines, divided = [], [], []
+    rows: dict[str, list[list[Row]]] = {k: [] for k in ("gather", "reduce", "bucket", "update")}
+    with torch.random.fork_rng(devices=[]):
         for _ in range(1 if quick else _PASSES):
-            gathers, reduces = _sharded(me, tries)
-            acted.append(_acted(me, fits["send"], tries))
-            divided.append(_divided(me, fits["all_reduce"], tries))
-            passes.append(
-                {
-                    "gather": gathers,
-                    "reduce": reduces,
-                    "bucket": _buckets(tries),
-                    "update": _sent(tries),
-                }
-            )
-    finally:
-        torch.set_rng_state(random)
-    of = {
+            gathers, reduces = _time_fsdp(me, tries)
+            action, pipeline = _time_pipeline(me, fits["send"], tries)
+            actions.append(action)
+            pipelines.append(pipeline)
+            divided.append(_time_tensor_parallel(me, fits["all_reduce"], tries))
+            rows["gather"].append(gathers)
+            rows["reduce"].append(reduces)
+            rows["bucket"].append(_time_ddp(tries))
+            rows["update"].append(_time_zero1(tries))
+    collectives = {
         "gather": ("all_gather", 1),
         "reduce": ("reduce_scatter", 1),
         "bucket": ("all_reduce", 1),
         "update": ("broadcast", me.size),  # one from every worker
     }
-    action, pipeline = (statistics.median(each) for each in zip(*acted, strict=True))
-    found = {
-        "action": Added(call=action),
-        "pipeline": Added(call=pipeline),
+    added = {
+        "action": Added(call=statistics.median(actions)),
+        "pipeline": Added(call=statistics.median(pipelines)),
         "tensor": Added(call=statistics.median(divided)),
     }
-    for name, taken in passes[0].items():
-        fit, calls = fits[of[name][0]], of[name][1]
-        tried = [[s for each in passes for s in each[name][k][2]] for k in range(len(taken))]
+    for name, passes in rows.items():
+        collective, calls = collectives[name]
+        fit = fits[collective]
+        tried = [[s for *_, times in rows_ for s in times] for rows_ in zip(*passes, strict=True)]
         middles = [statistics.median(values) for values in tried]
         if name in ("gather", "reduce"):
-            # Of layers in one step. Some of them are slow in every step, and seldom the same: a
-            # usual step is longer than usual layers.
+            # Some layers of a step are slow, and seldom the same ones. So a usual step takes longer
+            # than usual layers.
             longer = statistics.median(map(sum, zip(*tried, strict=True))) / sum(middles)
-            middles = [each * longer for each in middles]
-        seconds = torch.tensor(middles, dtype=torch.float64)
-        dist.all_reduce(seconds)
-        mean = (seconds / me.size).tolist()
-        found[name] = fit_added(
+            middles = [middle * longer for middle in middles]
+        means = _mean_over_workers(me, middles)
+        added[name] = fit_added(
             [
-                (size, n, s - calls * fit.alpha - size / fit.beta, s)
-                for (size, n, _), s in zip(taken, mean, strict=True)
+                (size, n, seconds - calls * fit.alpha - size / fit.beta, seconds)
+                for (size, n, _), seconds in zip(passes[0], means, strict=True)
             ]
         )
-    return found
+    return added

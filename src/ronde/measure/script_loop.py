@@ -21,46 +21,35 @@ def own_loop() -> str | None:
     Returns:
         File and line, as ``train.py:31``; None if there is no such call or the script calls
         ``run.step(batch)`` too.
-
-    Example:
-        >>> own_loop() is None
-        True
     """
-    found: str | None = None
+    first: str | None = None
     for module in user_modules():
         file = getattr(module, "__file__", None)
-        line, steps = _look(file) if file else (None, False)
+        line, steps = _search(file) if file else (None, False)
         if steps:
             return None  # the script may use either loop
-        if line is not None and found is None:
-            found = f"{Path(str(file)).name}:{line}"
-    return found
+        if line is not None and first is None:
+            first = f"{Path(str(file)).name}:{line}"
+    return first
 
 
-def _look(file: str) -> tuple[int | None, bool]:
-    """Return the line of a ``run.backward(loss)`` with a ``run.update()``, and if one steps."""
+def _search(file: str) -> tuple[int | None, bool]:
+    """The line of a ``run.backward(loss)`` with a ``run.update()``, and whether ``run`` steps."""
     try:
         tree = ast.parse(Path(file).read_text())
     except (OSError, ValueError, SyntaxError):  # typed in, or not Python
         return None, False
-    called: dict[str, dict[str, int]] = {"backward": {}, "update": {}, "step": {}}
+    calls: dict[str, dict[str, int]] = {"backward": {}, "update": {}, "step": {}}
     for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in called
-        ):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        # self.backward(…) is the script's own; loss.backward() and optimizer.step() are called with
-        # nothing.
+        name = node.func.attr
+        # self.backward(…) is the script's own; loss.backward() and optimizer.step() have no
+        # arguments.
         owner = ast.unparse(node.func.value).rpartition(".")[2]
-        if owner != "self" and bool(node.args or node.keywords) == (node.func.attr != "update"):
-            called[node.func.attr].setdefault(owner, node.lineno)
-    lines = [
-        line
-        for run, line in called["backward"].items()
-        if run in called["update"] and run not in called["step"]
-    ]
-    return min(lines, default=None), any(
-        run in called["backward"] or run == "run" for run in called["step"]
-    )
+        has_arguments = bool(node.args or node.keywords)
+        if name in calls and owner != "self" and has_arguments == (name != "update"):
+            calls[name].setdefault(owner, node.lineno)
+    runs = calls["backward"].keys() & calls["update"].keys() - calls["step"].keys()
+    steps = any(run in calls["backward"] or run == "run" for run in calls["step"])
+    return min((calls["backward"][run] for run in runs), default=None), steps

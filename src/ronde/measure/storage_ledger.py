@@ -16,12 +16,12 @@ __all__ = ["LedgerEntry", "Ledger", "bytes_of", "storages"]
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Of its elements, whether it holds them or shares them."""
+    """Bytes of its elements, also if it shares them."""
     return int(tensor.numel()) * tensor.element_size()
 
 
 def storages(value: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
-    """Every storage in a value, with a tensor that it holds."""
+    """Every storage in a value, each with a tensor that uses it."""
     for tensor in tensors_in(value):
         if tensor.layout is torch.strided:
             yield tensor.untyped_storage(), tensor
@@ -32,10 +32,9 @@ def storages(value: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
 
 
 def _workspace(func: Any, args: Any, result: Any) -> int:
-    """Bytes that a kernel takes for itself while it runs, where that is known.
+    """Bytes that a kernel allocates for itself, as far as known.
 
-    Convolutions on CPUs (oneDNN) reorder what they read and what they write into blocks of
-    channels.
+    Convolutions on CPUs (oneDNN) reorder input and output into blocks of channels.
     """
     name = getattr(func, "__name__", "")
     if not name.startswith("convolution") or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -44,40 +43,36 @@ def _workspace(func: Any, args: Any, result: Any) -> int:
     if not tensors or tensors[0].device.type != "cpu" or tensors[0].dtype != torch.float32:
         return 0
     if name.startswith("convolution_backward"):
-        gradient, read = bytes_of(args[0]), bytes_of(args[1])
-        return gradient + read
+        return bytes_of(args[0]) + bytes_of(args[1])
     return bytes_of(args[0]) + sum(bytes_of(t) for t in tensors_in(result))
 
 
-_recurrent: dict[
-    tuple[Any, ...], tuple[float, float]
-] = {}  # shapes -> bytes, and bytes a step of the sequence
+_recurrent: dict[tuple[Any, ...], tuple[float, float]] = {}
+"""Shapes -> fixed bytes, and bytes per step of the sequence."""
 
 
 def _recurrent_workspace(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int] | None:
-    """Of a recurrent layer on CPUs (oneDNN), bytes that it keeps for its backward pass, and that
-    this fills; fake ones say none.
+    """For a fake recurrent layer on CPUs (oneDNN), bytes that its forward pass keeps and bytes that
+    its backward pass adds.
 
-    How much it reserves nothing but the layer itself knows: it is run for real on two and on four
-    steps of a sequence. The forward pass fills the gates, the cells and a copy of the input
-    (measured: 5 hidden + 1 input each step), the backward pass the rest.
+    Only the layer knows how much it reserves, so it runs for real on two and on four steps of a
+    sequence. The forward pass fills the gates, the cells and a copy of the input (measured: 5
+    hidden + 1 input per step), the backward pass the rest.
     """
-    if (
-        "mkldnn_rnn_layer.default" not in str(func)
-        or len(result) < 4
-        or not isinstance(result[0], torch._subclasses.FakeTensor)
-    ):
+    if "mkldnn_rnn_layer.default" not in str(func) or len(result) < 4:
+        return None
+    if not isinstance(result[0], torch._subclasses.FakeTensor):
         return None
     key = tuple((tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else str(a) for a in args)
     if key not in _recurrent:
         sizes = []
         for steps in (2, 4):
-            real = [
+            first = torch.zeros((steps, *args[0].shape[1:]), dtype=args[0].dtype)
+            rest = (
                 torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
-                for a in args
-            ]
-            real[0] = torch.zeros((steps, *args[0].shape[1:]), dtype=args[0].dtype)
-            sizes.append(func(*real, **kwargs)[3].nbytes)
+                for a in args[1:]
+            )
+            sizes.append(func(first, *rest, **kwargs)[3].nbytes)
         per_step = (sizes[1] - sizes[0]) / 2
         _recurrent[key] = (sizes[0] - 2 * per_step, per_step)
     fixed, per_step = _recurrent[key]
@@ -92,11 +87,11 @@ class LedgerEntry:
 
     Attributes:
         size: bytes.
-        unit, phase: which made it, and in which pass.
+        unit, phase: that created it.
         floating: whether it can take gradients.
-        last_read: the last unit that read it in the forward pass; its maker where none did.
+        last_read: the last unit that reads it in the forward pass, or its creator.
         read_bytes: of the largest tensor read from it.
-        alive: whether it is still there.
+        alive: whether it still exists.
     """
 
     size: int
@@ -109,7 +104,7 @@ class LedgerEntry:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Enters every storage that appears, and what is alive at once."""
+    """Records every storage that appears, and the peak of live bytes in each unit and phase."""
 
     def __init__(self, known: Iterator[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,18 +112,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peaks: dict[tuple[str, int], int] = {}
         self.entries: list[LedgerEntry] = []
-        self.readers: dict[
-            int, set[int]
-        ] = {}  # a known storage -> units that read it in the forward pass
+        # A known storage -> units that read it in the forward pass.
+        self.readers: dict[int, set[int]] = {}
         self._by_key: dict[int, LedgerEntry] = {}
         self._refs: dict[int, Any] = {}
-        self._rests: dict[
-            tuple[int, ...], int
-        ] = {}  # shape of a recurrent layer's input -> bytes its backward pass fills
+        # Input shape of a recurrent layer -> bytes that its backward pass adds.
+        self._rests: dict[tuple[int, ...], int] = {}
         self._known = {s._cdata: s for t in known for s, _ in storages(t)}
 
     def enter(self, unit: int, phase: str) -> None:
-        """``unit`` is at work from here on."""
+        """``unit`` starts."""
         self.unit, self.phase = unit, phase
         self._mark()
 
@@ -151,16 +144,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.phase == "forward":
-            for storage, tensor in storages((args, kwargs)):
-                key = storage._cdata
-                entry = self._by_key.get(key)
-                if entry is not None:
-                    if self.unit > entry.unit:
-                        entry.last_read = max(entry.last_read, self.unit)
-                        entry.read_bytes = max(entry.read_bytes, min(entry.size, bytes_of(tensor)))
-                elif key in self._known:
-                    self.readers.setdefault(key, set()).add(self.unit)
+            self._note_reads((args, kwargs))
         result = func(*args, **kwargs)
+        self._note_writes(func, args, kwargs, result)
+        workspace = _workspace(func, args, result)
+        if self._rests and "mkldnn_rnn_layer_backward" in str(func):
+            workspace = self._rests.get(tuple(args[0].shape), 0)
+        self._mark(workspace)
+        return result
+
+    def _note_reads(self, arguments: Any) -> None:
+        for storage, tensor in storages(arguments):
+            key = storage._cdata
+            entry = self._by_key.get(key)
+            if entry is not None:
+                if self.unit > entry.unit:
+                    entry.last_read = max(entry.last_read, self.unit)
+                    entry.read_bytes = max(entry.read_bytes, min(entry.size, bytes_of(tensor)))
+            elif key in self._known:
+                self.readers.setdefault(key, set()).add(self.unit)
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         hidden = _recurrent_workspace(func, args, kwargs, result)
         for storage, tensor in storages(result):
             key = storage._cdata
@@ -175,30 +179,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = storage.nbytes()
             if hidden is not None and tensor is result[3]:
                 size, rest = hidden
-                self._rests[tuple(args[0].shape)] = rest + sum(
-                    bytes_of(a) for a in args[1:5] if isinstance(a, torch.Tensor)
-                )
-            entry = LedgerEntry(
-                size,
-                self.unit,
-                self.phase,
-                tensor.is_floating_point() or tensor.is_complex(),
-                self.unit,
-            )
+                weights = sum(bytes_of(a) for a in args[1:5] if isinstance(a, torch.Tensor))
+                self._rests[tuple(args[0].shape)] = rest + weights
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            entry = LedgerEntry(size, self.unit, self.phase, floating, self.unit)
             self._by_key[key] = entry
             self._refs[key] = weakref.ref(storage, self._gone(key, entry))
             self.entries.append(entry)
             self.live += entry.size
-        workspace = _workspace(func, args, result)
-        if self._rests and "mkldnn_rnn_layer_backward" in str(func):
-            workspace = self._rests.get(tuple(args[0].shape), 0)
-        self._mark(workspace)
-        return result
-
-    def entry(self, tensor: torch.Tensor) -> LedgerEntry | None:
-        """What is known of a tensor's storage."""
-        return (
-            self._by_key.get(tensor.untyped_storage()._cdata)
-            if tensor.layout is torch.strided
-            else None
-        )

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.measure.cost_lines import line, scaled
+from ronde.measure.cost_lines import line, scale_cost
 from ronde.measure.model_units import ModelUnit, take
 from ronde.measure.quiet_gate import Gate, Reference
 from ronde.measure.stand_in import untouched
@@ -196,7 +196,7 @@ def _undisturbed(rounds: Rounds, good: list[bool], one_thread: bool) -> tuple[Ro
 def _fit(
     units: tuple[Unit, ...], rounds: Rounds, one_thread: bool
 ) -> tuple[tuple[Unit, ...], float, float]:
-    """Fit times over sizes, scaled so that the units add up to the whole step.
+    """Fit times over sizes, scale_cost so that the units add up to the whole step.
 
     Returns:
         The units with their times, the scale, and the mean relative error of whole steps.
@@ -224,7 +224,10 @@ def _fit(
         for k, seconds in enumerate(whole)
     )
     lines = [
-        [scaled(line(list(zip(rounds.units, seconds, strict=True))), factor) for seconds in kind]
+        [
+            scale_cost(line(list(zip(rounds.units, seconds, strict=True))), factor)
+            for seconds in kind
+        ]
         for kind in (forward, back)
     ]
     errors = [

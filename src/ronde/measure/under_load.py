@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ronde.measure.cost_lines import line, scaled
+from ronde.measure.cost_lines import line, scale_cost
 from ronde.measure.model_units import ModelUnit
 from ronde.measure.stand_in import untouched
 from ronde.measure.time_units import autocast_of
@@ -184,7 +184,7 @@ def _loaded_costs(
             level: _refit(cost, sizes, factors) for level, cost in costs.again_seconds.items()
         },
         action_seconds=costs.action_seconds * factor,
-        split_seconds=scaled(costs.split_seconds, factor),
+        split_seconds=scale_cost(costs.split_seconds, factor),
         notes=(*costs.notes, note) if factor > 1.0 else costs.notes,
     )
 
@@ -192,5 +192,5 @@ def _loaded_costs(
 def _refit(cost: LinearCost, sizes: list[int], factors: list[float]) -> LinearCost:
     """A cost that grows by a factor at each size."""
     if len(sizes) == 1:
-        return scaled(cost, factors[0])
+        return scale_cost(cost, factors[0])
     return line([(n, cost.at(n) * factor) for n, factor in zip(sizes, factors, strict=True)])
