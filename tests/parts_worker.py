@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ronde.parallel.dtensor_fixes import mend
+from ronde.parallel.dtensor_fixes import fix_dtensors
 
 
 def forms(w, two=2.0):
@@ -86,7 +86,7 @@ def forms(w, two=2.0):
 def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    mend()
+    fix_dtensors()
     wrong = []
     torch.manual_seed(3)
     start = torch.randn(6, 4, dtype=torch.float64)

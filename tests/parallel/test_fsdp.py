@@ -468,9 +468,9 @@ def refusals() -> dict[str, str]:
             return self.last(x)
 
     attempt("early", Shuffling(), "shard", data=Samples("mlp", 16, torch.float32))
-    first, fsdp._LOOKED_AT_FIRST = fsdp._LOOKED_AT_FIRST, 0
+    first, fsdp._CHECKED_PASSES = fsdp._CHECKED_PASSES, 0
     attempt("mixed", Shuffling(), "shard", data=Samples("mlp", 16, torch.float32))
-    fsdp._LOOKED_AT_FIRST = first
+    fsdp._CHECKED_PASSES = first
     attempt("ways", Dropping(), "shard")
     return told
 
@@ -848,7 +848,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from ronde.parallel.fsdp import _BY_NUMBER, adopt
+from ronde.parallel.fsdp import adopt
+from ronde.parallel.fsdp_repairs import ELEMENTWISE
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
@@ -856,7 +857,7 @@ mesh = init_device_mesh("cpu", (1,))
 class Own(torch.optim.AdamW):
     pass
 
-for make in [*(getattr(torch.optim, name) for name in _BY_NUMBER), Own]:
+for make in [*(getattr(torch.optim, name) for name in sorted(ELEMENTWISE)), Own]:
     found = []
     for local in (False, True):
         torch.manual_seed(0)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
         Want,
         box_of,
         is_sharded,
-        like,
         local_part,
         piece_of,
         pull,
+        shard_like,
     )
     from ronde.checkpoint.plain_values import decode, encode
     from ronde.checkpoint.sharded import export_pieces, write_pieces
@@ -68,7 +68,7 @@ __all__ = [
     "group_names",
     "is_sharded",
     "join_optimizer",
-    "like",
+    "shard_like",
     "list_checkpoints",
     "load_model",
     "load_optimizer",
@@ -97,8 +97,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.plain_values": "decode encode",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify "
             "write",
-            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded like "
-            "local_part piece_of pull",
+            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
+            "local_part piece_of pull shard_like",
             "ronde.checkpoint.sharded": "export_pieces write_pieces",
             "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "

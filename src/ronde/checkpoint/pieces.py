@@ -36,7 +36,7 @@ __all__ = [
     "Want",
     "box_of",
     "is_sharded",
-    "like",
+    "shard_like",
     "local_part",
     "piece_of",
     "pull",
@@ -124,7 +124,7 @@ def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this worker's own part of a tensor, without gradient."""
-    return tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
+    return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()
 
 
 def box_of(tensor: torch.Tensor, name: str) -> Box:
@@ -152,7 +152,7 @@ def piece_of(tensor: torch.Tensor, name: str = "tensor") -> Piece:
     return Piece(mine, tuple(tensor.shape), box_of(tensor, name))
 
 
-def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``tensor``, a worker's own part of something, sharded as ``target`` is."""
     if not is_sharded(target):
         return tensor

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.checkpoint.pieces import Box, Piece, Want, like, local_part, piece_of, replicated
+from ronde.checkpoint.pieces import Box, Piece, Want, local_part, piece_of, replicated, shard_like
 from ronde.checkpoint.plain_values import decode, encode
 from ronde.world import CheckpointError
 
@@ -263,7 +263,7 @@ def model_wants(
                     with torch.no_grad():
                         held.tensor.copy_(tensor)
                 else:
-                    others[name] = like(tensor.to(held.tensor), value)
+                    others[name] = shard_like(tensor.to(held.tensor), value)
 
             wants.append(Want("model", key, held.box, give))
     if wrong:
@@ -407,7 +407,9 @@ def _want_state(
         # The parameter's own part may be on another device: load_state_dict would move the shard,
         # but not wrap it.
         here = tensor.to(local_part(p).device)
-        mine[field] = like(here, p) if sharded else replicated(here, p) if shape else tensor.clone()
+        mine[field] = (
+            shard_like(here, p) if sharded else replicated(here, p) if shape else tensor.clone()
+        )
 
     return Want("optimizer", key, piece_of(p, key).box if sharded else Box.whole(shape), give)
 

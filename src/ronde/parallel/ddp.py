@@ -1,15 +1,14 @@
-"""Replicate: every worker holds the whole model, gradients are averaged by torch's
-DistributedDataParallel.
+"""Replicate: every worker holds the whole model, and DistributedDataParallel averages gradients.
 
-Three things are added to DDP, and cost no exchange of their own:
+Three additions to DDP, none of which costs an exchange of its own:
 
 - *The carrier*: one more parameter, whose "gradient" is this worker's part of the loss, of the
-  weights and of what was not used. It rides in DDP's last bucket and comes back summed: the global
-  loss is on every rank without a collective, and is never waited for unless it is read.
+  weights and of the unused flags. It rides in DDP's last bucket and comes back summed. So every
+  rank has the global loss without a collective, and nothing waits for it unless it is read.
 - *Uneven and empty shares*: the loss is scaled by samples / global samples before the backward
-  pass, so DDP's mean is the mean over samples. A worker without samples gives zeros.
-- *Unused parameters*: what the backward pass did not reach is given zeros so that the exchange
-  completes. What no worker reached has no gradient afterwards, as with one process, and the
+  pass, so that DDP's mean is the mean over samples. A worker without samples contributes zeros.
+- *Unused parameters*: those that the backward pass did not reach get zeros, so that the exchange
+  completes. If no worker reached one, it has no gradient afterwards, as in one process, and the
   optimizer leaves it alone.
 """
 
@@ -27,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ronde.parallel.batchnorm import absent, set_present
+from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.strategy import (
     Compute,
     Flags,
@@ -46,17 +46,14 @@ __all__ = ["Replicate"]
 
 _LOSS, _WEIGHT, _UNUSED = 0, 1, 2
 
-# Which buffers are exchanged, and when, is decided here (see sync_buffers). torch 2.13 gave the
-# option a new name.
-_NO_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
+# Buffers are exchanged by before_batch and sync_buffers, not by DDP. torch 2.13 renamed the option.
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+_NO_BUFFERS: dict[str, Any] = {_SYNC: False}
 
 
 class _Wrapped(nn.Module):
-    """What DDP sees: the carrier first, so that it is the last in DDP's first bucket order too."""
+    """What DDP sees: the carrier comes first, so that it rides in DDP's last bucket."""
 
     def __init__(self, model: nn.Module, carrier: nn.Parameter) -> None:
         super().__init__()
@@ -66,23 +63,21 @@ class _Wrapped(nn.Module):
     def forward(self, compute: Callable[[], Any]) -> Any:
         return compute()
 
-    __call__ = forward  # it has no hooks: the way through them costs 3 µs
+    __call__ = forward  # skips the machinery of hooks, which costs 3 µs
 
 
 def _nothing() -> None:
     return None
 
 
-def _carrier_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
-    """The parameters' own type, so that the carrier shares their bucket; never less than
-    float32.
-    """
-    dtypes = {p.dtype for p in parameters}
-    return torch.float64 if dtypes == {torch.float64} else torch.float32
+def payload_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
+    """The parameters' own type, so that the carrier shares their bucket, but at least float32."""
+    return torch.float64 if {p.dtype for p in parameters} == {torch.float64} else torch.float32
 
 
-def _is_sparse(model: nn.Module) -> bool:
-    return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse for m in model.modules())
+def _sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return {m.weight for m in embeddings if m.sparse}
 
 
 def _sparse_zeros(p: torch.Tensor) -> torch.Tensor:
@@ -96,18 +91,14 @@ class Replicate(Strategy):
     Args:
         model: the script's own module; its parameters are averaged in place.
         me: this worker.
-        run_empty: an empty share runs the forward pass all the same (batch normalisation over all
-            workers needs it).
-        bucket_megabytes: size of DDP's buckets.
+        run_empty: an empty share runs the forward pass too (batch normalization over all workers
+            needs it).
     """
 
-    def __init__(
-        self, model: nn.Module, me: World, run_empty: bool = False, bucket_megabytes: float = 25.0
-    ) -> None:
+    def __init__(self, model: nn.Module, me: World, run_empty: bool = False) -> None:
         self.model = model
         self.me = me
         self.run_empty = run_empty
-        self._bucket_megabytes = bucket_megabytes
         self._changing: list[str] = []  # buffers that a step changes and the next one reads
         self._steps = 0
         self._seen: dict[str, tuple[int, int]] | None = None
@@ -125,15 +116,12 @@ class Replicate(Strategy):
         forget_frozen(self.model)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
-        self._carrier = nn.Parameter(
-            torch.zeros(
-                _UNUSED + len(named), dtype=_carrier_dtype(self.parameters), device=self.me.device
-            )
-        )
+        size, dtype = _UNUSED + len(named), payload_dtype(self.parameters)
+        self._carrier = nn.Parameter(torch.zeros(size, dtype=dtype, device=self.me.device))
         self._payload = torch.zeros_like(self._carrier, requires_grad=False)
         self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
-        self._flagged = False
-        self._sparse = _is_sparse(self.model)
+        self._flagged = False  # whether the payload holds unused flags
+        self._sparse = _sparse_parameters(self.model)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -142,51 +130,42 @@ class Replicate(Strategy):
             _Wrapped(self.model, self._carrier),
             **_NO_BUFFERS,
             gradient_as_bucket_view=not self._sparse,
-            bucket_cap_mb=self._bucket_megabytes,
+            bucket_cap_mb=25.0,  # DDP's default, without its small first bucket
         )
         self.sync_buffers()
         self._check_equal()
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no step has been taken: DDP has not ordered its buckets yet."""
+        """Whether no step was taken yet, so that DDP has not ordered its buckets."""
         return self._steps == 0
 
     def rebuild(self) -> None:
-        """Make DDP anew, as before the first step. A collective."""
+        """Build DDP again, as before the first step. A collective."""
         self._reached = None
         self._build()
 
     def no_exchange(self) -> AbstractContextManager[None]:
-        """Within, backward passes stay on this worker."""
+        """A context in which backward passes do not communicate."""
         return self._ddp.no_sync()
 
     def _check_equal(self) -> None:
-        """Every rank now has rank 0's weights and buffers: compare their bits, summed, tensor by
-        tensor.
-        """
+        """Compare checksums of weights and buffers, which are rank 0's on every rank now."""
         sums: dict[str, int] = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            data = tensor.detach()
-            bits = (
-                data.view(torch.uint8)
-                if data.dim() and data.is_contiguous()
-                else data.contiguous().reshape(-1).view(torch.uint8)
-            )
-            sums[name] = int(bits.reshape(-1).sum(dtype=torch.int64))
+            bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            sums[name] = int(bits.sum(dtype=torch.int64))
         for rank, theirs in enumerate(gather_json(self.me, sums)):
             for name, value in theirs.items():
                 if value != sums.get(name):
                     raise WorldError(
-                        f"After rank 0's weights were sent to all, {name!r} of rank {rank} "
-                        "still differs from that of rank "
-                        f"{self.me.rank}. Is it a view into another tensor, or changed by a hook?"
+                        f"Rank 0 sent its weights to all, but {name!r} still differs between ranks "
+                        f"{self.me.rank} and {rank}. Is it a view into another tensor, or does a "
+                        "hook change it?"
                     )
 
     def _watch_reached(self) -> None:
-        """With several micro-batches a gradient exists from the earlier ones: note what the last
-        one reaches.
-        """
+        """Note what the last micro-batch reaches: gradients of earlier ones exist already."""
         self._reached = set()
         for i, p in enumerate(self.parameters):
 
@@ -235,38 +214,34 @@ class Replicate(Strategy):
                 self._backward(value, 0.0, scale)
             return
         value, weight = self._ddp(compute)
-        self._weighted = weight is not None
-        # DDP divides by the number of workers: multiply by it
-        factor = self.me.size / part.global_samples
-        if weight is not None:
-            self._weight_slot.add_(weight, alpha=factor)
-        else:
-            factor *= part.samples
-        # In half precision afterwards, so that what overflows does not depend on the number of
-        # workers.
+        factor = self._weigh(weight, part, self.me.size)  # DDP divides by the number of workers
+        # In half precision finish() multiplies, so that overflow does not depend on their number.
         self._backward(value, factor if scale is None else factor / self.me.size, scale)
         self._loss_slot.add_(value.detach(), alpha=factor)
 
+    def _weigh(self, weight: torch.Tensor | None, part: Part, workers: int = 1) -> float:
+        """The factor of a micro-batch's loss in the global one; notes its weight, if it has one."""
+        self._weighted = weight is not None
+        factor = workers / part.global_samples
+        if weight is None:
+            return factor * part.samples
+        self._weight_slot.add_(weight, alpha=factor)
+        return factor
+
     def _backward(self, value: torch.Tensor, factor: float, scale: Scale | None) -> None:
-        """Backward pass of ``factor * value``, without the multiplication: the factor is where the
-        chain rule starts.
-        """
+        """Backward pass of ``factor * value``: the factor is where the chain rule starts."""
         start = self._factors.get((factor, value.dtype))
         if start is None:
             if len(self._factors) > 64:
                 self._factors.clear()
-            start = self._factors[factor, value.dtype] = torch.tensor(
-                factor, dtype=value.dtype, device=value.device
-            )
+            start = torch.tensor(factor, dtype=value.dtype, device=value.device)
+            self._factors[factor, value.dtype] = start
         backward((value,), (start if scale is None else scale(start),))
 
     def _exchange(self) -> None:
-        """Give DDP the rest of what it waits for: the carrier, and zeros for what was not
-        reached.
-        """
+        """Give DDP what it still waits for: the carrier, and zeros for unreached parameters."""
         if self._reached is None:
-            missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
-            unused = missing
+            missing = unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         else:
             missing = [i for i in range(len(self.parameters)) if i not in self._reached]
             unused = [i for i in missing if self.parameters[i].grad is None]
@@ -280,22 +255,15 @@ class Replicate(Strategy):
         for i in missing:
             p = self.parameters[i]
             roots.append(p)
-            grads.append(_sparse_zeros(p) if self._is_sparse_one(p) else torch.zeros_like(p))
+            grads.append(_sparse_zeros(p) if p in self._sparse else torch.zeros_like(p))
         backward(tuple(roots), tuple(grads))
         if unused:
             summed = self._carrier.grad
             assert summed is not None
-            # the mean of ones: no worker reached it
-            nobody = summed[_UNUSED:] > 1 - 0.5 / self.me.size
+            nobody = summed[_UNUSED:] > 1 - 0.5 / self.me.size  # the mean of ones
             for i in unused:
                 if nobody[i]:
                     self.parameters[i].grad = None
-
-    def _is_sparse_one(self, p: nn.Parameter) -> bool:
-        return self._sparse and any(
-            getattr(m, "weight", None) is p and getattr(m, "sparse", False)
-            for m in self.model.modules()
-        )
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
@@ -304,34 +272,27 @@ class Replicate(Strategy):
         if self._seen is not None:
             self._choose_buffers(self._seen)
         if self._scaled:
-            scale_gradients(
-                self.parameters, torch.tensor(float(self.me.size), device=self.me.device)
-            )
+            size = torch.tensor(float(self.me.size), device=self.me.device)
+            scale_gradients(self.parameters, size)
         self.local_loss = self._loss_slot
         self._begun = False
         loss = summed[_LOSS]
         # A worker that had no sample yet learns from the others whether the loss has weights.
-        if self._weighted if self._weighted is not None else bool(summed[_WEIGHT] != 0):
+        if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:
             scale_gradients(self.parameters, 1.0 / summed[_WEIGHT])
             return loss / summed[_WEIGHT]
         return loss.clone()  # the bucket behind it is written again by the next step
 
     def _marks(self) -> dict[str, tuple[int, int]]:
-        """Every buffer that matters while training, as it is now: which tensor, and how often it
-        was changed in place.
+        """Identity and version of every buffer that training reads.
 
-        The running statistics of batch normalisation are not read while training: they are
-        exchanged when something reads them, see :meth:`sync_buffers`.
+        Training does not read the running statistics of batch normalization: they are exchanged
+        when something does, see :meth:`sync_buffers`.
         """
-        running = {
-            id(b)
-            for m in self.model.modules()
-            if isinstance(m, _BatchNorm)
-            for b in m.buffers(recurse=False)
-        }
-        return {
-            n: (id(b), b._version) for n, b in self.model.named_buffers() if id(b) not in running
-        }
+        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
+        running = {id(b) for m in norms for b in m.buffers(recurse=False)}
+        buffers = self.model.named_buffers()
+        return {n: (id(b), b._version) for n, b in buffers if id(b) not in running}
 
     def before_batch(self, present: bool) -> None:
         """See :meth:`Strategy.before_batch`."""
@@ -340,13 +301,12 @@ class Replicate(Strategy):
         if self._changing:
             named = dict(self.model.named_buffers())
             self._broadcast([named[n] for n in self._changing])
-        # Constant buffers (masks, positions) need no exchange: which are, is looked at in step 1,
-        # 2, 4, 8 …
+        # Constant buffers (masks, positions) need no exchange. Steps 1, 2, 4, 8 … find out which.
         self._seen = self._marks() if self._steps & (self._steps - 1) == 0 else None
         self._steps += 1
 
     def _choose_buffers(self, before: dict[str, tuple[int, int]]) -> None:
-        """Which buffers did this step change, for the next one to read?"""
+        """Note the buffers that this step changed: rank 0's values are sent before the next."""
         self._seen = None
         if not before:
             return
@@ -366,28 +326,16 @@ class Replicate(Strategy):
         set_present(present or not self.run_empty)
 
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for b in buffers:
-            by_type.setdefault(b.dtype, []).append(b)
-        with torch.no_grad():
-            for same in by_type.values():
-                flat = torch.cat([b.reshape(-1) for b in same]).to(self.me.device)
-                bits = flat.view(torch.uint8)
-                dist.broadcast(bits, 0)
-                for b, part in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
-                    b.copy_(part.view_as(b))
+        exchange_packed(buffers, lambda f: dist.broadcast(f.view(torch.uint8), 0), self.me.device)
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
-        buffers = [b for b in self.model.buffers() if b.numel()]
-        if buffers:
-            self._broadcast(buffers)
+        self._broadcast(list(self.model.buffers()))
 
     def start_epoch(self) -> None:
         """See :meth:`Strategy.start_epoch`."""
-        if [(n, id(p)) for n, p in trainable(self.model)] != list(
-            zip(self.names, map(id, self.parameters), strict=True)
-        ):
+        before = zip(self.names, map(id, self.parameters), strict=True)
+        if [(n, id(p)) for n, p in trainable(self.model)] != list(before):
             self.rebuild()
         elif self._steps:
             self.sync_buffers()

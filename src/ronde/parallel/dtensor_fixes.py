@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ronde.world import PlanError
 
-__all__ = ["mend"]
+__all__ = ["fix_dtensors"]
 
 _aten = torch.ops.aten
 _MEET_SECONDS = (
@@ -71,7 +71,7 @@ _AT = (
 _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli")
 
 
-def mend() -> None:
+def fix_dtensors() -> None:
     """From now on, for this process. Doing it again changes nothing."""
     # of another torch: then as torch has it
     handlers: Any = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})

@@ -296,7 +296,7 @@ def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None
     )
     with torch.no_grad():
         part = part.to(device if place.type == device.type else place).to(tensor.dtype).contiguous()
-        real: torch.Tensor = checkpoint.like(part, tensor)
+        real: torch.Tensor = checkpoint.shard_like(part, tensor)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     if not checkpoint.is_sharded(tensor):

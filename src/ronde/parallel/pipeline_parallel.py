@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 
 from ronde.capture import Trace, TraceEvent, bounds_of, stay
 from ronde.capture.follow import follow
+from ronde.checkpoint import local_part
 from ronde.parallel import choose_cut
-from ronde.parallel.dtensor_fixes import mend
-from ronde.parallel.fsdp import adopt, local_shard, refuse_hooks, replica_mesh
+from ronde.parallel.dtensor_fixes import fix_dtensors
+from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
 from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, StageRun, has_guards, program
 from ronde.parallel.strategy import (
@@ -402,7 +403,7 @@ class PipelineParallel(Strategy):
         """Divide this worker's modules over the replicas, each gathered when it is called
         (FSDP2).
         """
-        mend()
+        fix_dtensors()
         users: dict[int, set[int]] = {}
         for _, event in made.events:
             for p in event.parameters:
@@ -884,7 +885,7 @@ class PipelineParallel(Strategy):
         scale_gradients(self._whole, factor)
         for p in self._divided:
             if p.grad is not None:
-                local_shard(p.grad).mul_(factor.to(p.dtype))
+                local_part(p.grad).mul_(factor.to(p.dtype))
 
     def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
         """Add gradients over a group, in buckets. What nobody has stays without one."""
@@ -912,7 +913,7 @@ class PipelineParallel(Strategy):
         square = torch.zeros((), dtype=torch.float64, device=self.me.device)
         for p in self._divided:
             if p.grad is not None:
-                square += torch.linalg.vector_norm(local_shard(p.grad)).to(torch.float64) ** 2
+                square += torch.linalg.vector_norm(local_part(p.grad)).to(torch.float64) ** 2
         if self._sharded:
             dist.all_reduce(square, group=self._shard_mesh.get_group(self._shard_mesh.ndim - 1))
         for p in self._whole:

@@ -1,14 +1,11 @@
-"""ZeRO-1: every worker holds the whole model, and the optimizer's state of its own part of the
-parameters only.
+"""ZeRO-1: every worker holds the whole model, and optimizer state for its part of the parameters.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
-Gradients are averaged as in :class:`Replicate`; each worker updates its part, and sends the new
-values to all.
+Gradients are averaged as in :class:`Replicate`. Each worker updates its part and sends it to all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,54 +13,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ronde.parallel.batchnorm import batchnorms
+from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate
 from ronde.parallel.strategy import Work
 from ronde.plan import Plan
 from ronde.world import World
 
-__all__ = ["OptimizerParts", "Zero1", "buckets"]
-
-_BUCKET_BYTES = 25 << 20
-
-
-def buckets(
-    tensors: Sequence[torch.Tensor], limit_bytes: int = _BUCKET_BYTES
-) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one type, of at most ``limit_bytes`` together or a single tensor; nothing
-    empty.
-
-    Example:
-        >>> [len(b) for b in buckets([torch.zeros(2), torch.zeros(2), torch.zeros(2),
-        ...     torch.zeros(1).double()], 16)]
-        [2, 1, 1]
-    """
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for t in tensors:
-        if t.numel():
-            by_type.setdefault(t.dtype, []).append(t)
-    for same in by_type.values():
-        run: list[torch.Tensor] = []
-        size = 0
-        for t in same:
-            if run and size + t.nbytes > limit_bytes:
-                yield run
-                run, size = [], 0
-            run.append(t)
-            size += t.nbytes
-        yield run
+__all__ = ["OptimizerParts", "Zero1"]
 
 
 class OptimizerParts:
     """Divides an optimizer's parameters over the workers of a group, by bytes, the largest first.
 
-    The optimizer's groups name all parameters at all times, and only during its step those that
-    this worker updates: gradient scalers, schedulers and scripts see the optimizer that was built,
-    and a parameter that is added later gets a worker too.
-
-    Args:
-        optimizer: the script's own; steps of it are narrowed from here on, and the state it has for
-            parameters of others is let go.
-        group: workers that hold the same parameters; None for all.
+    The optimizer's groups name all parameters, and this worker's only during a step. So gradient
+    scalers, schedulers and scripts see the optimizer that was built, and a parameter that is added
+    later gets a worker too. ``group``: the workers that hold the same parameters; None for all.
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup | None) -> None:
@@ -78,14 +42,10 @@ class OptimizerParts:
         optimizer.register_step_post_hook(self._widen)
 
     def _assign(self) -> None:
-        """Give every parameter that has none a worker; the same ones on every worker."""
-        new = [
-            p
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p not in self._owner
-        ]
-        for p in sorted(new, key=lambda p: -p.nbytes):  # stable: those of one size in their order
+        """Give every new parameter a worker, the same on all."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        new = [p for p in parameters if p not in self._owner]
+        for p in sorted(new, key=lambda p: -p.nbytes):  # stable: equal sizes keep their order
             owner = self._bytes.index(min(self._bytes))
             self._bytes[owner] += p.nbytes
             self._owner[p] = owner
@@ -95,7 +55,7 @@ class OptimizerParts:
         return self._owner.get(parameter, self.rank) == self.rank
 
     def let_go(self) -> None:
-        """Drop the state of parameters that others update."""
+        """Free the state of parameters that others update."""
         self._assign()
         for p in list(self.optimizer.state):
             if not self.is_mine(p):
@@ -114,44 +74,32 @@ class OptimizerParts:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Every worker sends the parameters that it updated to the others. What has no gradient was
-        not updated.
-        """
+        """Send updated parameters to all; those without a gradient were not updated."""
         for owner in range(self.size):
-            changed = [p for p, o in self._owner.items() if o == owner and p.grad is not None]
-            for run in buckets(changed):
-                flat = torch.cat([p.reshape(-1) for p in run])
+
+            def send(flat: torch.Tensor, owner: int = owner) -> None:
                 dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner)
-                if owner != self.rank:
-                    for p, part in zip(
-                        run, torch.split(flat, [p.numel() for p in run]), strict=True
-                    ):
-                        p.copy_(part.view_as(p))
-                        del part
-                del flat  # before the next one is made
+
+            changed = [p for p, o in self._owner.items() if o == owner and p.grad is not None]
+            exchange_packed(changed, send, write=owner != self.rank)
 
 
 class Zero1(Replicate):
-    """Carries ``shard="optimizer"`` out.
-
-    Args:
-        group: the workers that divide the optimizer's state among them; None for all.
-    """
+    """Carries ``shard="optimizer"`` out over the workers of ``group``; None for all."""
 
     def __init__(
         self, plan: Plan, work: Work, me: World, group: dist.ProcessGroup | None = None
     ) -> None:
         self.parts = OptimizerParts(work.optimizer, group)
-        super().__init__(
-            work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model))
-        )
+        run_empty = plan.sync_batchnorm and bool(batchnorms(work.model))
+        super().__init__(work.model, me, run_empty)
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""
         before = self.parameters
         changed = super().refresh()
         for p in before if changed else ():
-            p.grad = None  # of what was frozen: it would be trained on
+            p.grad = None  # a frozen one's would be trained on
         return changed
 
     def updated(self) -> None:

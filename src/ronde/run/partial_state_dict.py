@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.checkpoint import is_sharded, like, piece_of
+from ronde.checkpoint import is_sharded, piece_of, shard_like
 
 __all__ = ["hold_in_parts", "say_in_parts"]
 
@@ -99,7 +99,7 @@ def _hold(
                 piece = piece_of(value, path + name)
                 box = zip(piece.box.offset, piece.box.sizes, strict=True)
                 mine = new[tuple(slice(o, o + n) for o, n in box)]
-                state[name] = like(mine.to(piece.tensor), value)
+                state[name] = shard_like(mine.to(piece.tensor), value)
 
     def forgive_missing(_: nn.Module, keys: Any) -> None:
         if outermost != [module]:
