@@ -927,13 +927,9 @@ def test_blocks_are_found_in_the_data_flow_and_the_model_is_left_alone():
     linear = WIDTH * (WIDTH + 1) + WIDTH * WIDTH // 2 + (WIDTH + 1) * WIDTH // 2 + WIDTH * WIDTH
     # its fused column stays whole
     assert attention.parameters == linear and mlp.parameters == 20 * WIDTH
-    assert found.parameter_share == pytest.approx(
-        2 * (linear + 20 * WIDTH) / sum(p.numel() for p in model.parameters())
-    )
-    assert mlp.reduced_bytes == 2 * LENGTH * WIDTH * 8 and mlp.flops == 2 * LENGTH * (
-        WIDTH * 40 + 20 * WIDTH
-    )
-    assert not found.refused and 0.5 < found.work_share < 1
+    assert sum(b.parameters for b in found.blocks) == 2 * (linear + 20 * WIDTH)
+    assert mlp.reduced_bytes == 2 * LENGTH * WIDTH * 8
+    assert not found.refused
     assert _inner(model) == before and torch.get_rng_state().equal(drawn)
     assert not model.mlps[1].a.weight.requires_grad and all(
         p.grad is None for p in model.parameters()

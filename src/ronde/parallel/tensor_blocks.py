@@ -1,11 +1,10 @@
-"""Which attention and MLP blocks of any module tree can be held by several workers together.
+"""Find the attention and MLP blocks of any model that several workers can hold together.
 
-Found in the data flow, not by names: one pass over a sample gives autograd's graph, and what lies
-between a Linear's input and the Linears behind it is a block (Shoeybi et al. 2019, Megatron-LM:
-columns into rows, one sum a block). How its forward code has to be told that it has fewer heads is
-tried, way after way, until the pass over the sample is the unsplit one's, block by block: what the
-last Linear is given must be its slice of what it was given before. What never agrees stays whole
-and says why.
+The search follows the data flow, not names. One pass over a sample gives autograd's graph, and what
+lies between a Linear's input and the Linears behind it is a block (Shoeybi et al. 2019,
+Megatron-LM: columns into rows, one sum a block). How to narrow its forward code is found by trial:
+one way after another, until the last Linear of each block gets its slice of what it got in the
+whole model. Blocks that never agree stay whole and say why.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import product, takewhile
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ronde.parallel.tensor_layers import (
-    Arms,
     Block,
+    BlockRuntime,
     Region,
     features,
     install_layers,
@@ -31,50 +31,28 @@ from ronde.parallel.tensor_layers import (
     multihead,
     piece,
     recomputes,
-    replaced,
+    replace_attribute,
     split_dims,
 )
 
-__all__ = ["Recognised", "quiet", "recognise"]
+__all__ = ["DivisibleBlocks", "quiet", "recognise"]
 
 
 @dataclass(frozen=True)
-class Recognised:
-    """What of a model can be split.
+class DivisibleBlocks:
+    """What :func:`recognise` finds.
 
     Attributes:
-        blocks: those that can, in the order in which they run.
-        refused: those that look like a block and cannot, each with ``why_not``.
-        parameters: elements of the whole model.
-        flops: of all its linear layers, forward, per sample.
+        blocks: those that can be divided, in the order in which they run.
+        refused: those that look like a block but cannot be divided, each with ``why_not``.
         loss: of the sample.
-        gradients: parameter -> sum and sum of squares of its gradient on the sample; empty if not
-            asked for.
-        called: names of the modules that ran.
+        gradients: parameter -> sum and sum of squares of its gradient on the sample, if asked for.
     """
 
     blocks: tuple[Block, ...]
     refused: tuple[Block, ...]
-    parameters: int
-    flops: float
-    loss: float = 0.0
-    gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    called: frozenset[str] = frozenset()
-
-    @property
-    def parameter_share(self) -> float:
-        """Part of the parameters that is divided."""
-        return sum(b.parameters for b in self.blocks) / max(self.parameters, 1)
-
-    @property
-    def work_share(self) -> float:
-        """Part of the linear layers' work that is divided."""
-        return sum(b.flops for b in self.blocks) / max(self.flops, 1.0)
-
-    @property
-    def reduced_bytes(self) -> float:
-        """Bytes summed over the workers in forward and backward, per sample."""
-        return sum(b.reduced_bytes for b in self.blocks)
+    loss: float
+    gradients: Mapping[str, tuple[float, float]]
 
 
 # -- one pass over a sample ------------------------------------------------------------
@@ -82,25 +60,24 @@ class Recognised:
 
 @dataclass
 class _Trace:
-    """What one pass left behind."""
+    """Layer calls of one pass. Nodes are autograd's."""
 
-    # autograd node of a layer's output -> its name
-    nodes: dict[Any, str] = field(default_factory=dict)
+    nodes: dict[Any, str] = field(default_factory=dict)  # a layer's output -> its name
     # name, input's node, input, output's node
     calls: list[tuple[str, Any, torch.Tensor, Any]] = field(default_factory=list)
-    # what each layer was given, call by call
-    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # call by call
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def samples(self) -> int:
+        return max((x.shape[0] for _, _, x, _ in self.calls), default=1)
 
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no fused kernels, the same randomness every time; everything as it was
-    afterwards.
-    """
+    """Evaluation mode, no fused kernels, fixed randomness; the model is put back afterwards."""
     modes = [(m, m.training) for m in model.modules()]
     flags = [(p, p.requires_grad) for p in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -108,8 +85,9 @@ def quiet(model: nn.Module) -> Iterator[None]:
     model.eval()
     plain = ExitStack()
     for m in model.modules():
-        if recomputes(m):  # not here: what is looked at would be computed again
-            replaced(plain, m, "forward", vars(m).get("_forward_once") or type(m).forward)
+        if recomputes(m):  # autograd's graph would lack the block
+            once = vars(m).get("_forward_once") or type(m).forward
+            replace_attribute(plain, m, "forward", once)
     for p, _ in flags:
         if p.is_floating_point():
             p.requires_grad_(True)
@@ -132,45 +110,40 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
-    found = _Trace()
+    trace = _Trace()
+    starts: dict[str, Any] = {}
     handles = []
 
     def watch(name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.called.add(name)
-            found.arguments.setdefault(name, (args, kwargs))
-
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x = args[0] if args else None
-            y = output[0] if isinstance(output, tuple) else output
-            if (
-                isinstance(y, torch.Tensor)
-                and y.grad_fn is not None
-                and isinstance(x, torch.Tensor)
-            ):
-                found.nodes[y.grad_fn] = name
-                found.calls.append((name, starts.pop(name, None), x, y.grad_fn))
-                found.outputs.setdefault(name, []).append(y.detach().clone())
+            trace.arguments.setdefault(name, (args, kwargs))
 
         def start(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], torch.Tensor):
                 starts[name] = args[0].grad_fn
-                found.inputs.setdefault(name, []).append(args[0].detach().clone())
+                trace.inputs.setdefault(name, []).append(args[0].detach().clone())
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            x = args[0] if args else None
+            y = output[0] if isinstance(output, tuple) else output
+            if isinstance(y, torch.Tensor) and y.grad_fn and isinstance(x, torch.Tensor):
+                trace.nodes[y.grad_fn] = name
+                trace.calls.append((name, starts.pop(name, None), x, y.grad_fn))
+                trace.outputs.setdefault(name, []).append(y.detach().clone())
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if is_linear(module) or isinstance(module, nn.MultiheadAttention):
             handles.append(module.register_forward_pre_hook(start))
             handles.append(module.register_forward_hook(after))
 
-    starts: dict[str, Any] = {}
     try:
         for name, module in model.named_modules():
             watch(name, module)
-        found.loss = run()
+        trace.loss = run()
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return trace
 
 
 def _walk(root: Any, stops: Mapping[Any, str] | set[Any]) -> tuple[set[Any], set[Any]]:
@@ -190,22 +163,22 @@ def _walk(root: Any, stops: Mapping[Any, str] | set[Any]) -> tuple[set[Any], set
     return seen, reached
 
 
+# Operations that mix features: no MLP can be split across them.
 _NOT_BY_FEATURE = re.compile(
-    r"Norm|Softmax|Embedding|Convolution|Mean|Sum|Var|Bmm|Mm|Addmm|ScaledDot|Cat|Stack|Index|Gather|Fft|Pool|Einsum|Max|Min|Prod|Sort"
+    r"Norm|Softmax|Embedding|Convolution|Mean|Sum|Var|Bmm|Mm|Addmm|ScaledDot|Cat|Stack|Index|"
+    r"Gather|Fft|Pool|Einsum|Max|Min|Prod|Sort"
 )
 _ATTENTION = re.compile(r"ScaledDot|(?<!Log)Softmax")
 
 
 def _shape(node: Any, index: int = 0) -> tuple[int, ...]:
-    """Of what a node's forward made. (What it has saved is left alone: to look at that may compute
-    a block again.)
-    """
-    made = node._input_metadata
-    return tuple(made[index].shape) if index < len(made) else ()
+    """The shape of a node's output, without its saved tensors: reading them may recompute."""
+    outputs = node._input_metadata
+    return tuple(outputs[index].shape) if index < len(outputs) else ()
 
 
 def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
-    """Query and key heads, as the shapes in the middle of the attention say; 0 if they do not."""
+    """Query and key heads by the shapes inside the attention; 0 if they do not tell."""
     for node in nodes:
         if "ScaledDot" in node.name() and len(_shape(node)) > 2:
             key, index = node.next_functions[1]
@@ -220,22 +193,20 @@ def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
 
 def _common(names: Sequence[str]) -> str:
     """The smallest module around all of these."""
-    parts = [n.split(".")[:-1] for n in names]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)
+    levels = zip(*(n.split(".")[:-1] for n in names), strict=False)
+    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 @dataclass
 class _Candidate:
     block: Block
-    region: set[Any] = field(default_factory=set)
-    closure: set[Any] = field(default_factory=set)
+    region: set[Any] = field(default_factory=set)  # nodes from its columns to its row
+    closure: set[Any] = field(default_factory=set)  # those, and the row's
     ways: list[Block] = field(default_factory=list)
-    signature: tuple[Any, ...] = ()
+    signature: tuple[Any, ...] = ()  # blocks of one signature share their way
+
+    def refuse(self, why: str) -> None:
+        self.block = dataclasses.replace(self.block, why_not=why)
 
 
 _HEAD_NAMES = re.compile(r"head", re.I)
@@ -245,33 +216,23 @@ _NOT_COUNTS = re.compile(r"dim|size|width|channels|group|layer|max|len|idx|index
 def _counters(
     model: nn.Module, path: str, linears: set[str], values: set[int], named: bool
 ) -> list[tuple[str, str]]:
-    """Attributes of the modules in ``path`` that hold one of ``values``."""
-    found = []
-    for name, module in model.get_submodule(path).named_modules(prefix=path):
-        if name in linears:
-            continue
-        for attribute, value in vars(module).items():
-            if (
-                isinstance(value, int)
-                and not isinstance(value, bool)
-                and value in values
-                and not attribute.startswith("_")
-            ):
-                if not named or (
-                    _HEAD_NAMES.search(attribute) and not _NOT_COUNTS.search(attribute)
-                ):
-                    found.append((name, attribute))
-            elif (
-                attribute == "_axes_lengths"
-                and isinstance(value, tuple)
-                and any(v in values for _, v in value)
-            ):
-                found.append((name, attribute))
-    return found
+    """Attributes of the modules in ``path`` that hold one of ``values``, ``named`` as heads."""
+
+    def counts(attribute: str, value: Any) -> bool:
+        if attribute == "_axes_lengths" and isinstance(value, tuple):  # einops' layers
+            return any(v in values for _, v in value)
+        if not isinstance(value, int) or isinstance(value, bool) or attribute.startswith("_"):
+            return False
+        is_head_name = _HEAD_NAMES.search(attribute) and not _NOT_COUNTS.search(attribute)
+        return value in values and bool(not named or is_head_name)
+
+    modules = model.get_submodule(path).named_modules(prefix=path)
+    inner = [(n, m) for n, m in modules if n not in linears]
+    return [(n, a) for n, m in inner for a, value in vars(m).items() if counts(a, value)]
 
 
 def _ways(model: nn.Module, block: Block, trace: _Trace, linears: set[str]) -> list[Block]:
-    """Ways of telling a block's code that it has fewer heads, the likeliest first."""
+    """Ways to narrow a block's forward code, the likeliest first."""
     if block.kind != "attention":
         return [block]
     pieces: list[tuple[int, ...]] = [block.pieces]
@@ -279,233 +240,201 @@ def _ways(model: nn.Module, block: Block, trace: _Trace, linears: set[str]) -> l
         # query, key and value of each head stand together
         pieces.append(tuple(1 for _ in block.pieces))
     heads = {block.heads, block.kv_heads}
-    widths = {
-        features(model.get_submodule(n))[1] // p
-        for n, p in zip(block.column, block.pieces, strict=True)
-    } - heads
+    columns = zip(block.column, block.pieces, strict=True)
+    widths = {features(model.get_submodule(n))[1] // p for n, p in columns} - heads
     named = _counters(model, block.path, linears, heads, True)
     wide = _counters(model, block.path, linears, widths, False)
     every = _counters(model, block.path, linears, heads, False)
     sets = [named, [*named, *wide], [], wide, every, [*every, *wide]]
     args, kwargs = trace.arguments.get(block.path, ((), {}))
-    given = {id(x) for name, _, x, _ in trace.calls if name in block.column}
-    narrow = tuple(i for i, a in enumerate(args) if id(a) in given) + tuple(
-        k for k, a in kwargs.items() if id(a) in given
+    entering = {id(x) for name, _, x, _ in trace.calls if name in block.column}
+    narrow: tuple[int | str, ...] = (
+        *(i for i, a in enumerate(args) if id(a) in entering),
+        *(k for k, a in kwargs.items() if id(a) in entering),
     )
     ways: list[Block] = []
-    for narrowed in ((), narrow) if narrow else ((),):
-        for p in pieces:
-            for attributes in sets:
-                way = dataclasses.replace(
-                    block, pieces=p, attributes=tuple(dict.fromkeys(attributes)), narrow=narrowed
-                )
-                if way not in ways:
-                    ways.append(way)
+    for narrowed, p, attributes in product(((), narrow) if narrow else ((),), pieces, sets):
+        unique = tuple(dict.fromkeys(attributes))
+        way = dataclasses.replace(block, pieces=p, attributes=unique, narrow=narrowed)
+        if way not in ways:
+            ways.append(way)
     return ways
 
 
-def _candidates(model: nn.Module, trace: _Trace, tensor: int) -> list[_Candidate]:
-    modules = dict(model.named_modules())
-    parameters = {id(p): n for n, p in model.named_parameters()}
-    names: dict[int, list[str]] = {}
-    for n, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(n)
-    linears = {n for n, m in modules.items() if is_linear(m)}
-    samples = max((x.shape[0] for _, _, x, _ in trace.calls), default=1)
-    used: dict[str, str] = {}
-    found: list[_Candidate] = []
-    # Attention first: a Linear before it is no partner for its columns. A layer that runs several
-    # times: what is found for its first call holds for all, and is checked for all.
-    once = [
-        next(c for c in trace.calls if c[0] == name)
-        for name in dict.fromkeys(c[0] for c in trace.calls)
-    ]
-    for first, (name, start, _, out) in [(f, c) for f in (True, False) for c in once]:
-        module = modules[name]
-        if isinstance(module, nn.MultiheadAttention):
-            if first:
-                found.append(_multihead_candidate(model, name, module, tensor, names))
-            continue
-        if start is None:
-            continue
-        region, ends = _walk(start, trace.nodes)
-        columns = list(dict.fromkeys(trace.nodes[n] for n in ends))
-        if not columns or any(isinstance(modules[c], nn.MultiheadAttention) for c in columns):
-            continue
-        columns.sort(key=lambda c: next(i for i, call in enumerate(trace.calls) if call[0] == c))
+class _Search:
+    """Candidates in the data flow of one pass."""
+
+    def __init__(self, model: nn.Module, trace: _Trace, tensor: int) -> None:
+        self.model, self.trace, self.tensor = model, trace, tensor
+        self.modules = dict(model.named_modules())
+        self.linears = {n for n, m in self.modules.items() if is_linear(m)}
+        self.names: dict[int, list[str]] = {}  # of each parameter
+        for n, p in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(p), []).append(n)
+        # A layer's first call stands for all its calls; the trials check them all.
+        self.calls: dict[str, tuple[str, Any, torch.Tensor, Any]] = {}
+        for call in trace.calls:
+            self.calls.setdefault(call[0], call)
+        self.order = {name: i for i, name in enumerate(self.calls)}
+        self.users: dict[str, str] = {}  # layer -> the block that uses it
+
+    def candidates(self) -> list[_Candidate]:
+        """All candidates, in the order in which they run."""
+        result: list[_Candidate] = []
+        # Attention first: a Linear before it is no partner for its columns.
+        for attention in (True, False):
+            for name, start, _, out in self.calls.values():
+                module = self.modules[name]
+                candidate = None
+                if isinstance(module, nn.MultiheadAttention):
+                    candidate = self._multihead(name, module) if attention else None
+                elif start is not None:
+                    candidate = self._candidate(name, start, out, attention)
+                if candidate is not None:
+                    result.append(candidate)
+        for candidate in result:
+            block = candidate.block
+            layers = (*block.column, block.row)
+            relative = tuple(n.removeprefix(block.path) for n in layers)
+            shapes = tuple(features(self.modules[n]) for n in layers if n in self.linears)
+            kind = type(self.modules[block.path])
+            candidate.signature = (block.kind, kind, relative, shapes, bool(block.per_head))
+            if not block.why_not:
+                candidate.ways = _ways(self.model, block, self.trace, self.linears)
+        order = self.order
+        return sorted(
+            result, key=lambda c: min(order[n] for n in (c.block.row, c.block.path) if n in order)
+        )
+
+    def _candidate(self, name: str, start: Any, out: Any, attention: bool) -> _Candidate | None:
+        """The block that ends in the layer ``name``, if there is one of that kind."""
+        region, ends = _walk(start, self.trace.nodes)
+        columns = sorted({self.trace.nodes[n] for n in ends}, key=self.order.__getitem__)
+        if not columns or any(isinstance(self.modules[c], nn.MultiheadAttention) for c in columns):
+            return None
         ops = {n.name() for n in region}
-        attention = any(_ATTENTION.search(o) for o in ops)
-        if attention is not first:
-            continue
-        wide = features(module)[0]
-        outs = [features(modules[c])[1] for c in columns]
-        inside = [
-            parameters[id(n.variable)]
-            for n in region
-            if hasattr(n, "variable") and id(n.variable) in parameters
-        ]
-        block = Block(
-            _common([*columns, name]), "attention" if attention else "mlp", tuple(columns), name
+        if any(_ATTENTION.search(o) for o in ops) is not attention:
+            return None
+        if not attention and any(_NOT_BY_FEATURE.search(o) for o in ops):
+            return None
+        layers = (*columns, name)
+        block = Block(_common(layers), "attention" if attention else "mlp", tuple(columns), name)
+        shared = next((n for n in layers if n in self.users), None)
+        if shared is not None:
+            why = f"{self.users[shared]!r} uses {shared!r} as well"
+            pieces = (1,) * len(columns)
+            block = dataclasses.replace(block, pieces=pieces, why_not=why)
+            return _Candidate(block) if attention else None
+        variables = [n.variable for n in region if hasattr(n, "variable")]
+        inside = [self.names[id(v)][0] for v in variables if id(v) in self.names]
+        described = (
+            self._attention(block, region, inside) if attention else self._mlp(block, inside)
         )
-        bad = sorted(o for o in ops if _NOT_BY_FEATURE.search(o))
-        if not attention and bad:
-            continue
-        taken = [c for c in (*columns, name) if c in used]
-        if taken:
-            if attention:
-                why = f"{used[taken[0]]!r} uses {taken[0]!r} as well"
-                found.append(
-                    _Candidate(dataclasses.replace(block, pieces=(1,) * len(columns), why_not=why))
-                )
-            continue
-        if attention:
-            heads, kv_heads = _heads(region, samples)
-            # The values' columns carry as many features a head as the row takes; a fused one is cut
-            # in three.
-            pieces = tuple(3 if len(columns) == 1 and o == 3 * wide else 1 for o in outs)
-            per_head = tuple(
-                p.removesuffix(".weight")
-                for p in inside
-                if p.endswith(".weight")
-                and isinstance(e := modules[p.removesuffix(".weight")], nn.Embedding)
-                and e.embedding_dim == heads
-            )
-            block = dataclasses.replace(
-                block,
-                pieces=pieces,
-                heads=heads,
-                kv_heads=kv_heads,
-                per_head=per_head,
-                inside=tuple(p for p in inside if p.removesuffix(".weight") not in per_head),
-            )
-            why = ""
-            if len(columns) > 12:
-                continue
-            if not heads:
-                why = "its heads are not seen in the shapes of its attention weights"
-            elif heads % tensor or kv_heads % tensor:
-                counted = f"heads {heads}" + (
-                    f", key and value heads {kv_heads}" if kv_heads != heads else ""
-                )
-                why = f"{counted}: not divisible by {tensor}"
-            block = dataclasses.replace(block, why_not=why)
-        else:
-            if any(o % wide for o in outs) or wide == 1:
-                continue
-            block = dataclasses.replace(
-                block, pieces=tuple(o // wide for o in outs), inside=tuple(inside)
-            )
-            if wide % tensor:
-                block = dataclasses.replace(
-                    block, why_not=f"{wide} features: not divisible by {tensor}"
-                )
-        tied = [
-            n
-            for part in split_dims(model, block)
-            for n in part
-            if len(names[id(model.get_parameter(n))]) > 1
-        ]
-        if tied and not block.why_not:
-            others = [n for n in names[id(model.get_parameter(tied[0]))] if n != tied[0]]
-            block = dataclasses.replace(block, why_not=f"{tied[0]!r} is tied to {others[0]!r}")
-        rows, _ = _walk(out, region | ends)
-        candidate = _Candidate(block, region | ends, region | ends | rows)
-        found.append(candidate)
-        if not block.why_not:
-            for c in (*columns, name):
-                used[c] = block.path or type(model).__name__
-    found.sort(
-        key=lambda c: next(
-            i for i, call in enumerate(once) if call[0] in (c.block.row, c.block.path)
+        if described is None:
+            return None
+        candidate = _Candidate(described, region | ends)
+        candidate.closure = candidate.region | _walk(out, candidate.region)[0]
+        divided, whole = split_dims(self.model, described)
+        for n in (*divided, *whole):
+            names = self.names[id(self.model.get_parameter(n))]
+            if len(names) > 1 and not candidate.block.why_not:
+                other = next(o for o in names if o != n)
+                candidate.refuse(f"{n!r} is tied to {other!r}")
+        if not candidate.block.why_not:
+            self.users |= dict.fromkeys(layers, block.path or type(self.model).__name__)
+        return candidate
+
+    def _attention(self, block: Block, region: set[Any], inside: list[str]) -> Block | None:
+        """An attention with its heads and pieces; None if it has too many columns to be one."""
+        if len(block.column) > 12:
+            return None
+        heads, kv_heads = _heads(region, self.trace.samples)
+        # The values' columns have as many features per head as the row takes; a fused column is
+        # cut in three.
+        wide = features(self.modules[block.row])[0]
+        outs = [features(self.modules[c])[1] for c in block.column]
+        pieces = tuple(3 if len(outs) == 1 and o == 3 * wide else 1 for o in outs)
+        per_head = []
+        for name in [p.removesuffix(".weight") for p in inside if p.endswith(".weight")]:
+            module = self.modules[name]
+            if isinstance(module, nn.Embedding) and module.embedding_dim == heads:
+                per_head.append(name)
+        why = ""
+        if not heads:
+            why = "the shapes of its attention weights do not show its heads"
+        elif heads % self.tensor or kv_heads % self.tensor:
+            kv = f", key and value heads {kv_heads}" if kv_heads != heads else ""
+            why = f"heads {heads}{kv}: not divisible by {self.tensor}"
+        return dataclasses.replace(
+            block,
+            pieces=pieces,
+            heads=heads,
+            kv_heads=kv_heads,
+            per_head=tuple(per_head),
+            inside=tuple(p for p in inside if p.removesuffix(".weight") not in per_head),
+            why_not=why,
         )
-    )
-    for candidate in found:
-        block = _sized(model, candidate.block, trace, samples)
-        candidate.block = block
-        relative = tuple(n.removeprefix(block.path) for n in (*block.column, block.row))
-        shapes = tuple(features(modules[n]) for n in (*block.column, block.row) if n in linears)
-        candidate.signature = (
-            block.kind,
-            type(modules[block.path]),
-            relative,
-            shapes,
-            bool(block.per_head),
-        )
-        if not block.why_not:
-            candidate.ways = _ways(model, block, trace, linears)
-    return found
+
+    def _mlp(self, block: Block, inside: list[str]) -> Block | None:
+        """An MLP with its pieces; None if its columns do not fit the row."""
+        wide = features(self.modules[block.row])[0]
+        outs = [features(self.modules[c])[1] for c in block.column]
+        if any(o % wide for o in outs) or wide == 1:
+            return None
+        pieces = tuple(o // wide for o in outs)
+        why = f"{wide} features: not divisible by {self.tensor}" if wide % self.tensor else ""
+        return dataclasses.replace(block, pieces=pieces, inside=tuple(inside), why_not=why)
+
+    def _multihead(self, name: str, module: nn.MultiheadAttention) -> _Candidate:
+        heads, why = module.num_heads, ""
+        if heads % self.tensor:
+            why = f"heads {heads}: not divisible by {self.tensor}"
+        elif module.bias_k is not None or module.add_zero_attn:
+            why = "add_bias_kv and add_zero_attn add a key that belongs to no head"
+        elif type(module).forward is not nn.MultiheadAttention.forward:
+            why = f"{type(module).__name__} has a forward of its own"
+        elif any(len(self.names.get(id(p), [])) > 1 for p in module.parameters()):
+            why = "its weights are tied to others"
+        row = f"{name}.out_proj".lstrip(".")
+        return _Candidate(Block(name, "multihead", (name,), row, (3,), heads, heads, why_not=why))
 
 
-def _multihead_candidate(
-    model: nn.Module,
-    name: str,
-    module: nn.MultiheadAttention,
-    tensor: int,
-    names: dict[int, list[str]],
-) -> _Candidate:
-    why = ""
-    if module.num_heads % tensor:
-        why = f"heads {module.num_heads}: not divisible by {tensor}"
-    elif module.bias_k is not None or module.add_zero_attn:
-        why = "add_bias_kv and add_zero_attn add a key that belongs to no head"
-    elif type(module).forward is not nn.MultiheadAttention.forward:
-        why = f"{type(module).__name__} has a forward of its own"
-    elif any(len(names.get(id(p), [])) > 1 for p in module.parameters()):
-        why = "its weights are tied to others"
-    row = f"{name}.out_proj".lstrip(".")
-    return _Candidate(
-        Block(
-            name, "multihead", (name,), row, (3,), module.num_heads, module.num_heads, why_not=why
-        )
-    )
-
-
-def _sized(model: nn.Module, block: Block, trace: _Trace, samples: int) -> Block:
-    """With its parameters, work and bytes."""
+def _sized(model: nn.Module, block: Block, trace: _Trace) -> Block:
+    """With its parameters and bytes."""
     parameters = sum(model.get_parameter(n).numel() for n in split_dims(model, block)[0])
-    flops = reduced = 0.0
     if block.kind == "multihead":
-        x, y = trace.inputs[block.path][0], trace.outputs[block.path][0]
-        weights = sum(p.numel() for p in model.get_submodule(block.path).parameters())
-        flops = 2.0 * weights * x.numel() / x.shape[-1] / samples
-        reduced = (x.nbytes + y.nbytes) / samples
+        entering, leaving = trace.inputs[block.path][:1], trace.outputs[block.path][:1]
     else:
-        for n in (*block.column, block.row):
-            for x in trace.inputs.get(n, []):
-                weight: Any = model.get_submodule(n).weight
-                flops += 2.0 * weight.numel() * x.numel() / x.shape[-1] / samples
-        entering = {id(x): x.nbytes for n, _, x, _ in trace.calls if n in block.column}
-        reduced = (
-            sum(entering.values()) + sum(y.nbytes for y in trace.outputs[block.row])
-        ) / samples
-    return dataclasses.replace(block, parameters=parameters, flops=flops, reduced_bytes=reduced)
+        entering = list({id(x): x for n, _, x, _ in trace.calls if n in block.column}.values())
+        leaving = trace.outputs[block.row]
+    reduced = sum(x.nbytes for x in (*entering, *leaving)) / trace.samples
+    return dataclasses.replace(block, parameters=parameters, reduced_bytes=reduced)
 
 
 def _consumers(trace: _Trace) -> dict[Any, list[Any]]:
-    """Of each node of the graph, those that take what it made."""
+    """For each node of the graph, the nodes that take its output."""
     consumers: dict[Any, list[Any]] = {}
-    everything, _ = _walk(trace.loss.grad_fn, set())
-    for node in everything:
+    for node in _walk(trace.loss.grad_fn, set())[0]:
         for n, _ in node.next_functions:
             if n is not None:
                 consumers.setdefault(n, []).append(node)
     return consumers
 
 
-def _read_elsewhere(
+def _refuse_other_reads(
     model: nn.Module,
     trace: _Trace,
     candidates: list[_Candidate],
     consumers: Mapping[Any, list[Any]],
 ) -> None:
-    """Refuse blocks with a weight that is read outside of its layer's call as well (a tied
-    decoder's ``F.linear(z, layer.weight.t())``): there it is needed whole."""
+    """Refuse blocks with a weight that is read outside of its layer's call as well.
+
+    A tied decoder's ``F.linear(z, layer.weight.t())``, say, needs it whole.
+    """
     own: dict[str, set[Any]] = {}
     for name, start, _, out in trace.calls:
         own.setdefault(name, set()).update(_walk(out, {start})[0])
-    reads = {
-        id(node.variable): found for node, found in consumers.items() if hasattr(node, "variable")
-    }
+    reads = {id(n.variable): users for n, users in consumers.items() if hasattr(n, "variable")}
     for c in candidates:
         if c.block.why_not:
             continue
@@ -515,60 +444,53 @@ def _read_elsewhere(
             if name.rpartition(".")[0] in c.block.per_head:
                 continue  # an embedding, whose calls are not noted
             if any(node not in layers for node in reads.get(id(model.get_parameter(name)), ())):
-                c.block = dataclasses.replace(
-                    c.block, why_not=f"{name!r} is also read outside of its layer's call"
-                )
+                c.refuse(f"{name!r} is also read outside of its layer's call")
                 break
 
 
-def _escapes(consumers: Mapping[Any, list[Any]], candidates: list[_Candidate]) -> None:
-    """Refuse what also goes elsewhere than into its row."""
-    while True:
-        closed = set().union(*(c.closure for c in candidates if not c.block.why_not))
+def _refuse_escapes(consumers: Mapping[Any, list[Any]], candidates: list[_Candidate]) -> None:
+    """Refuse blocks whose inner results also go elsewhere than into their row."""
+    changed = True
+    while changed:
         changed = False
+        closed = set().union(*(c.closure for c in candidates if not c.block.why_not))
         for c in candidates:
-            if c.block.why_not or not c.region:
+            if c.block.why_not:
                 continue
-            for node in c.region:
-                outside = [n for n in consumers.get(node, []) if n not in closed]
-                if outside:
-                    into = outside[0].name().removesuffix("Backward0")
-                    c.block = dataclasses.replace(
-                        c.block, why_not=f"what its columns make also goes elsewhere ({into})"
-                    )
-                    changed = True
-                    break
-        if not changed:
-            return
+            users = (n for node in c.region for n in consumers.get(node, []))
+            outside = next((n for n in users if n not in closed), None)
+            if outside is not None:
+                into = outside.name().removesuffix("Backward0")
+                c.refuse(f"what its columns make also goes elsewhere ({into})")
+                changed = True
 
 
 # -- trials ----------------------------------------------------------------------------
 
 
-class _Differs(Exception):
+class _PartDiffers(Exception):
     """A block's part is not its slice of the whole."""
 
 
-class _Elsewhere(Exception):
-    """A block is given something else than before: what another one's narrowing has touched."""
+class _InputDiffers(Exception):
+    """A block's input has changed: narrowing another block has touched it."""
 
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-def _differs(found: torch.Tensor, expected: torch.Tensor) -> str:
-    if found.shape != expected.shape:
-        return f"it gives {list(found.shape)} where {list(expected.shape)} was expected"
+def _difference(part: torch.Tensor, expected: torch.Tensor) -> str:
+    if part.shape != expected.shape:
+        return f"it gives {list(part.shape)} where {list(expected.shape)} was expected"
     scale = float(expected.double().abs().max()) if expected.numel() else 0.0
-    largest = float((found.double() - expected.double()).abs().max()) if expected.numel() else 0.0
+    largest = float((part.double() - expected.double()).abs().max()) if expected.numel() else 0.0
     if largest <= _TOLERANCE.get(expected.dtype, 1e-2) * scale:
         return ""
-    return (
-        f"its part differs from the whole by {largest / max(scale, 1e-30):.1e} of the largest value"
-    )
+    relative = largest / max(scale, 1e-30)
+    return f"its part differs from the whole by {relative:.1e} of the largest value"
 
 
-class _Trial(Arms):
+class _TrialRuntime(BlockRuntime):
     """One worker's part, in one process, compared with what the whole gave."""
 
     def __init__(self, trace: _Trace, place: int, tensor: int) -> None:
@@ -580,21 +502,19 @@ class _Trial(Arms):
         self.last: Block | None = None
 
     def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
-        key = (id(module), name)
+        key, value = (id(module), name), getattr(module, name)
         if key not in self._parts:
-            value = getattr(module, name)
-            self._parts[key] = (
-                None
-                if value is None
-                else piece(value.detach(), dim, pieces, self.place, self.tensor)
-            )
+            cut = None
+            if value is not None:
+                cut = piece(value.detach(), dim, pieces, self.place, self.tensor)
+            self._parts[key] = cut
         return self._parts[key]
 
     def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if name:
             call = self._calls[name] = self._calls.get(name, -1) + 1
-            if _differs(x, self._trace.inputs[name][call]):
-                raise _Elsewhere
+            if _difference(x, self._trace.inputs[name][call]):
+                raise _InputDiffers
         return x
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
@@ -611,38 +531,97 @@ class _Trial(Arms):
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
         call = self._calls[block.row] = self._calls.get(block.row, -1) + 1
         whole = self._trace.inputs[block.row][call]
-        expected = whole.chunk(self.tensor, -1)[self.place]
-        why = _differs(x, expected)
+        why = _difference(x, whole.chunk(self.tensor, -1)[self.place])
         if not why and not bool(whole.any()):
             why = "all zero on the sample: it cannot be checked"
         if why:
             self.open.append(block)
-            raise _Differs(why)
+            raise _PartDiffers(why)
         return self._trace.outputs[block.row][call]
 
 
-class _MultiheadTrial(_Trial):
-    """torch's own attention does not show what its row is given: all parts together are compared
-    with its output.
-    """
+class _MultiheadTrial(_TrialRuntime):
+    """torch's own attention hides its row's input: the sum of all parts is compared instead."""
 
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
         return F.linear(x, piece(row.weight.detach(), 1, 1, self.place, self.tensor))  # type: ignore[operator, arg-type]
 
 
+@torch.no_grad()
 def _try_multihead(model: nn.Module, block: Block, trace: _Trace, tensor: int) -> str:
+    """Why torch's own attention cannot be divided, or nothing."""
     module = model.get_submodule(block.path)
     assert isinstance(module, nn.MultiheadAttention)
     args, kwargs = trace.arguments[block.path]
     whole: torch.Tensor | None = None
-    for place in range(tensor):
-        part = multihead(Region(block, _MultiheadTrial(trace, place, tensor)))(
-            module, *args, **kwargs
-        )[0]
-        whole = part if whole is None else whole + part
-    assert whole is not None
-    bias = module.out_proj.bias
-    return _differs(whole if bias is None else whole + bias, trace.outputs[block.path][0])
+    try:
+        for place in range(tensor):
+            forward = multihead(Region(block, _MultiheadTrial(trace, place, tensor)))
+            part = forward(module, *args, **kwargs)[0]
+            whole = part if whole is None else whole + part
+        assert whole is not None
+        bias = module.out_proj.bias
+        return _difference(whole if bias is None else whole + bias, trace.outputs[block.path][0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class _Selection:
+    """Which way of each kind of block is tried; blocks without a right one are refused."""
+
+    def __init__(self, candidates: Iterable[_Candidate]) -> None:
+        self.active = [c for c in candidates if not c.block.why_not]
+        self._tried: dict[tuple[Any, ...], int] = {c.signature: 0 for c in self.active}
+        self._first_reasons: dict[tuple[Any, ...], str] = {}
+        for c in list(self.active):
+            if not c.ways and not c.block.why_not:
+                self.fail(c.signature, "no module around it says where its heads are counted")
+
+    def chosen(self) -> list[tuple[_Candidate, Block]]:
+        """The way to try next, of each candidate that is left."""
+        return [(c, c.ways[self._tried[c.signature]]) for c in self.active]
+
+    def fail(self, signature: tuple[Any, ...], why: str) -> None:
+        """Go to the next way of a kind, or refuse it with the reason of its first way."""
+        reason = self._first_reasons.setdefault(signature, why)
+        self._tried[signature] += 1
+        failed = [c for c in self.active if c.signature == signature]
+        if self._tried[signature] < min(len(c.ways) for c in failed):
+            return
+        # Blocks that share an embedding by head with a refused one cannot be divided either.
+        shared = {n for c in failed for n in c.block.per_head}
+        for c in [*failed, *(c for c in self.active if shared & set(c.block.per_head))]:
+            if not c.block.why_not:
+                c.refuse(f"no way of narrowing its forward code agrees: {reason}")
+        self.active = [c for c in self.active if not c.block.why_not]
+
+
+def _trial_failure(
+    model: nn.Module,
+    run: Callable[[], torch.Tensor],
+    chosen: Sequence[tuple[_Candidate, Block]],
+    runtime: _TrialRuntime,
+) -> tuple[_Candidate, str] | None:
+    """Run the model as one worker's part: the candidate that fails, and why, or nothing."""
+    try:
+        with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            done: set[tuple[str, str]] = set()
+            for _, way in chosen:
+                install_layers(stack, model, way, runtime, done)
+            run()
+        return None
+    except _InputDiffers:
+        # Attributes that several blocks read, not all of which can be narrowed.
+        wide = [c for c, way in chosen if way.attributes] or [chosen[0][0]]
+        outermost = min(wide, key=lambda c: len(c.block.path))
+        return outermost, "other layers, which cannot be split, also read what counts its heads"
+    except Exception as error:
+        blamed = runtime.open[-1] if runtime.open else runtime.last
+        candidate = next((c for c, way in chosen if way is blamed), chosen[0][0])
+        text = str(error).strip().split("\n")[0][:160]
+        is_difference = isinstance(error, _PartDiffers)
+        return candidate, text if is_difference else f"{type(error).__name__}: {text}"
 
 
 def _select(
@@ -653,73 +632,24 @@ def _select(
     places: Sequence[int],
     tensor: int,
 ) -> None:
-    """Choose each block's way, and refuse those for which none is right."""
-    with torch.no_grad():
-        for c in candidates:
-            if c.block.kind == "multihead" and not c.block.why_not:
-                try:
-                    why = _try_multihead(model, c.block, trace, tensor)
-                except Exception as error:
-                    why = f"{type(error).__name__}: {error}"
-                if why:
-                    c.block = dataclasses.replace(c.block, why_not=why)
-    active = [c for c in candidates if c.block.kind != "multihead" and not c.block.why_not]
-    tried: dict[tuple[Any, ...], int] = {c.signature: 0 for c in active}
-    first_reason: dict[tuple[Any, ...], str] = {}
-
-    def fail(signature: tuple[Any, ...], why: str) -> None:
-        nonlocal active
-        first_reason.setdefault(signature, why)
-        tried[signature] += 1
-        ill = [c for c in active if c.signature == signature]
-        if tried[signature] < min(len(c.ways) for c in ill):
-            return
-        shared = {n for c in ill for n in c.block.per_head}
-        for c in [*ill, *(c for c in active if shared & set(c.block.per_head))]:
-            if not c.block.why_not:
-                c.block = dataclasses.replace(
-                    c.block,
-                    why_not="no way of narrowing its forward code agrees: "
-                    f"{first_reason[signature]}",
-                )
-        active = [c for c in active if not c.block.why_not]
-
-    for c in [c for c in active if not c.ways]:
-        if not c.block.why_not:
-            fail(c.signature, "no module around it says where its heads are counted")
-    while active:
-        chosen = [(c, c.ways[tried[c.signature]]) for c in active]
-        failed = False
-        for place in places:
-            arms = _Trial(trace, place, tensor)
-            try:
-                with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng():
-                    torch.manual_seed(0)
-                    done: set[tuple[str, str]] = set()
-                    for _, way in chosen:
-                        install_layers(stack, model, way, arms, done)
-                    run()
-            except Exception as error:
-                blamed = arms.open[-1] if arms.open else arms.last
-                text = str(error).strip().split("\n")[0][:160]
-                why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
-                if isinstance(error, _Elsewhere):
-                    # Attributes that several blocks read, of which not all can be narrowed.
-                    wide = [c for c, way in chosen if way.attributes]
-                    ill = min(wide or [chosen[0][0]], key=lambda c: len(c.block.path))
-                    why = (
-                        "what counts its heads is read by other layers as well, which cannot "
-                        "be split"
-                    )
-                else:
-                    ill = next((c for c, way in chosen if way is blamed), chosen[0][0])
-                fail(ill.signature, why)
-                failed = True
-                break
-        if not failed:
+    """Choose each block's way, and refuse blocks for which none is right."""
+    others = []
+    for c in candidates:
+        if c.block.kind != "multihead":
+            others.append(c)
+        elif not c.block.why_not:
+            c.refuse(_try_multihead(model, c.block, trace, tensor))
+    selection = _Selection(others)
+    while selection.active:
+        chosen = selection.chosen()
+        runtimes = (_TrialRuntime(trace, place, tensor) for place in places)
+        failures = (_trial_failure(model, run, chosen, runtime) for runtime in runtimes)
+        failure = next(filter(None, failures), None)
+        if failure is None:
             for c, way in chosen:
                 c.block = way
             return
+        selection.fail(failure[0].signature, failure[1])
 
 
 def recognise(
@@ -729,58 +659,53 @@ def recognise(
     *,
     places: Sequence[int] | None = None,
     gradients: bool = False,
-) -> Recognised:
-    """Find the blocks of a model that ``tensor`` workers can hold together. In one process, without
-    communication.
+) -> DivisibleBlocks:
+    """Find the blocks of a model that ``tensor`` workers can hold together, in one process.
 
     Args:
         model: any module tree; it is left as it was.
         run: a forward pass over a few samples (two or more) through ``model``, and its loss, 0-d.
         tensor: into how many parts.
         places: whose parts are tried on the sample; None for all of them.
-        gradients: also note the gradients' sums, to compare with those of the split model.
+        gradients: also note the gradients' sums, to compare with those of the divided model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-        >>> found = recognise(model, lambda: model(torch.ones(2, 4)).sum(), 2)
-        >>> [(b.kind, b.column, b.row) for b in found.blocks]
+        >>> result = recognise(model, lambda: model(torch.ones(2, 4)).sum(), 2)
+        >>> [(b.kind, b.column, b.row) for b in result.blocks]
         [('mlp', ('0',), '2')]
     """
     with quiet(model):
         trace = _trace(model, run)
         sums: dict[str, tuple[float, float]] = {}
-        candidates = _candidates(model, trace, tensor)
+        candidates = _Search(model, trace, tensor).candidates()
         if trace.loss.grad_fn is not None:
             consumers = _consumers(trace)
-            _read_elsewhere(model, trace, candidates, consumers)
-            _escapes(consumers, candidates)
+            _refuse_other_reads(model, trace, candidates, consumers)
+            _refuse_escapes(consumers, candidates)
             del consumers
             if gradients:
-                named = list(model.named_parameters())
-                grads = torch.autograd.grad(trace.loss, [p for _, p in named], allow_unused=True)
-                for (name, _), g in zip(named, grads, strict=True):
-                    if g is not None and not g.is_sparse:
-                        sums[name] = (float(g.double().sum()), float(g.double().square().sum()))
-                del grads
+                sums = _gradient_sums(model, trace.loss)
+        # The graph keeps activations alive: let it go before the trials.
         trace.nodes.clear()
         for c in candidates:
             c.region, c.closure = set(), set()
         _select(model, run, trace, candidates, range(tensor) if places is None else places, tensor)
-    samples = max((x.shape[0] for _, _, x, _ in trace.calls), default=1)
-    for c in candidates:
-        c.block = _sized(model, c.block, trace, samples)  # of the way that was chosen
-    flops = 0.0
-    for n, xs in trace.inputs.items():
-        weight = getattr(model.get_submodule(n), "weight", None)
-        if weight is not None:
-            flops += sum(2.0 * weight.numel() * x.numel() / x.shape[-1] / samples for x in xs)
-    flops += sum(c.block.flops for c in candidates if c.block.kind == "multihead")
-    return Recognised(
-        tuple(c.block for c in candidates if not c.block.why_not),
-        tuple(c.block for c in candidates if c.block.why_not),
-        sum(p.numel() for p in model.parameters()),
-        flops,
+    blocks = [_sized(model, c.block, trace) for c in candidates]  # of the way that was chosen
+    return DivisibleBlocks(
+        tuple(b for b in blocks if not b.why_not),
+        tuple(b for b in blocks if b.why_not),
         float(trace.loss.detach()),
         sums,
-        frozenset(trace.called),
     )
+
+
+def _gradient_sums(model: nn.Module, loss: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """Sum and sum of squares of each parameter's gradient."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {
+        n: (float(g.double().sum()), float(g.double().square().sum()))
+        for n, g in zip(names, grads, strict=True)
+        if g is not None and not g.is_sparse
+    }

@@ -1,8 +1,7 @@
-"""A block that several workers hold together: which layers it has, and how its forward code is told
-that it is narrower.
+"""A block that several workers hold together: its layers, and how its forward code is narrowed.
 
-What a forward pass does with other workers is left to :class:`Arms`: a trial stands them in, a
-training lets them take part.
+:class:`BlockRuntime` says how a narrowed block reaches its weights and the other workers: a trial
+stands in for them, training communicates.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 __all__ = [
-    "Arms",
     "Block",
+    "BlockRuntime",
     "Region",
     "features",
     "install_layers",
@@ -28,7 +27,7 @@ __all__ = [
     "multihead",
     "piece",
     "recomputes",
-    "replaced",
+    "replace_attribute",
     "split_dims",
 ]
 
@@ -39,22 +38,19 @@ class Block:
 
     Attributes:
         path: the smallest module around them.
-        kind: ``"attention"``, ``"mlp"``, or ``"multihead"`` for torch's own
-            ``nn.MultiheadAttention``.
+        kind: ``"multihead"`` is torch's own ``nn.MultiheadAttention``.
         column: modules of which each worker keeps some outputs.
         row: the module of which it keeps the inputs that belong to them.
-        pieces: per column, how many tensors its output is cut into by the code (3 for fused query,
-            key and value).
+        pieces: per column, into how many tensors the code cuts its output (3 for fused query, key
+            and value).
         heads, kv_heads: of attention; 0 for an MLP.
-        attributes: ``(module, attribute)`` that count heads or features and are divided.
+        attributes: ``(module, attribute)`` that count heads or features, to divide.
         narrow: arguments of ``path`` (places or names) that the code reads its width from.
-        inside: parameters used between columns and row and held by all: their gradients are
-            partial.
+        inside: whole parameters used between columns and row: their gradients are partial.
         per_head: embeddings with one column a head (relative positions), split with them.
         parameters: elements that are divided among the workers (see :func:`split_dims`).
-        flops: of these layers, forward, per sample.
         reduced_bytes: summed over the workers, forward and backward together, per sample.
-        why_not: what stands against it; empty if it can be split.
+        why_not: why it cannot be split; empty if it can.
     """
 
     path: str
@@ -69,7 +65,6 @@ class Block:
     inside: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
     parameters: int = 0
-    flops: float = 0.0
     reduced_bytes: float = 0.0
     why_not: str = ""
 
@@ -78,12 +73,12 @@ class Block:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether its weight is (inputs, outputs), as that of transformers' Conv1D."""
+    """Whether its weight is (inputs, outputs), as in transformers' Conv1D."""
     return not isinstance(module, nn.Linear)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """A Linear, or what is one by another name, with an ordinary weight and the usual forward."""
+    """A Linear or a Conv1D of transformers, with an ordinary weight and the usual forward."""
     if isinstance(module, nn.Linear):
         usual = type(module).forward is nn.Linear.forward
     else:
@@ -106,8 +101,7 @@ def linear(
 
 
 def piece(x: torch.Tensor, dim: int, pieces: int, place: int, tensor: int) -> torch.Tensor:
-    """What the worker at ``place`` of ``tensor`` keeps of ``x``: its part of each of ``pieces``
-    equal pieces.
+    """The part of ``x`` for worker ``place`` of ``tensor``: its share of each of ``pieces`` pieces.
 
     Example:
         >>> piece(torch.arange(12), 0, 3, 1, 2).tolist()
@@ -117,37 +111,28 @@ def piece(x: torch.Tensor, dim: int, pieces: int, place: int, tensor: int) -> to
 
 
 def split_dims(model: nn.Module, block: Block) -> tuple[dict[str, int], list[str]]:
-    """A block's parameters that are divided, by name -> along which dimension; and those held whole
-    and used in parts.
+    """A block's divided parameters, by name -> dimension; and those held whole and used in parts.
 
-    Whole stay tensors that the code cuts into several (a fused query, key and value): a worker's
-    part of each is no one box of the whole, which no checkpoint could say. Each worker computes
-    with its part, and their gradients are added up.
+    A column that the code cuts into several tensors (a fused query, key and value) stays whole: a
+    worker's share of each is no single box, which is all that a checkpoint can describe. Each
+    worker computes with its share, and gradients are summed.
     """
     divided: dict[str, int] = {}
     whole: list[str] = []
     if block.kind == "multihead":
         module = model.get_submodule(block.path)
-        for name in (
-            "in_proj_weight",
-            "in_proj_bias",
-            "q_proj_weight",
-            "k_proj_weight",
-            "v_proj_weight",
-        ):
-            if getattr(module, name) is None:
-                continue
-            if name.startswith("in_"):
-                whole.append(f"{block.path}.{name}".lstrip("."))
-            else:
-                divided[f"{block.path}.{name}".lstrip(".")] = 0
+        prefix = f"{block.path}." if block.path else ""
+        whole = ["in_proj_weight", "in_proj_bias"]
+        whole = [f"{prefix}{n}" for n in whole if getattr(module, n) is not None]
+        separate = [f"{n}_proj_weight" for n in "qkv"]
+        divided = {f"{prefix}{n}": 0 for n in separate if getattr(module, n) is not None}
         divided[f"{block.row}.weight"] = 1
         return divided, whole
     for name, pieces in zip(block.column, block.pieces, strict=True):
         module = model.get_submodule(name)
-        own = {f"{name}.weight": 1 if _transposed(module) else 0} | (
-            {f"{name}.bias": 0} if module.bias is not None else {}
-        )
+        own = {f"{name}.weight": 1 if _transposed(module) else 0}
+        if module.bias is not None:
+            own[f"{name}.bias"] = 0
         if pieces > 1:
             whole += own
         else:
@@ -160,7 +145,7 @@ def split_dims(model: nn.Module, block: Block) -> tuple[dict[str, int], list[str
 # -- narrowed forward passes -----------------------------------------------------------
 
 
-class Arms:
+class BlockRuntime:
     """How a narrowed block reaches its weights, and the other workers."""
 
     place = 0
@@ -171,17 +156,15 @@ class Arms:
         raise NotImplementedError
 
     def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """What comes into the column ``name``: the same forward; backward the sum over the
-        workers.
-        """
+        """The input of column ``name``: forward the identity, backward the sum over workers."""
         raise NotImplementedError
 
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
-        """The row applied to this worker's part, summed over the workers."""
+        """Apply the row to this worker's part, and sum over the workers."""
         raise NotImplementedError
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers; backward the same."""
+        """Forward the sum over the workers, backward the identity."""
         raise NotImplementedError
 
     def begin(self, block: Block, training: bool) -> None:
@@ -192,40 +175,40 @@ class Arms:
 
 
 class Region:
-    """From a block's columns to its row, while it runs."""
+    """A block while it runs, from its columns to its row."""
 
-    def __init__(self, block: Block, arms: Arms) -> None:
+    def __init__(self, block: Block, runtime: BlockRuntime) -> None:
         self.block = block
-        self.arms = arms
+        self.runtime = runtime
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def enter(self, x: torch.Tensor, training: bool, name: str) -> torch.Tensor:
-        """The columns share what they share: one sum in the backward pass for each input."""
-        for given, entered in self._pairs:
-            if given is x:
+        """Columns with the same input share it: one sum in the backward pass."""
+        for known, entered in self._pairs:
+            if known is x:
                 return entered
         if not self._pairs:
-            self.arms.begin(self.block, training)
-        entered = self.arms.enter(x, name)
+            self.runtime.begin(self.block, training)
+        entered = self.runtime.enter(x, name)
         self._pairs.append((x, entered))
         return entered
 
     def stand_in(self, x: torch.Tensor, training: bool) -> torch.Tensor:
-        """A narrower tensor in the place of ``x``; a column that is given it takes ``x``."""
+        """A narrower tensor instead of ``x``; a column that gets it takes ``x``."""
         entered = self.enter(x, training, "")
-        narrower = x.detach().narrow(-1, 0, x.shape[-1] // self.arms.tensor)
+        narrower = x.detach().narrow(-1, 0, x.shape[-1] // self.runtime.tensor)
         self._pairs.append((narrower, entered))
         return narrower
 
     def close(self) -> None:
         """The row has been reached."""
         self._pairs.clear()
-        self.arms.end(self.block)
+        self.runtime.end(self.block)
 
 
 def multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """``nn.MultiheadAttention.forward`` over some of the heads (its own refuses fewer features)."""
-    block, arms = region.block, region.arms
+    block, runtime = region.block, region.runtime
 
     def forward(
         module: nn.MultiheadAttention,
@@ -238,8 +221,8 @@ def multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        heads = module.num_heads // arms.tensor
-        low = arms.place * heads
+        heads = module.num_heads // runtime.tensor
+        low = runtime.place * heads  # the first of this worker's heads
         batched = query.dim() == 3
         inputs = [region.enter(x, module.training, "") for x in (query, key, value)]
         if not batched:
@@ -248,12 +231,12 @@ def multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         elif not module.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
         if module.in_proj_weight is not None:
-            whole = arms.local(module, "in_proj_weight", 0, 3)
+            whole = runtime.local(module, "in_proj_weight", 0, 3)
             assert whole is not None
             weights: Sequence[torch.Tensor | None] = whole.chunk(3)
         else:
-            weights = [arms.local(module, f"{n}_proj_weight", 0, 1) for n in "qkv"]
-        bias = arms.local(module, "in_proj_bias", 0, 3)
+            weights = [runtime.local(module, f"{n}_proj_weight", 0, 1) for n in "qkv"]
+        bias = runtime.local(module, "in_proj_bias", 0, 3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (
             F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[arg-type, no-untyped-call]
@@ -271,28 +254,29 @@ def multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         elif is_causal and not need_weights:
             mask = None  # as torch: the mask is only a hint then
         dropped = module.dropout if module.training else 0.0
-        seen: torch.Tensor | None = None
+        attention: torch.Tensor | None = None
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-            seen = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropped)
-            out = seen @ v
+            attention = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropped)
+            out = attention @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropped, is_causal and mask is None)
         joined = out.transpose(1, 2).flatten(2)
         region.close()
-        result = arms.leave(block, joined, module.out_proj)
-        if seen is not None:
+        result = runtime.leave(block, joined, module.out_proj)
+        if attention is not None:
             if average_attn_weights:
-                seen = arms.total(seen.sum(1) / module.num_heads)
+                attention = runtime.total(attention.sum(1) / module.num_heads)
             else:
-                placed = seen.new_zeros(n, module.num_heads, *seen.shape[2:])
-                seen = arms.total(torch.cat([placed[:, :low], seen, placed[:, low + heads :]], 1))
-            seen = seen if batched else seen.squeeze(0)
+                zeros = attention.new_zeros(n, module.num_heads, *attention.shape[2:])
+                placed = torch.cat([zeros[:, :low], attention, zeros[:, low + heads :]], 1)
+                attention = runtime.total(placed)
+            attention = attention if batched else attention.squeeze(0)
         if not batched:
             result = result.squeeze(0)
         elif not module.batch_first:
             result = result.transpose(0, 1)
-        return result, seen
+        return result, attention
 
     return forward
 
@@ -303,31 +287,27 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-def replaced(stack: ExitStack, target: nn.Module, name: str, value: Any) -> None:
-    """Give a module an attribute of its own until ``stack`` is closed; a function becomes its
-    method, also that of copies of it.
-    """
+def replace_attribute(stack: ExitStack, target: nn.Module, name: str, value: Any) -> None:
+    """Set a module's own attribute until ``stack`` closes; a function becomes its method."""
     old = vars(target).get(name, _ABSENT)
-    vars(target)[name] = (
-        types.MethodType(value, target) if isinstance(value, types.FunctionType) else value
-    )
+    # A bound method, so that copies of the module have it too.
+    is_function = isinstance(value, types.FunctionType)
+    vars(target)[name] = types.MethodType(value, target) if is_function else value
 
-    def back() -> None:
+    def restore() -> None:
         if old is _ABSENT:
             del vars(target)[name]
         else:
             vars(target)[name] = old
 
-    stack.callback(back)
+    stack.callback(restore)
 
 
 _ABSENT: Any = object()
 
 
 def _divided(value: Any, counts: Iterable[int], tensor: int) -> Any:
-    """An attribute that counts heads, with fewer of them (einops' layers hold pairs of names and
-    numbers).
-    """
+    """An attribute that counts fewer heads; einops' layers hold pairs of names and numbers."""
     if isinstance(value, tuple):
         return tuple((n, v // tensor if v in counts else v) for n, v in value)
     return value // tensor
@@ -339,104 +319,86 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def install_layers(
-    stack: ExitStack, model: nn.Module, block: Block, arms: Arms, done: set[tuple[str, str]]
+    stack: ExitStack,
+    model: nn.Module,
+    block: Block,
+    runtime: BlockRuntime,
+    done: set[tuple[str, str]],
 ) -> None:
-    """Let a block run as one of ``arms.tensor`` parts, until ``stack`` is closed; ``done``:
-    attributes that are divided already.
+    """Let a block run as one of ``runtime.tensor`` parts until ``stack`` closes.
+
+    ``done``: attributes that are divided already, because another block reads them too.
     """
-    region = Region(block, arms)
+    region = Region(block, runtime)
     if block.kind == "multihead":
-        module = model.get_submodule(block.path)
-        assert isinstance(module, nn.MultiheadAttention)
-        replaced(stack, module, "forward", multihead(region))
-        for (
-            name,
-            around,
-        ) in model.named_modules():  # their fused kernel, for inference, knows nothing of this
-            if isinstance(around, nn.TransformerEncoderLayer) and block.path.startswith(
-                f"{name}." if name else ""
-            ):
-                replaced(stack, around, "activation_relu_or_gelu", 0)
+        replace_attribute(stack, model.get_submodule(block.path), "forward", multihead(region))
+        for name, module in model.named_modules():
+            is_around = block.path.startswith(f"{name}." if name else "")
+            if isinstance(module, nn.TransformerEncoderLayer) and is_around:
+                # Turns its fused kernel for inference off, which would compute with all heads.
+                replace_attribute(stack, module, "activation_relu_or_gelu", 0)
         return
     for name, pieces in zip(block.column, block.pieces, strict=True):
         column = model.get_submodule(name)
-        replaced(stack, column, "forward", _column(name, region, pieces))
-    row = model.get_submodule(block.row)
-    replaced(stack, row, "forward", _row(region))
+        replace_attribute(stack, column, "forward", _column(name, region, pieces))
+    replace_attribute(stack, model.get_submodule(block.row), "forward", _row(region))
     for name in block.per_head:
         embedding = model.get_submodule(name)
         if "forward" not in vars(embedding):
-            replaced(stack, embedding, "forward", _embedding(arms))
+            replace_attribute(stack, embedding, "forward", _embedding(runtime))
     counts = {block.heads, block.kv_heads}
     for name, attribute in block.attributes:
-        owner = model.get_submodule(name)
-        if (name, attribute) in done:
-            continue  # two blocks read it
-        done.add((name, attribute))
-        replaced(stack, owner, attribute, _divided(vars(owner)[attribute], counts, arms.tensor))
+        if (name, attribute) not in done:
+            done.add((name, attribute))
+            owner = model.get_submodule(name)
+            fewer = _divided(vars(owner)[attribute], counts, runtime.tensor)
+            replace_attribute(stack, owner, attribute, fewer)
     if block.narrow:
         container = model.get_submodule(block.path)
-        given = vars(container).get("forward")
-        if recomputes(container):  # each of its passes is to be narrowed, not what goes into it
-            replaced(
-                stack,
-                container,
-                "_forward_once",
-                _narrowed(vars(container).get("_forward_once"), region),
-            )
-        else:
-            replaced(stack, container, "forward", _narrowed(given, region))
+        # A recomputed block runs twice: narrow each pass, not the input that it keeps for both.
+        name = "_forward_once" if recomputes(container) else "forward"
+        replace_attribute(stack, container, name, _narrowed(vars(container).get(name), region))
 
 
-def _column(
-    name: str, region: Region, pieces: int
-) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+_Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def _column(name: str, region: Region, pieces: int) -> _Forward:
     def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        weight = region.arms.local(module, "weight", 1 if _transposed(module) else 0, pieces)
+        weight = region.runtime.local(module, "weight", 1 if _transposed(module) else 0, pieces)
         assert weight is not None
-        return linear(
-            module,
-            region.enter(input, module.training, name),
-            weight,
-            region.arms.local(module, "bias", 0, pieces),
-        )
+        entered = region.enter(input, module.training, name)
+        return linear(module, entered, weight, region.runtime.local(module, "bias", 0, pieces))
 
     return forward
 
 
-def _row(region: Region) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+def _row(region: Region) -> _Forward:
     def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         region.close()
-        return region.arms.leave(region.block, input, module)
+        return region.runtime.leave(region.block, input, module)
 
     return forward
 
 
-def _embedding(arms: Arms) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+def _embedding(runtime: BlockRuntime) -> _Forward:
     def forward(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        weight = arms.local(module, "weight", 1, 1)
+        weight = runtime.local(module, "weight", 1, 1)
         assert weight is not None
         return F.embedding(input, weight, module.padding_idx)  # type: ignore[arg-type]
 
     return forward
 
 
-def _narrowed(given: Callable[..., Any] | None, region: Region) -> Callable[..., Any]:
-    places = region.block.narrow
-
+def _narrowed(own: Callable[..., Any] | None, region: Region) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        new = {
-            p: region.stand_in(args[p] if isinstance(p, int) else kwargs[p], module.training)
-            for p in places
-        }
-        args, kwargs = (
-            tuple(new.get(i, a) for i, a in enumerate(args)),
-            {k: new.get(k, v) for k, v in kwargs.items()},
-        )
-        return (
-            type(module).forward(module, *args, **kwargs)
-            if given is None
-            else given(*args, **kwargs)
-        )
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        for place in region.block.narrow:
+            named[place] = region.stand_in(named[place], module.training)
+        new_args = [named[i] for i in range(len(args))]
+        new_kwargs = {k: named[k] for k in kwargs}
+        if own is None:
+            return type(module).forward(module, *new_args, **new_kwargs)
+        return own(*new_args, **new_kwargs)
 
     return forward

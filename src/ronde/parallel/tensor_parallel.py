@@ -54,8 +54,15 @@ from ronde.parallel.strategy import (
     part_gradients,
     trainable,
 )
-from ronde.parallel.tensor_blocks import Recognised, quiet, recognise
-from ronde.parallel.tensor_layers import Arms, Block, install_layers, linear, piece, split_dims
+from ronde.parallel.tensor_blocks import DivisibleBlocks, quiet, recognise
+from ronde.parallel.tensor_layers import (
+    Block,
+    BlockRuntime,
+    install_layers,
+    linear,
+    piece,
+    split_dims,
+)
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json, gather_json
@@ -101,7 +108,7 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-class _Workers(Arms):
+class _WorkerRuntime(BlockRuntime):
     """This worker's part in training. Dropout differs between workers inside blocks only."""
 
     group: dist.ProcessGroup | None
@@ -156,7 +163,7 @@ class _Workers(Arms):
             torch.cuda.manual_seed(seed)
 
 
-class _Alone(_Workers):
+class _SoloRuntime(_WorkerRuntime):
     """The first worker's part without the others: same work, same shapes, sums without theirs."""
 
     def __init__(self, tensor: int) -> None:
@@ -174,22 +181,22 @@ class _Alone(_Workers):
 @contextmanager
 def one_part(model: nn.Module, blocks: Sequence[Block], tensor: int) -> Iterator[None]:
     """One worker's part of a divided model, in one process: to time and weigh, not to train."""
-    arms = _Alone(tensor)
+    runtime = _SoloRuntime(tensor)
     done: set[tuple[str, str]] = set()
     with ExitStack() as stack:
         for block in blocks:
             for name, dim in split_dims(model, block)[0].items():
                 path, _, attribute = name.rpartition(".")
                 owner = model.get_submodule(path)
-                if (id(owner), attribute) in arms.divided:
+                if (id(owner), attribute) in runtime.divided:
                     continue
                 whole = model.get_parameter(name)
                 part = whole.detach().chunk(tensor, dim)[0]
                 part = part.clone(memory_format=torch.contiguous_format)
                 _put(model, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-                arms.divided.add((id(owner), attribute))
+                runtime.divided.add((id(owner), attribute))
                 stack.callback(_put, model, name, whole)
-            install_layers(stack, model, block, arms, done)
+            install_layers(stack, model, block, runtime, done)
         yield
 
 
@@ -227,7 +234,7 @@ def _install(
     """Divide blocks. The stack undoes it."""
     stack = ExitStack()
     changed: Changes = {}
-    arms = _Workers(mesh)
+    runtime = _WorkerRuntime(mesh)
     done: set[tuple[str, str]] = set()
     for block in blocks:
         for name, dim in split_dims(model, block)[0].items():
@@ -241,7 +248,7 @@ def _install(
             changed[name] = (whole, divided)
             _put(model, name, divided)
             stack.callback(_put, model, name, whole)
-        install_layers(stack, model, block, arms, done)
+        install_layers(stack, model, block, runtime, done)
     return stack, changed
 
 
@@ -267,7 +274,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, A
 
 
 def _verdict(
-    work: Work, run: Any, whole: Recognised, mesh: DeviceMesh, partials: frozenset[str]
+    work: Work, run: Any, whole: DivisibleBlocks, mesh: DeviceMesh, partials: frozenset[str]
 ) -> dict[str, Any]:
     """This worker's :func:`_disagreements`, or why a pass failed."""
     reads = _DirectReads(work.model)
@@ -282,7 +289,7 @@ def _verdict(
 
 
 def _disagreements(
-    model: nn.Module, run: Any, whole: Recognised, mesh: DeviceMesh, partials: frozenset[str]
+    model: nn.Module, run: Any, whole: DivisibleBlocks, mesh: DeviceMesh, partials: frozenset[str]
 ) -> list[str]:
     """Parameters whose gradient on the sample is not the whole model's; ``""`` for the loss.
 
