@@ -1,15 +1,15 @@
-"""Follow one forward pass, from the batch to the loss, as a list of events, for any model: where
-may it be cut, what would cross?
+"""Follow a forward pass from batch to loss as a list of events: where can it be cut, and what would
+cross?
 
-Whole-graph capture fails on what people write. Here the script's own Python runs, and only two
-things are looked at: calls of modules, and torch functions called between them (the glue). An
-:class:`TraceEvent` is one of the two. A pipeline stage later runs the same Python again, and leaves
-out the events of other stages (:mod:`ronde.parallel.stage_run`).
+Whole-graph capture fails on real scripts. Here the script's own Python runs, and only two things
+are observed: module calls, and torch functions called between them (the glue). Each is a
+:class:`TraceEvent`. A pipeline stage later runs the same Python and skips the events of other
+stages (:mod:`ronde.parallel.stage_run`).
 
-Activations are fake tensors while a model is followed: shapes without memory or arithmetic. What is
-computed from the batch and from constants alone (masks, positions) is computed for real: a forward
-pass may look at it, and every stage computes it again. A forward pass that looks at its activations
-is followed for real instead.
+Activations are fake tensors meanwhile: shapes without memory or arithmetic. Values computed only
+from the batch and constants (masks, positions) are real, because a forward pass may branch on them,
+and every stage computes them again. A forward pass that reads its activations is followed with real
+tensors instead.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def changes_in_place(name: str, kwargs: Any) -> bool:
-    """Whether a function of torch's, by its name and what it is called with, writes into what it is
-    given.
-    """
+    """Whether a torch function, by name and arguments, writes into its input."""
     if name == "__setitem__" or (name.startswith("__i") and name.endswith("__")):
         return True
     return (
@@ -94,17 +92,17 @@ def changes_in_place(name: str, kwargs: Any) -> bool:
 
 
 def _written(kind: str, name: str, args: Any) -> tuple[nn.Parameter, ...]:
-    """The parameter that a function changes in place."""
+    """The parameter a function changes in place."""
     if kind != "op" or not args or not isinstance(args[0], nn.Parameter):
         return ()
     return (args[0],) if changes_in_place(name, {}) else ()
 
 
 def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
-    """What is as long as ``tensor`` is, and lies in memory as it did, where one element stands for
-    all of it; None where it is all there.
+    """A full-size stand-in with ``tensor``'s layout if one element stands for it; None if it is all
+    there.
 
-    Some functions look at how a tensor lies in memory (``view_as_complex``).
+    Some functions depend on the layout (``view_as_complex``).
     """
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() < 2:
         return None
@@ -118,7 +116,7 @@ def _whole(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _look(value: Any, depth: int = 3) -> Any:
-    """What can be compared with a later look, to tell whether an object was changed."""
+    """A snapshot to compare with a later one, to detect changes to an object."""
     # No object_graph.walk: two looks are equal only if order and nesting are, too.
     if isinstance(value, (torch.Tensor, nn.Module, *_IMMUTABLE)) or depth == 0:
         return id(value)
@@ -138,14 +136,14 @@ def _look(value: Any, depth: int = 3) -> Any:
 
 
 def _drawn() -> Any:
-    """Where the generators are that a path may follow, besides torch's."""
+    """Where the generators are that a path may depend on, besides torch's."""
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else (None, b"")
     return hash(python_random.getstate()), bytes(state[1]), state[2:]
 
 
 def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, where it gives a size: one that can be taken apart."""
+    """Make a size a plain tuple."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
@@ -155,13 +153,13 @@ def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_size(found: Any, name: str) -> Any:
-    """What :func:`as_tuple` took apart."""
+    """Rebuild what :func:`as_tuple` took apart."""
     return torch.Size(found) if isinstance(found, tuple) and name in ("shape", "size") else found
 
 
 class _Frames:
-    """The checkpointed functions that are running (``use_reentrant=False``): their forward pass is
-    run again later.
+    """The running checkpointed functions (``use_reentrant=False``), whose forward runs again
+    later.
     """
 
     def __init__(self) -> None:
@@ -194,7 +192,7 @@ class _Frames:
 
 
 class _Follower(Interceptor):
-    """Writes down what it sees."""
+    """Records events."""
 
     def __init__(
         self, model: nn.Module, fake: FakeTensorMode | None, ghosts: FakeTensorMode, frames: _Frames
@@ -292,7 +290,7 @@ class _Follower(Interceptor):
         return index
 
     def _current(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that says what this one is now."""
+        """The tensor that a changed one has become."""
         twin = self.twins.get(id(tensor))
         if twin is not None:
             return twin
@@ -480,7 +478,7 @@ class _Follower(Interceptor):
     def _originals(
         self, event: TraceEvent, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
     ) -> Any:
-        """A constant that is handed back is the constant, not the fake tensor that stood for it."""
+        """Replace fake stand-ins of constants by the constants."""
         if event.opaque:
             return result
         leaves, _ = flatten(result)
@@ -494,8 +492,9 @@ class _Follower(Interceptor):
         return build(leaves, event.shape)
 
     def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What a function gives whose shape depends on what nobody knows yet: all there may be, so
-        that no path is left out. What the batch decides is as it is."""
+        """The largest result of a function with a data-dependent shape, so that no path is missed;
+        exact if only the batch decides.
+        """
         fake = self.fake
         assert fake is not None
 
@@ -525,7 +524,7 @@ class _Follower(Interceptor):
         )
 
     def _number(self, leaf: Any, maker: int, marked: list[Any], made: list[int]) -> Any:
-        """What was taken out of an activation: a value that later stages are sent."""
+        """A number read from an activation: a value to send to later stages."""
         if isinstance(leaf, bool | int | float | complex):
             wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
             kind, like = "number", torch.tensor(leaf, dtype=wide)
@@ -542,9 +541,7 @@ class _Follower(Interceptor):
         return value
 
     def _can_be_undone(self, given: list[torch.Tensor]) -> None:
-        """Keep what a real tensor was before it is changed in place, where it was there before the
-        pass.
-        """
+        """Save a real tensor before it is changed in place, if it existed before the pass."""
         for tensor in given:
             key = _storage(tensor)
             if (
@@ -557,7 +554,7 @@ class _Follower(Interceptor):
                     self.undo[key] = (tensor.detach(), tensor.detach().clone())
 
     def restore(self) -> None:
-        """Undo what was changed in place for real."""
+        """Undo in-place changes of real tensors."""
         with torch.no_grad():
             for tensor, value in self.undo.values():
                 if not torch.equal(tensor, value):
@@ -570,8 +567,8 @@ class _Follower(Interceptor):
         return self._record("op", what[0], what[2], None, function, args, kwargs)
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
-        """See :class:`Interceptor`. What depends on an activation is a number taken out of it:
-        later stages are sent it.
+        """See :class:`Interceptor`. A size that depends on an activation is a number sent to later
+        stages.
         """
         for tensor in args:
             if isinstance(tensor, torch.Tensor):
@@ -590,8 +587,8 @@ class _Follower(Interceptor):
         return function(*args, **kwargs)
 
     def _hooked(self, module: nn.Module) -> bool:
-        """Whether hooks of it, or of modules inside, are to run everywhere: they may keep what they
-        see.
+        """Whether the module, or one inside, has hooks that must run everywhere because they may
+        keep what they see.
         """
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
 
@@ -654,9 +651,7 @@ class _Follower(Interceptor):
         )
 
     def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Python's side of a module: what it keeps in itself, and the containers that it was
-        given.
-        """
+        """A module's Python state and the containers it was given."""
         kept = [
             (k, _look(v, 2))
             for m in self.below[id(module)]
@@ -680,8 +675,8 @@ class _Follower(Interceptor):
         kwargs: Any,
         result: Any,
     ) -> TraceEvent | None:
-        """A call that was looked into, as one event; None where leaving it out would leave out more
-        than its result.
+        """Merge an inspected call into one event; None if skipping it would skip more than its
+        result.
         """
         inputs, entry, state, drawn = before
         if self._hooked(module):
@@ -762,8 +757,8 @@ class _Follower(Interceptor):
         )
 
     def finish(self, result: Any) -> None:
-        """What the pass returns is read after its last event; calls whose insides are read from
-        outside are not one event.
+        """Close the pass: its results are read last, and calls whose insides are read from outside
+        stay open.
         """
         end = len(self.events)
         for tensor in tensors_in(result):
@@ -788,7 +783,7 @@ class _Follower(Interceptor):
 
 
 class _Before:
-    """What a model, and the generators of the host, were before a pass: put back afterwards."""
+    """A model's state and the host's generators before a pass, to restore afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.random = torch.get_rng_state(), python_random.getstate()
@@ -811,7 +806,7 @@ class _Before:
         ]
 
     def restore(self) -> list[tuple[nn.Module, str]]:
-        """Put everything back. Where something was kept in a module, for the next pass."""
+        """Restore everything; keep what modules stored for the next pass."""
         torch.set_rng_state(self.random[0])
         python_random.setstate(self.random[1])
         if self.numpy is not None:
@@ -852,9 +847,7 @@ class _Before:
 
 @contextmanager
 def _faked_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[None]:
-    """Buffers are fake too while activations are: what a pass does to them is seen, and does not
-    last.
-    """
+    """Make buffers fake along with activations: changes are seen and discarded."""
     was: list[tuple[Any, str, torch.Tensor]] = []
     twins: dict[int, torch.Tensor] = {}
     for module in model.modules() if fake is not None else ():
@@ -886,7 +879,7 @@ def _faked_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[No
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What cannot be done with fake tensors is done for real: nobody needs to read about it."""
+    """Silence warnings of what fake tensors cannot do: it is then done for real."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -899,13 +892,13 @@ _under_way: list[None] = []
 
 
 def following() -> bool:
-    """Whether a forward pass is being followed: it is no part of the training."""
+    """Whether a forward pass is being followed, outside the training."""
     return bool(_under_way)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """A forward pass that is no part of the training is under way."""
+    """Mark a forward pass as outside the training."""
     _under_way.append(None)
     try:
         yield
@@ -914,8 +907,8 @@ def aside() -> Iterator[None]:
 
 
 def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:
-    """Follow ``call()``, a forward pass of ``model`` and its loss. The model, its batch and
-    randomness are left as they were.
+    """Follow ``call()``, a forward pass of ``model`` and its loss. Model, batch and randomness are
+    restored.
 
     Args:
         model: whose modules are recognised.
@@ -982,8 +975,8 @@ def _follow(
 def _reached(
     result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]
 ) -> tuple[set[int], set[Any]]:
-    """Identities of the parameters that a gradient from ``result`` arrives at, and the nodes of the
-    graph on its way.
+    """Identities of the parameters a gradient from ``result`` reaches, and the graph nodes on its
+    way.
     """
     found: set[int] = set()
     seen: set[Any] = set()

@@ -1,6 +1,4 @@
-"""Every module call and every torch function of a forward pass, seen as it is made; and what kind
-of function one is.
-"""
+"""Intercept every module call and torch function of a forward pass, and classify functions."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ _kinds: dict[Any, tuple[str, bool, bool]] = {}
 
 
 def name_of(function: Any) -> str:
-    """Of a torch function; of a tensor's property, the property's."""
+    """A torch function's name; for a tensor property, the property's."""
     name = getattr(function, "__name__", None) or str(function)
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(function.__self__, "__name__", name))
@@ -79,17 +77,17 @@ def name_of(function: Any) -> str:
 
 
 def not_an_event(function: Any) -> bool:
-    """Whether a torch function only looks at a tensor's shape, type or place."""
+    """Whether a function only reads a tensor's shape, type or device."""
     return kind_of(function)[1]
 
 
 def is_random(name: str) -> bool:
-    """Whether a function of that name draws random numbers."""
+    """Whether the named function draws random numbers."""
     return _RANDOM.search(name) is not None
 
 
 def kind_of(function: Any) -> tuple[str, bool, bool]:
-    """Name, whether it is no event, whether it draws random numbers."""
+    """Name, whether it is not an event, whether it draws random numbers."""
     found = _kinds.get(function)
     if found is None:
         name = name_of(function)
@@ -114,10 +112,12 @@ _depth = 0
 
 
 def _begin() -> None:
-    """Let module calls, autograd functions and scripted functions pass by who has entered. To
-    replace a method of a class that has many
-    heirs takes some 300 µs: :func:`watching` does it once for many passes, :func:`stay` for as long
-    as something lives."""
+    """Patch module calls, autograd functions and scripted functions to go through the active
+    interceptor.
+
+    Replacing a method of a class with many subclasses takes about 300 µs: :func:`watching` does it
+    once for many passes, :func:`stay` for an owner's lifetime.
+    """
     global _depth
     _depth += 1
     if _depth > 1:
@@ -206,7 +206,7 @@ def _end() -> None:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Several passes are to be looked at: what is put in place for one stays for the next."""
+    """Keep the patches in place over several passes."""
     _begin()
     try:
         yield
@@ -215,16 +215,14 @@ def watching() -> Iterator[None]:
 
 
 def stay(owner: Any) -> None:
-    """Passes will be looked at again and again: what is put in place stays until ``owner`` is
-    gone.
-    """
+    """Keep the patches in place until ``owner`` is gone."""
     _begin()
     weakref.finalize(owner, _end).atexit = False
 
 
 class Interceptor(TorchFunctionMode):
-    """Sees every module call and every torch function of this thread while it is entered; what to
-    do with them is for heirs to say.
+    """Sees every module call and torch function of this thread while entered; subclasses decide
+    what to do.
     """
 
     used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
@@ -269,7 +267,7 @@ class Interceptor(TorchFunctionMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing is seen inside."""
+        """Intercept nothing within the block."""
         was, self._off = self._off, True
         depth = torch._C._len_torch_function_stack()
         mine = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
@@ -283,7 +281,7 @@ class Interceptor(TorchFunctionMode):
             self._off = was
 
     def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call as if nobody watched, but what it calls is seen."""
+        """Make the call itself, but intercept what it calls."""
         if compiled(module):  # what was compiled would not be seen
             return eagerly(module)(*args, **kwargs)
         return _plain[0](module, *args, **kwargs)
@@ -295,30 +293,28 @@ class Interceptor(TorchFunctionMode):
     def on_function(
         self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
     ) -> Any:
-        """A torch function is called, outside of modules that are one event."""
+        """A torch function is called, outside modules that are one event."""
         raise NotImplementedError
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
-        """A tensor's size is looked at."""
+        """A tensor's size is read."""
         raise NotImplementedError
 
 
 def compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled: what it calls is not seen."""
+    """Whether a module is compiled: calls inside it are not seen."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def eagerly(module: nn.Module) -> Callable[..., Any]:
-    """The call of a compiled module without what was compiled."""
+    """Call a compiled module's original code."""
     inner: Any = getattr(module, "_orig_mod", module)
     call: Callable[..., Any] = inner._call_impl
     return call
 
 
 def keeps_shape(name: str) -> bool:
-    """Whether what a function gives has the shape of the first tensor that it takes, whatever the
-    others are like.
-    """
+    """Whether a function's result has its first tensor's shape, whatever the others."""
     return (
         name in _WRITES
         or name.removesuffix("_") in _WRITES
@@ -327,9 +323,7 @@ def keeps_shape(name: str) -> bool:
 
 
 def data_shaped(name: str, args: Any) -> bool:
-    """Whether the shape of what a function gives depends on what is in the tensors that it
-    takes.
-    """
+    """Whether a function's result shape depends on tensor values."""
     if name in _DATA_SHAPED or (name == "where" and len(args) == 1):
         return True
     if name == "__getitem__":

@@ -1,9 +1,9 @@
-"""What a forward pass was, once it has been followed (:mod:`ronde.capture.follow`): its events, its
-values, and where it may be cut.
+"""A followed forward pass (:mod:`ronde.capture.follow`): its events, its values, and where it can
+be cut.
 
-An :class:`TraceEvent` is a call of a module, or a torch function called between modules (the glue).
-A :class:`Value` is a tensor that one makes and others read. A :class:`Trace` says for every place
-whether a stage may begin there, and what would cross.
+A :class:`TraceEvent` is a module call, or a torch function called between modules (the glue). A
+:class:`Value` is a tensor that one event makes and others read. A :class:`Trace` says for each
+place whether a stage may begin there, and what would cross.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ELSEWHERE = "is changed in place through another tensor"
 
 
 class Given(NamedTuple):
-    """In an event's result: the tensor (or object) that it was given at this place."""
+    """In an event's result: an input tensor (or object) that is returned as is."""
 
     place: int
     tensor: bool = True
@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
 @dataclass(eq=False)
 class Value:
-    """A tensor that some event made, at one point in time: changed in place, it is another one.
+    """A tensor made by an event, at one point in time; changed in place, it is another value.
 
     Attributes:
         index: its number.
@@ -70,7 +70,7 @@ class Value:
 
     @property
     def ghost(self) -> torch.Tensor:
-        """A fake tensor that stands for it where it is not."""
+        """A fake tensor that stands for it where it is missing."""
         if self._ghost is None:
             if not self.like:
                 raise ArgumentError(
@@ -87,13 +87,13 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class TraceEvent:
-    """One call of a module that is not looked into, or one torch function between such calls.
+    """A module call treated as one, or a torch function between such calls.
 
     Attributes:
         kind: ``"call"`` or ``"op"``.
@@ -151,13 +151,13 @@ class TraceEvent:
 
     @property
     def where(self) -> str:
-        """For error texts."""
+        """A description for errors."""
         return f"{self.name} (in {self.inside})" if self.inside else self.name
 
 
 @dataclass(eq=False)
 class Call:
-    """A module's call: events ``[start, stop)`` happened inside."""
+    """A module call: events ``[start, stop)`` happened inside."""
 
     path: str
     nth: int
@@ -189,7 +189,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """As it is written in ``split_at``."""
+        """As written in ``split_at``."""
         return self.path if self.nth == 0 else f"{self.path}#{self.nth}"
 
 
@@ -217,7 +217,7 @@ class Trace:
     kept: tuple[tuple[nn.Module, str], ...] = ()
 
     def points(self) -> list[Point]:
-        """Every place where a stage may begin, in order, the first event's own excluded."""
+        """All places where a stage may begin, in order, except the first event's."""
         starts: dict[int, Call] = {}
         for call in self.calls:  # outer calls come later: they win
             if call.path and call.start < call.stop:
@@ -245,8 +245,8 @@ class Trace:
         return found
 
     def _unsteady(self) -> list[tuple[int, int]]:
-        """``(from, to)``: calls that take a number or a size out of an activation. Another time
-        they may go another way.
+        """``(from, to)`` of calls that read a number or size from an activation: another time they
+        may take another path.
         """
         taken = [
             (i, e.inside)
@@ -262,19 +262,19 @@ class Trace:
         ]
 
     def crossing(self, at: int) -> list[int]:
-        """Values made before event ``at`` that it or a later one reads, and that not every stage
-        computes by itself.
+        """Values made before event ``at`` and read at or after it, except those every stage
+        computes itself.
         """
         return [
             v.index for v in self.values if not v.shared and v.maker < at and self._last(v) >= at
         ]
 
     def _last(self, value: Value) -> int:
-        """The last event that reads it. What was taken out of a tensor, anything may read."""
+        """The last event that reads it. Anything may read a number taken from a tensor."""
         return len(self.events) if value.kind != "tensor" else max(value.readers, default=-1)
 
     def _forbidden(self) -> list[tuple[int, int, str]]:
-        """``(from, to, why)``: no stage begins before the events from ``from`` to ``to``."""
+        """``(from, to, why)``: no stage may begin before these events."""
         found = []
         for i, event in enumerate(self.events):
             if event.opaque:
@@ -341,9 +341,7 @@ class Trace:
         return ""
 
     def coarse(self, bounds: list[int]) -> list[tuple[int, TraceEvent]]:
-        """The same pass with as few events as cuts at ``bounds`` allow: ``(its stage, event)`` in
-        order.
-        """
+        """The pass with as few events as the cuts ``bounds`` allow: ``(stage, event)`` in order."""
         edges = [*bounds, len(self.events)]
         stages: list[int] = []
         stage = 0
@@ -373,7 +371,7 @@ class Trace:
 def bounds_of(
     trace: Trace, points: list[Point], may: Callable[[int, TraceEvent], bool] | None = None
 ) -> list[int]:
-    """Where the same points are in another pass.
+    """Find the same points in another pass.
 
     Args:
         trace: the other pass.

@@ -1,6 +1,4 @@
-"""``ronde doctor``: why are the devices idle? Measured on the script itself, with what would
-help.
-"""
+"""``ronde doctor``: why are the devices idle? Measured on the script itself, with prescriptions."""
 
 from __future__ import annotations
 
@@ -181,7 +179,7 @@ def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> No
 def _measured(
     command: list[str], workers: int, feed: str, options: dict[str, Any], say: Any
 ) -> dict[str, Any]:
-    """What the workers of the script found."""
+    """The workers' result."""
     from ronde.doctor import load_doctor
 
     def failed(error: str) -> str:
@@ -220,8 +218,7 @@ Line = list[Any]
 def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> list[Line]:
     """The lines to show, each a list of texts and ``(text, style)``.
 
-    At most 24, more where a narrow terminal wraps them. Notes take three of them, unless
-    ``verbose``.
+    At most 24, more on narrow terminals. Notes take three, unless ``verbose``.
     """
     rates = values["samples_per_second"]
     n = values["workers"]
@@ -270,9 +267,7 @@ def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> l
 
 
 def _beside(row: Line, note: str, width: int) -> list[Line]:
-    """A row of the table with its note: beside it, wrapped, or below it where that leaves too
-    little room.
-    """
+    """A table row with its note: next to it, wrapped, or below if there is too little room."""
     if not note:
         return [row]
     room = width - 51
@@ -294,7 +289,7 @@ def _loaders(values: dict[str, Any]) -> str:
 
 
 def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
-    """The gap and its uncertainty; one that cannot be told from none is not shown as a number."""
+    """The gap and its uncertainty; no number if it cannot be told from zero."""
     if gap <= half and not values["refused"]:
         return [("no measurable gap", "bold green"), f" (± {half:.1f} %)"]
     blames_input = not values["healthy"] and not _is_between_workers(values["cause"])
@@ -302,7 +297,7 @@ def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
 
 
 def _is_between_workers(cause: dict[str, Any] | None) -> bool:
-    """Whether the loss is in the steps, between workers, and not in the input."""
+    """Whether the loss is in the steps, between workers, not in the input."""
     return (
         cause is not None
         and cause["stage"] in ("exchange", "straggler")
@@ -356,7 +351,7 @@ _NAMES = {
 
 
 def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every stage that costs something or stands for something: ten at most."""
+    """Every stage that matters, at most ten."""
     kept = [r for r in stages if r["lost_points"] >= 0.5 or (r["wall_ms_per_sample"] or 0) > 0]
     if len(kept) > 10:
         most = sorted(kept, key=lambda r: -r["lost_points"])[:10]

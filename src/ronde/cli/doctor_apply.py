@@ -1,6 +1,4 @@
-"""``ronde doctor --apply``: prescriptions become a settings file, and what they gained is
-measured.
-"""
+"""``ronde doctor --apply``: write prescriptions to a settings file and measure what they gain."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ _SIGNED = "Written by ronde doctor"
 
 
 def rate(value: float) -> str:
-    """Samples per second, for people."""
+    """Format samples per second."""
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def parse_apply(text: str | None) -> list[str]:
-    """``"1,2"`` or names of prescriptions.
+    """Parse ``"1,2"`` or prescription names.
 
     Raises:
         ArgumentError: nothing between the commas, or a name that no prescription has. Which numbers
@@ -76,8 +74,8 @@ def apply_prescriptions(
     again: Callable[[str], dict[str, Any]],
     console: Any,
 ) -> dict[str, Any] | None:
-    """Write prescriptions to the settings file, measure again, and say what was gained against what
-    was promised.
+    """Write prescriptions to the settings file, measure again, and compare the gain with the
+    promise.
 
     Args:
         values: the verdict.

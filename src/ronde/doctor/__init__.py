@@ -1,7 +1,7 @@
-"""Why are my devices idle? Synthetic speed against real speed, the gap by stage, and a
-prescription.
+"""Why are my devices idle? Compares synthetic with real speed, splits the gap by stage, and
+prescribes.
 
-Offers :func:`~ronde.doctor.doctor.doctor`; the verdict is arithmetic over measured rates, the
+Offers :func:`~ronde.doctor.doctor.doctor`. The verdict is arithmetic over measured rates;
 prescriptions are settings that can be applied and verified.
 """
 

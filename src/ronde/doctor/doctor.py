@@ -1,10 +1,8 @@
-"""Why are the devices idle? The script's own training measured with and without parts of its input
-pipeline.
+"""Measure a script's own training with and without parts of its input pipeline.
 
-``ronde doctor`` starts the script with a :class:`Doctor` looking on: at the end of ``distribute``
-it measures, rank 0 writes what was found where the command reads it, and the processes end.
-``run.doctor()`` does the same in the middle of a training, which then goes on as if nothing had
-been.
+``ronde doctor`` starts the script with a :class:`Doctor` attached: it measures at the end of
+``distribute``, rank 0 writes the result where the command reads it, and the processes end.
+``run.doctor()`` does the same during a training, which then continues unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ _ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a l
 
 
 def install_doctor() -> None:
-    """Look on in this process, where ``RONDE_STUDY=doctor`` asks for it."""
+    """Attach a doctor to this process if ``RONDE_STUDY=doctor``."""
     hooks.observer = Doctor(
         json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")),
         Path(os.environ["RONDE_STUDY_FILE"]),
@@ -73,7 +71,7 @@ def _tell(text: str) -> None:
 
 
 class Doctor(hooks.Observer):
-    """Measures before the first step, writes what it found, and ends the process.
+    """Measures before the first step, writes the result, and ends the process.
 
     Args:
         options: those of :func:`examine`.
@@ -99,7 +97,7 @@ def _silent(_: str) -> None:
 
 
 def load_doctor(file: Path) -> dict[str, Any]:
-    """What a :class:`Doctor` wrote.
+    """Read a :class:`Doctor`'s result.
 
     Raises:
         RondeError: the script ended without calling ``distribute``.
@@ -114,8 +112,8 @@ def load_doctor(file: Path) -> dict[str, Any]:
 
 
 def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
-    """Examine a run between two of its steps; it then goes on bit by bit as if nothing had been.
-    See :meth:`ronde.Run.doctor`.
+    """Examine a run between two steps; training then continues bit for bit. See
+    :meth:`ronde.Run.doctor`.
     """
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
         raise ArgumentError(
@@ -135,7 +133,7 @@ def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str,
 
 
 class _Clock:
-    """What is left of the time that may be taken, the same on every rank."""
+    """The remaining time budget, the same on every rank."""
 
     def __init__(self, run: RunView, seconds: float) -> None:
         self._me = run.port.world
@@ -144,20 +142,20 @@ class _Clock:
         self._start = time.monotonic()
 
     def left(self) -> float:
-        """Seconds. A collective."""
+        """Remaining seconds. A collective."""
         return float(broadcast_json(self._me, self._end - time.monotonic()))
 
     def extend(self, seconds: float) -> None:
-        """Take so much longer."""
+        """Add seconds to the budget."""
         self._end += seconds
 
     def passed(self) -> float:
-        """Seconds. A collective."""
+        """Elapsed seconds. A collective."""
         return float(broadcast_json(self._me, time.monotonic() - self._start))
 
 
 class _Study:
-    """One examination, on every rank alike."""
+    """One examination; every rank runs the same."""
 
     def __init__(
         self, run: RunView, bench: Bench, options: Mapping[str, Any], tell: Callable[[str], None]
@@ -191,7 +189,7 @@ class _Study:
     # -- measuring ---------------------------------------------------------------------
 
     def measure(self, name: str, arm: Arm, into: dict[str, float] | None) -> ArmResult:
-        """One window, and what it cost in time."""
+        """Measure one window, and how long that took."""
         before = self.clock.passed()
         result = self.bench.window(arm, self.window)
         self.costs[name] = self.clock.passed() - before
@@ -206,7 +204,7 @@ class _Study:
         return result
 
     def round(self, arms: Mapping[str, Arm], backwards: bool) -> None:
-        """Every arm once."""
+        """Measure every arm once."""
         into: dict[str, float] = {}
         for name in reversed(list(arms)) if backwards else list(arms):
             self.tell(
@@ -218,19 +216,19 @@ class _Study:
         self.found.append(into)
 
     def look(self) -> None:
-        """Time each stage once, where the samples are read."""
+        """Time each stage once, where samples are read."""
         self.tell("timing the stages")
         self.timed = self.measure("timed", Arm("real", timed=True), None)
 
     def basic(self) -> dict[str, Arm]:
-        """Ceiling and real rate."""
+        """Measure the ceiling and the real rate."""
         arms = {"synthetic": Arm("synthetic"), "real": Arm("real")}
         if self.bench.can_be_alone:
             arms["alone"] = Arm("alone")
         return arms
 
     def further(self, verdict: Diagnosis) -> dict[str, Arm]:
-        """What is worth taking out, that which promises most first."""
+        """Arms worth adding, most promising first."""
         assert self.timed is not None
         executor = self.bench.executor
         stages = {s.name: s for s in self.stages()}
@@ -286,7 +284,7 @@ class _Study:
         return {name: arm for _, name, arm in found}
 
     def stages(self) -> list[StageSeen]:
-        """As they were timed, those of the loaders and those within the step."""
+        """Stage times of the loaders and of the step."""
         assert self.timed is not None
         found = []
         by_rank = self.timed.stages
@@ -326,9 +324,7 @@ class _Study:
         return self.timed.in_step
 
     def blocks(self) -> dict[str, float]:
-        """Seconds of a step that lines within ``with stage(…)`` took, which the ceiling holds
-        too.
-        """
+        """Seconds of a step spent in ``with stage(…)`` blocks, which the ceiling includes."""
         return {
             name: t.wall_seconds
             for name, t in self._in_step().items()
@@ -336,7 +332,7 @@ class _Study:
         }
 
     def look_at_collate(self) -> None:
-        """What collating takes in this process, without the memory that loading processes share."""
+        """Time collation in this process, without the loading processes' shared memory."""
         taken = self.run.port.data
         stages = [s for s in self.stages() if s.where == "loading"]
         total = sum(s.wall_seconds for s in stages)
@@ -369,7 +365,7 @@ class _Study:
     # -- what it comes to --------------------------------------------------------------
 
     def seen(self) -> Measurements:
-        """All of it."""
+        """All measurements."""
         synthetic = self.results["synthetic"]
         assert self.timed is not None
         return Measurements(
@@ -400,8 +396,8 @@ class _Study:
         )
 
     def order(self) -> dict[str, float] | None:
-        """What a script's own sampler takes at the start of every epoch, which is in none of the
-        windows; None where it is little.
+        """The sampler's time at the start of each epoch, which no window contains; None if
+        small.
         """
         draws = self.bench.draw_seconds
         if draws is None:
@@ -411,7 +407,7 @@ class _Study:
         return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
 
     def go(self) -> Diagnosis:
-        """Measure until it is clear, or the time is over."""
+        """Measure until the result is clear or the time is over."""
         self.tell("reading batches to recycle")
         assert self.bench.batches
         self.look()
@@ -450,18 +446,14 @@ class _Study:
         return verdict
 
     def _is_wide(self, verdict: Diagnosis) -> bool:
-        """Whether one window of the real training was so unlike another that a further round is
-        worth its time.
-        """
+        """Whether windows of the real training differ enough to justify another round."""
         real = ceiling_shares(self.seen(), "real")
         return not verdict.healthy and max(real) - min(real) > _WIDE
 
     def _affordable(
         self, arms: Mapping[str, Arm], basic: Mapping[str, Arm], left: float
     ) -> dict[str, Arm]:
-        """The arms that the rest of the time allows in a round, what promises most first; always
-        two.
-        """
+        """The arms that fit into the remaining time, most promising first; at least two."""
         rounds = max(1, self.rounds - len(self.found))
         left = left / rounds - sum(self.costs.get(n, 0.0) for n in basic)
         chosen: dict[str, Arm] = {}
@@ -479,8 +471,8 @@ class _Study:
     # -- what would help ---------------------------------------------------------------
 
     def facts(self, sick: bool) -> Facts:
-        """What remedies depend on. ``sick``: look at some samples too, to see which of them the
-        data set could have.
+        """What remedies depend on. ``sick`` also inspects samples, to see which remedies the
+        dataset allows.
         """
         run, taken = self.run, self.run.port.data
         settings = taken.settings
@@ -559,7 +551,7 @@ class _Study:
         return Facts(**told)
 
     def _opened(self) -> str:
-        """What the data set opens when it reads its first sample, in words; "" for nothing."""
+        """What the dataset opens with its first sample, or ""."""
         taken = self.run.port.data
         with unchanged(taken.dataset):
             try:
@@ -571,8 +563,8 @@ class _Study:
             return held_open(taken.dataset) or ""
 
     def look_at_storage(self) -> dict[str, Any] | None:
-        """What the storage itself gives for the files that were read: from memory, and from where
-        they lie. Rank 0 asks.
+        """Measure the storage on the files that were read, from memory and from disk. Rank 0
+        measures.
         """
         found: dict[str, Any] | None = None
         if self.run.is_main:
@@ -602,11 +594,10 @@ class _Study:
         return told
 
     def ask_for_more(self, values: Mapping[str, Any], to: int) -> None:
-        """More and more loaders, without training, until they give what ``to`` devices want: does
-        what they wait for give it?
+        """Add loaders, without training, until they reach what ``to`` devices need.
 
-        Two devices that are fed well say nothing of a storage that sixteen will share. Where
-        samples wait for nothing, the cores decide, which is known from what a sample takes of them.
+        Two well-fed devices say nothing about storage that sixteen will share. If samples never
+        wait, the cores decide, which follows from the CPU time per sample.
         """
         loading = [s for s in self.stages() if s.where == "loading"]
         wall, cpu = (
@@ -647,9 +638,7 @@ class _Study:
         self.asked_all = rate >= wanted
 
     def try_out(self, values: Mapping[str, Any], found: list[Remedy]) -> list[Remedy]:
-        """Each remedy that shows within seconds, for a moment; those that this data set cannot have
-        are left out.
-        """
+        """Try each quick remedy for a moment, except those the dataset rules out."""
         tried = []
         for remedy in found:
             usable = True
@@ -702,9 +691,7 @@ class _Study:
 
 
 def _files_in(folder: str, most: int) -> int:
-    """Files in a folder and those in it, counted up to ``most``: several samples may be of one
-    file.
-    """
+    """Count files below a folder, up to ``most``: several samples may share one."""
     if not folder:
         return most
     count = 0
@@ -716,7 +703,7 @@ def _files_in(folder: str, most: int) -> int:
 
 
 def _second(found: list[tuple[float, str, Arm]]) -> float:
-    """A place right behind what promises most."""
+    """The position right after the most promising arm."""
     ordered = sorted((f[0] for f in found), reverse=True)
     return (ordered[0] + ordered[1]) / 2 if len(ordered) > 1 else -1.0
 
@@ -735,7 +722,7 @@ _WORDS = {
 def examine(
     run: RunView, options: Mapping[str, Any], tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure and judge. A collective; the run is afterwards as it was.
+    """Measure and judge. A collective; the run is unchanged afterwards.
 
     Args:
         run: between two of its steps.

@@ -88,7 +88,7 @@ def _headline(values: Values) -> str:
 
 
 def _falls(values: Values, stages: Sequence[Values]) -> list[tuple[str, float, float, str]]:
-    """Bars from the ideal, or the ceiling, down to the real rate: name, start, end, kind."""
+    """Waterfall bars from the ideal, or the ceiling, to the real rate: name, start, end, kind."""
     rates = values.get("samples_per_second") or {}
     synthetic, real, alone = (
         html.show_number(rates.get(k)) for k in ("synthetic", "real", "alone")

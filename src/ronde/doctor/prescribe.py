@@ -1,10 +1,10 @@
-"""What would help, and how much: remedies for what the doctor found, with the gap that is predicted
-for each, here and at scale.
+"""Prescriptions: remedies for the diagnosed cause, with the gap each would leave, here and at
+scale.
 
-A remedy is proposed where its mechanism fits the cause, tried for a moment on the script's own data
-where that can be done, and listed only
-if it promises something. Safe ones come first: *same bits* changes nothing about what is trained;
-*same distribution* gives other numbers that mean the same; *changes the training* is what it says.
+A remedy is proposed if its mechanism fits the cause, tried briefly on the script's own data if
+possible, and listed only if it promises a gain. Safe ones come first: *same bits* changes nothing
+about the training, *same distribution* gives different but equivalent numbers, *changes the
+training* does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAKING = 3.0  # points lost in making samples, from which on more loaders may h
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the machine and the data set, beside what was measured.
+    """Facts about the machine and the dataset, besides the measurements.
 
     Attributes:
         workers, loaders: training processes, and loaders of each.
@@ -131,7 +131,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that may help.
+    """A possible remedy.
 
     Attributes:
         id: a short name.
@@ -167,7 +167,7 @@ def _points(rows: Mapping[str, Mapping[str, Any]], *names: str) -> float:
 
 
 def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
-    """What fits the cause, with what it changes; nothing is promised yet.
+    """Remedies that fit the cause, before any prediction.
 
     Args:
         values: the verdict.
@@ -437,14 +437,16 @@ def _gained(values: Mapping[str, Any], points: float) -> float:
 
 
 def crowded(sweep: Sequence[tuple[int, float]]) -> bool:
-    """Whether the last of ``(loaders at once, samples per second)`` gave clearly less than fewer of
-    them: then they are in each other's way (tens of processes on a few cores). What has no more to
-    give gives as much as before."""
+    """Whether the last of ``(concurrent loaders, samples per second)`` fell clearly below fewer
+    loaders.
+
+    Too many loaders get in each other's way; a supply that is merely exhausted stays level.
+    """
     return len(sweep) > 1 and max(sweep)[1] < _CROWDED * max(rate for _, rate in sweep)
 
 
 def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
-    """What was measured here, as capacities from which any number of devices is predicted."""
+    """The measurements as capacities, from which any number of devices is predicted."""
     rates = values["samples_per_second"]
     rows = [
         r
@@ -521,11 +523,11 @@ def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
 
 
 def _as_tried(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[str, Any]:
-    """What would have been measured with a remedy in place that makes no single stage faster (fewer
-    threads, another executor, more prefetch).
+    """The measurements expected with a remedy that speeds up no single stage (threads, executor,
+    prefetch).
 
-    All that is known of it is its rate: loaders by themselves gain as much, and samples take no
-    more CPU time than there was at that rate.
+    Only its rate is known: the loaders alone gain as much, and CPU time per sample is capped by
+    that rate.
     """
     rates = values["samples_per_second"]
     rows = [r for r in values["stages"] if r.get("where") == "loading"]
@@ -559,7 +561,7 @@ def _sizes(here: int, to: int) -> list[int]:
 def outlook(
     values: Mapping[str, Any], facts: Facts, to: int, nodes: int | None = None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The gap at more devices, and the walls on the way.
+    """The gap at more devices, and the limits on the way.
 
     Args:
         to: the most devices.
@@ -592,7 +594,7 @@ def outlook(
 
 
 def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capacities:
-    """The capacities with a remedy in place."""
+    """The capacities with a remedy applied."""
     rows = [
         r
         for r in values["stages"]
@@ -634,7 +636,7 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capaci
 
 
 def _not_loading(values: Mapping[str, Any]) -> float:
-    """Share of the gap that no loader could close."""
+    """Share of the gap that no loader can close."""
     gap = 100 * float(values["gap"])
     inside = sum(
         float(r["lost_points"])
@@ -645,7 +647,7 @@ def _not_loading(values: Mapping[str, Any]) -> float:
 
 
 def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
-    """Samples per second that a remedy would reach here, where it was not tried."""
+    """Predicted samples per second of a remedy that was not tried."""
     rates = values["samples_per_second"]
     synthetic, real = float(rates["synthetic"]), float(rates["real"])
     if remedy.echo > 1:
@@ -695,7 +697,7 @@ def prescriptions(
     to: int,
     nodes: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Remedies with what they promise, best first; those that promise nothing are left out.
+    """Remedies with predicted gains, best first; those without gain are dropped.
 
     Args:
         found: as :func:`remedies` gave them; tried ones with their ``rate``.

@@ -1,12 +1,10 @@
-"""From what the doctor measured to what it says: pure arithmetic over rates, no process and no
-clock.
+"""Turn the doctor's measurements into a verdict: pure arithmetic over rates.
 
-What a stage costs is what taking it out gains, one at a time, in points: hundredths of the
-synthetic rate. Where several stages overlap,
-such gains need not add up to the gap: the largest keeps its own, the others share what is left of
-the gap by their gains, and what each would gain by itself is said beside it where the two differ.
-Where they follow each other, each alone gains little and all together a lot: then what is left is
-shared by the time that each takes.
+A stage costs what removing it gains, in points: hundredths of the synthetic rate. If stages
+overlap, single gains need not add up to the gap: the largest keeps its own, and the others share
+the rest of the gap by their gains; a stage's own gain is shown if the two differ. If stages follow
+each other, each alone gains little but all together a lot: then the rest is shared by the stages'
+times.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ _T95 = (
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the interval in which it lies, 95 %."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -86,7 +84,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class StageSeen:
-    """One stage, as it was timed.
+    """One timed stage.
 
     Attributes:
         name: of the stage.
@@ -111,7 +109,7 @@ class StageSeen:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured.
+    """All measurements.
 
     Attributes:
         workers, loaders: training processes, and loaders of each (0: samples are read in the
@@ -165,8 +163,8 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is said of it; ``values`` is the JSON of ``ronde doctor``, still without scale, walls
-    and prescriptions.
+    """The verdict; ``values`` is the JSON of ``ronde doctor`` without scale, walls and
+    prescriptions.
     """
 
     values: dict[str, Any]
@@ -178,7 +176,7 @@ class Diagnosis:
 
     @property
     def refused(self) -> str | None:
-        """Why nothing is said."""
+        """Why there is no verdict."""
         found: str | None = self.values["refused"]
         return found
 
@@ -192,11 +190,10 @@ def _column(seen: Measurements, arm: str) -> list[float]:
 
 
 def _noise(seen: Measurements, ceiling: float) -> tuple[float, int]:
-    """Standard deviation of one window as a share of the ceiling, over all arms, and its degrees of
-    freedom.
+    """Relative standard deviation of a window over all arms, and its degrees of freedom.
 
-    What makes a whole round slower is no noise: arms are only compared within one. Each rate is its
-    arm's times its round's; what is left over counts (least squares of the logarithms).
+    Arms are compared within a round, so a slow round is not noise. Rates are modeled as arm ×
+    round; the residuals count (least squares of logarithms).
     """
     arms = sorted({a for r in seen.rounds for a in r})
     cells = [
@@ -216,7 +213,7 @@ def _noise(seen: Measurements, ceiling: float) -> tuple[float, int]:
 
 
 def ceiling_shares(seen: Measurements, arm: str) -> list[float]:
-    """An arm's rate as a share of the ceiling of the same round, round by round."""
+    """An arm's rate over the same round's ceiling, per round."""
     return [r[arm] / r["synthetic"] for r in seen.rounds if arm in r and r.get("synthetic")]
 
 
@@ -226,7 +223,7 @@ def _middle(seen: Measurements, arm: str) -> float | None:
 
 
 def _same_arm(seen: Measurements, arm: str) -> float:
-    """How much an arm differs from itself: every second round against the others, as a share."""
+    """How much an arm differs from itself: odd against even rounds."""
     values = _column(seen, arm)
     if len(values) < 2:
         return 0.0
@@ -267,10 +264,9 @@ class _Judge:
         self.half = self._half(paired)
 
     def _half(self, differences: Sequence[float]) -> float:
-        """Half of the interval, 95 %, in which the mean of differences within rounds lies.
+        """Half of the 95 % interval of the mean difference within rounds.
 
-        Few rounds tell little about their own spread, and arms are not all equally noisy: both
-        count.
+        Few rounds estimate their own spread poorly, and arms differ in noise: both sources count.
         """
         n = len(differences)
         prior = min(self.freedom, _PRIOR)
@@ -279,7 +275,7 @@ class _Judge:
         return _t95(freedom) * math.sqrt((prior * 2 * self.noise**2 + own) / freedom / max(1, n))
 
     def lift(self, arm: str) -> Interval | None:
-        """Points gained by an arm over the real one, measured in the same rounds."""
+        """Points gained by an arm over the real one in the same rounds."""
         found = [
             (r[arm] - r["real"]) / self.ceiling
             for r in self.seen.rounds
@@ -299,8 +295,8 @@ class _Judge:
     # -- the input ---------------------------------------------------------------------
 
     def modelled(self, stage: StageSeen) -> float:
-        """Points that a stage would gain, by its share of the time that samples take; where it was
-        not or cannot be taken out.
+        """Points a stage would gain, from its share of sample time, if it was not or cannot be
+        removed.
         """
         seen = self.seen
         if stage.wall_seconds <= 0:
@@ -317,7 +313,7 @@ class _Judge:
         return max(0.0, 100 * (rate - self.real) / self.ceiling)
 
     def stages(self) -> list[dict[str, Any]]:
-        """A row for each stage, with what it gains by itself."""
+        """One row per stage, with its own gain."""
         seen = self.seen
         rows = []
         gap = 100 * max(0.0, self.gap)
@@ -362,8 +358,8 @@ class _Judge:
         return rows
 
     def _python(self, stage: StageSeen, by_time: float) -> float:
-        """What is left of making a sample cannot be taken out by itself: all of them can, and what
-        the others do not explain is its own.
+        """The rest of sample making cannot be removed alone: it gets what the other stages do not
+        explain.
         """
         whole = self.lift("replayed")
         if whole is None:
@@ -378,9 +374,7 @@ class _Judge:
         return max(0.0, whole.value) if share > 0.8 else min(by_time, max(0.0, whole.value))
 
     def transport(self, rows: list[dict[str, Any]]) -> None:
-        """What is lost while samples are only replayed through the real loaders: their way between
-        processes, and collating them.
-        """
+        """Loss while samples are only replayed through the real loaders: transfer and collation."""
         seen = self.seen
         if seen.executor != "processes":
             return
@@ -431,7 +425,7 @@ class _Judge:
         )
 
     def neighbour(self) -> dict[str, Any] | None:
-        """The step's own slowness while loaders run."""
+        """Slowdown of the step itself while loaders run."""
         beside = _middle(self.seen, "beside")
         synthetic = _middle(self.seen, "synthetic")
         if beside is None or synthetic is None:
@@ -459,7 +453,7 @@ class _Judge:
     # -- the workers -------------------------------------------------------------------
 
     def workers(self) -> tuple[float, float | None, dict[str, Any] | None]:
-        """Points lost to exchange; the ideal rate; a rank whose step is slower than the others'."""
+        """Points lost to the exchange, the ideal rate, and a rank with slower steps."""
         seen = self.seen
         if seen.workers == 1 or not seen.alone:
             return 0.0, None, None
@@ -490,7 +484,7 @@ class _Judge:
         )
 
     def slow_loader(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-        """A rank whose samples take longer than the others': all wait for it."""
+        """A rank with slower samples, which all ranks wait for."""
         seen = self.seen
         if seen.workers == 1:
             return None
@@ -546,7 +540,7 @@ class _Judge:
 
 
 def _settle(rows: list[dict[str, Any]], gap: float) -> None:
-    """Gains that overlap: the largest keeps its own, the others share what is left of the gap."""
+    """Settle overlapping gains: the largest keeps its own, the others share the rest of the gap."""
     ordered = sorted(rows, key=lambda r: -r["alone_points"])
     if not ordered:
         return
@@ -566,8 +560,9 @@ def _settle(rows: list[dict[str, Any]], gap: float) -> None:
 def _share_rest(
     rows: list[dict[str, Any]], seen: Measurements, j: _Judge, cause: dict[str, Any] | None
 ) -> None:
-    """Stages that follow each other: no single one brings back much, all of them together do. What
-    is left of the gap is shared by the time that each takes, if their times account for it."""
+    """Share the rest of the gap among sequential stages by their times, if the times account for
+    it.
+    """
     timed = [r for r in rows if r["where"] == "loading" and r["wall_ms_per_sample"]]
     left = 100 * j.gap - sum(r["lost_points"] for r in rows)
     if (
@@ -593,7 +588,7 @@ def _share_rest(
 
 
 def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
-    """Points that another cause accounts for are not counted twice."""
+    """Do not count points twice that another cause accounts for."""
     for row in sorted(rows, key=lambda r: -r["lost_points"]):
         taken = min(points, row["lost_points"])
         row["lost_points"] -= taken
@@ -604,7 +599,7 @@ def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
 
 
 def judge(seen: Measurements) -> Diagnosis:
-    """What the measurements say.
+    """Judge the measurements.
 
     Args:
         seen: at least two rounds with ``synthetic`` and ``real``.
@@ -723,7 +718,7 @@ def _cause(
     limited: Interval | None,
     slow_loader: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What the gap is due to most; points that belong to it are taken from what else shows them."""
+    """The gap's main cause; its points are removed from other rows that show them."""
     gap = 100 * j.gap
     top = max(rows, key=lambda r: r["lost_points"], default=None)
     best = top["lost_points"] if top is not None else 0.0
@@ -791,10 +786,11 @@ def _cause(
 
 
 def _surely(seen: Measurements, limited: Interval) -> bool:
-    """Whether fewer threads are faster. Threads that wait for each other are fast one time and slow
-    another, so that few rounds make a wide
-    interval: that each window without them, two at least, was faster than every one with them will
-    do, or one that was faster by far."""
+    """Whether fewer threads are faster.
+
+    Contending threads vary a lot, so few rounds give a wide interval. It suffices that each of at
+    least two windows without them beats every window with them, or one by far.
+    """
     few, many = _column(seen, "limited"), _column(seen, "real")
     return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
 
@@ -811,7 +807,7 @@ def _who_burns(seen: Measurements, top: dict[str, Any] | None) -> str:
 
 
 def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
-    """A gap that may be none, and one that may be large."""
+    """Whether the gap may be zero, and may be large."""
     if (
         (100 * (gap - j.half) > _SURELY)
         if not healthy

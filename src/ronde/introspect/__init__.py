@@ -1,5 +1,4 @@
-"""Look at a user's objects from outside: what they are made of, whose code they run, what they hold
-open.
+"""Inspect a user's objects from outside: their parts, their code's owner, their open files.
 
 Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.describe` (cache keys),
 :mod:`~ronde.introspect.object_graph` (one walker), :mod:`~ronde.introspect.code_owner`,

@@ -1,4 +1,4 @@
-"""Whose code is this: Ronde's, an installed package's, or the user's."""
+"""Whose code is this: Ronde's, an installed package's, or the user's?"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN = (
 
 
 def is_ronde(thing: Any) -> bool:
-    """Whether a class or function, or the class of an object, is Ronde's own."""
+    """Whether a class, a function, or an object's class is Ronde's own."""
     module = getattr(
         thing if isinstance(thing, type | FunctionType) else type(thing), "__module__", None
     )
@@ -47,9 +47,9 @@ def is_ronde(thing: Any) -> bool:
 
 @functools.cache
 def is_library_file(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, wherever links lead.
+    """Whether a file belongs to Python or an installed package, through any links.
 
-    Fingerprints rely on it: of a file that does not, the code itself counts.
+    Fingerprints rely on it: of other files the code itself counts.
     """
     path = Path(file).resolve()
     # A user's own site-packages, and the ones below a venv's, are in no path of sysconfig.
@@ -60,15 +60,15 @@ def is_library_file(file: str) -> bool:
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a frame of this file runs the user's code: not Ronde's, torch's, Python's or an
-    installed package's.
+    """Whether a frame of this file runs user code, not Ronde's, torch's, Python's or a
+    package's.
     """
     return not file.startswith(_OWN) and not is_library_file(file)
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python or an installed package, or is Ronde's: its version stands
-    for its code.
+    """Whether a module is Python's, an installed package's or Ronde's: its version stands for its
+    code.
     """
     if module in (None, "__main__", "__mp_main__"):
         return False
@@ -90,7 +90,7 @@ def is_installed(module: str | None) -> bool:
 
 
 def _is_installable(top: str) -> bool:
-    """The same of a package that this process has not imported."""
+    """The same for a package that is not imported."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -106,7 +106,7 @@ def _is_installable(top: str) -> bool:
 
 
 def is_user_module(module: str) -> bool:
-    """Whether an imported module is the script, or a file of its authors."""
+    """Whether an imported module is the script or one of the user's files."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module == "__main__" or (
         file is not None and is_user_file(file) and not is_installed(module)
@@ -114,7 +114,7 @@ def is_user_module(module: str) -> bool:
 
 
 def user_modules() -> list[ModuleType]:
-    """The script, and the modules of its authors."""
+    """The script and the user's modules."""
     return [
         module
         for name, module in list(sys.modules.items())

@@ -1,12 +1,11 @@
-"""A digest of what a function or an object does: equal in every process of a job, another one when
-its code or its settings change.
+"""A digest of what a function or object does: equal in every process of a job, and different when
+code or settings change.
 
-A cache on disk must not serve what another version of a transform made. Code counts (of functions,
-of classes that are not from an installed package, and of the functions, modules and constants that
-they use, imported wherever), and values: numbers, strings, arrays, and objects of those. Of an
-installed package its version counts. A source counts with its fingerprint and with where its
-samples come from. What cannot be told apart by these, such as an open file, is refused, not
-guessed.
+A disk cache must not serve another transform version's results. Code counts (functions, classes
+outside installed packages, and the functions, modules and constants they use), and so do values:
+numbers, strings, arrays, and objects of those. An installed package counts by its version, a source
+by its fingerprint and the location of its samples. Anything else, such as an open file, is refused
+rather than guessed.
 """
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis),
 
 
 class CannotDescribe(TypeError):
-    """A value of which two states cannot be told apart."""
+    """A value whose states cannot be told apart."""
 
 
 @functools.cache
 def installed_version(package: str) -> str:
-    """Of a package, or "" where it is not installed."""
+    """A package's version, or "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -104,8 +103,7 @@ def installed_version(package: str) -> str:
 
 
 def _origins(source: Any) -> Iterable[Any]:
-    """Where a source's samples come from, as far as it tells: paths and URLs, as strings, and
-    anything else that makes them what they are.
+    """Where a source's samples come from: paths and URLs as strings, and other objects that matter.
 
     Raises:
         CannotDescribe: a source of Ronde's own that tells nothing.
@@ -162,10 +160,10 @@ def _is_there(path: Any) -> bool:
 
 
 class Digest:
-    """One reading of a value, part by part, into a SHA-256.
+    """Reads a value, part by part, into a SHA-256.
 
-    It does not use ``object_graph.walk``: a walk skips what it does not know and stops at a limit;
-    a fingerprint takes up everything in order, or refuses.
+    It does not use ``object_graph.walk``: a walk skips unknown parts and stops at a limit, while a
+    fingerprint reads everything in order or refuses.
     """
 
     def __init__(self, files: bool, folders: set[str] | None = None) -> None:
@@ -178,13 +176,13 @@ class Digest:
         self.walked: set[tuple[int, int]] = set()
 
     def put(self, *words: object) -> None:
-        """Take up words or bytes; each with its length, so that two never read as one."""
+        """Add words or bytes with their length, so that two never read as one."""
         for word in words:
             data = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogatepass")
             self.sum.update(len(data).to_bytes(8, "little") + data)
 
     def visit(self, value: Any, where: str) -> None:
-        """Take up a value with all that it holds; ``where`` names it in an error."""
+        """Add a value with everything in it; ``where`` names it in errors."""
         kind = type(value)
         if kind in _CONSTANTS:
             self.put(kind.__name__, value if kind is bytes else repr(value))
@@ -311,8 +309,8 @@ class Digest:
     def _by_name(
         self, code: types.CodeType, names: dict[str, Any], words: frozenset[str], where: str
     ) -> None:
-        """What a function looks up by a text: in the environment, among its globals, a module. The
-        text is one of its constants, or a global.
+        """Add what a function looks up by a string: environment variables, globals, modules. The
+        string is a constant or a global.
         """
         used = set(code.co_names)
         texts = [
@@ -356,7 +354,7 @@ class Digest:
     def _imports(
         self, code: types.CodeType, names: dict[str, Any], words: frozenset[str], where: str
     ) -> None:
-        """What a function imports when it is called."""
+        """Add what a function imports when called."""
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname != "IMPORT_NAME":
@@ -388,8 +386,8 @@ class Digest:
                     self.visit(each, f"{where}: {full}")
 
     def _module(self, module: types.ModuleType, words: frozenset[str] | None, where: str) -> None:
-        """A module: what is used of it, by these names; the whole file where that cannot be told.
-        settings.SIZE, package.sub.helper
+        """Add a module: the names used of it, such as settings.SIZE or package.sub.helper, or else
+        its whole file.
         """
         self.put("module", module.__name__)
         if is_installed(module.__name__):
@@ -580,7 +578,7 @@ def _names(slots: Any) -> list[str]:
 def digest(
     *values: Any, files: bool = False, where: str = "it", folders: set[str] | None = None
 ) -> str:
-    """A digest of values, functions and objects.
+    """Digest values, functions and objects.
 
     Args:
         files: strings that name a file or a folder count with its size and time of change.

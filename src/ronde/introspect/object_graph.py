@@ -1,4 +1,4 @@
-"""Walk over the objects that an object holds: one walker for everyone who asks."""
+"""Walk the objects that an object refers to; the only walker in the package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LEAVES = (
 
 
 def attributes(one: Any) -> dict[str, Any]:
-    """The ``__dict__`` of an object, itself; an empty dictionary where it has none."""
+    """An object's ``__dict__`` itself, or an empty dictionary."""
     try:
         found: dict[str, Any] = vars(one)
     except Exception:  # it has none; or it is a proxy, which may raise anything
@@ -57,7 +57,7 @@ def attributes(one: Any) -> dict[str, Any]:
 
 
 def children(one: Any) -> Iterable[Any]:
-    """The values of an object's attributes, and the first items of a list, tuple or dictionary."""
+    """An object's attribute values, or the first items of a list, tuple or dictionary."""
     items: Iterable[Any] = ()
     # By type(), never isinstance(): a proxy's __class__ answers for the object behind it.
     if issubclass(type(one), dict):
@@ -74,10 +74,9 @@ def walk(
     functions: bool = False,
     most: int = _MOST_OBJECTS,
 ) -> list[Any]:
-    """An object and the objects that it holds, directly or through others; each once, the nearest
-    first.
+    """An object and those it refers to, directly or not; each once, nearest first.
 
-    Numbers, strings, tensors, arrays, classes and modules are left out.
+    Numbers, strings, tensors, arrays, classes and modules are skipped.
 
     Args:
         inside: the objects to visit after this one.
@@ -113,15 +112,15 @@ def _wrapped(one: Any) -> Iterator[Any]:
 
 
 def nested(dataset: Any) -> list[Any]:
-    """A data set and those that it is made of: ``Subset``, ``ConcatDataset`` and any wrapper that
-    keeps what it wraps.
+    """A dataset and those inside it: ``Subset``, ``ConcatDataset`` and any wrapper that stores what
+    it wraps.
     """
     return [one for one in walk(dataset, _wrapped) if hasattr(one, "__dict__")]
 
 
 def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Plain functions that a data set, and objects of the user's in it, keep as attributes
-    (``loader=PIL.Image.open``): owner, name, value.
+    """Plain functions stored by a dataset and user objects in it (``loader=PIL.Image.open``):
+    owner, name, value.
     """
     datasets = nested(dataset)
     for one in walk(dataset):

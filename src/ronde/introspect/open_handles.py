@@ -1,5 +1,5 @@
-"""What a data set holds open: all who read a file that was opened once share its position in it,
-threads and forked processes alike.
+"""What a dataset holds open: readers of one open file share its position, across threads and
+forks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CLOSED = (
 
 
 def _space(one: Any) -> dict[Any, Any]:
-    """Where it keeps things: the attributes of an object, the entries of a dictionary."""
+    """An object's attributes, or a dictionary's entries."""
     return one if type(one) is dict else attributes(one)
 
 
@@ -52,10 +52,10 @@ def _is_open(value: Any) -> bool:
 
 
 def held_open(dataset: Any) -> str | None:
-    """What a data set, or what it is made of, holds open, in words: ``"Volumes.file
-    (BufferedReader)"``. None where nothing is found.
+    """What a dataset or its parts hold open, as text: ``"Volumes.file (BufferedReader)"``; None if
+    nothing.
 
-    Ronde's own sources do not count: they read at a place, or open a file for each process.
+    Ronde's own sources do not count: they read at offsets, or open files per process.
     """
     for one in walk(dataset):
         if is_ronde(type(one)) or _is_open(one):
@@ -75,11 +75,11 @@ def held_open(dataset: Any) -> str | None:
 
 
 def apart(dataset: Any) -> Any:
-    """The data set to take samples of beforehand: a stream's copy, since the script's own shall
-    begin with its first; any other itself.
+    """The dataset to take samples from in advance: a copy of a stream, whose first sample belongs
+    to the script; else itself.
 
-    Tensors and large containers are shared, not copied. What cannot be copied (it holds a lock, or
-    a generator that has begun) is returned itself.
+    Tensors and large containers are shared. A stream that cannot be copied (locks, started
+    generators) is returned itself.
     """
     if not isinstance(dataset, IterableDataset):
         return dataset
@@ -112,9 +112,7 @@ def _is_large(value: Any) -> bool:
 
 @contextlib.contextmanager
 def reopened(dataset: Any) -> Iterator[None]:
-    """What a data set opens inside (a file, when the first sample is read) it will open again: each
-    process has its own then.
-    """
+    """Make a dataset reopen, in each process, what it opened within the block."""
     before = [(space, dict(space)) for one in walk(dataset) if (space := _space(one))]
     try:
         yield
@@ -148,8 +146,9 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def unchanged(dataset: Any) -> Iterator[None]:
-    """What is drawn inside was never drawn (the process's generators, those that the data set
-    holds, and those of the user's modules), and what the data set opens inside was never opened."""
+    """Undo the block's random draws (process, dataset and user generators) and the files the
+    dataset opened.
+    """
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
     undo = [

@@ -1,4 +1,4 @@
-"""The state of Python's, NumPy's and torch's generators: read, restored, seeded, compared."""
+"""Read, restore, seed and compare the states of Python's, NumPy's and torch's generators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _States = tuple[torch.Tensor, Any, Any]
 
 
 def states() -> _States:
-    """The states of torch's CPU generator, ``random`` and ``numpy.random``."""
+    """States of torch's CPU generator, ``random`` and ``numpy.random``."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
 
 def restore_states(saved: _States) -> None:
-    """Put back what :func:`states` gave."""
+    """Restore :func:`states`."""
     torch.set_rng_state(saved[0])
     random.setstate(saved[1])
     np.random.set_state(saved[2])
@@ -48,12 +48,11 @@ _PYTHON_PLACE = (id(_PYTHON) + _PYTHON_OFFSET, _random.Random.__basicsize__ - _P
 
 
 class _Numpy:
-    """numpy's global generator, looked at cheaply: ``get_state`` takes 40 µs, a comparison of its
-    memory less than one.
+    """NumPy's global generator, checked cheaply: ``get_state`` takes 40 µs, a memory comparison
+    less than one.
 
-    Its normal numbers come in pairs, of which the second is kept outside that memory. That one is
-    kept can only follow a draw, which the memory shows, so the state is asked for only when the
-    memory has changed since it was last asked for.
+    Its normal numbers come in pairs, and the second is cached outside that memory. A cached one
+    implies a draw, which the memory shows, so the state is read only after the memory has changed.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class _Numpy:
         self._known = b""  # the memory for which it is known that no second number is kept
 
     def memory(self) -> bytes | None:
-        """What changes when anything is drawn; None if only the whole state tells."""
+        """A value that changes with every draw; None if only the full state shows it."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not isinstance(generator, np.random.MT19937):
             return None
@@ -80,14 +79,14 @@ class _Numpy:
         return now
 
     def unmoved(self, then: bytes) -> bool:
-        """Whether nothing has been drawn since ``memory`` gave ``then``."""
+        """Whether nothing has been drawn since ``memory`` returned ``then``."""
         return (
             np.random.get_bit_generator() is self._generator  # type: ignore[attr-defined]
             and ctypes.string_at(self._address, _MT19937_BYTES) == then
         )
 
     def put_back(self, then: bytes) -> None:
-        """Undo what has been drawn since ``memory`` gave ``then``."""
+        """Undo draws since ``memory`` returned ``then``."""
         state = np.random.get_state(legacy=False)
         ctypes.memmove(self._address, then, _MT19937_BYTES)
         if state["has_gauss"]:
@@ -107,7 +106,7 @@ def _plain(state: Any) -> str:
 
 
 class Marks:
-    """The three generators as they are now, cheaply: to see whether anything draws from them."""
+    """A cheap mark of the three generators, to detect draws."""
 
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
@@ -131,7 +130,7 @@ class Marks:
         return torch.equal(self._torch, torch.default_generator.get_state())
 
     def put_back(self) -> None:
-        """Undo what has been drawn since."""
+        """Undo draws since the mark."""
         torch.default_generator.set_state(self._torch)
         ctypes.memmove(_PYTHON_PLACE[0], self._python, _PYTHON_PLACE[1])
         _PYTHON.gauss_next = self._python_gauss

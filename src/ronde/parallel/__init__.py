@@ -1,8 +1,8 @@
-"""Carry a plan out: a strategy turns a plan and a model into forward, backward and exchange.
+"""Carry out a plan: a strategy turns plan and model into forward, backward and exchange.
 
-Offers :func:`carry_out` and the registry :data:`STRATEGIES`, one entry a family of plans;
-:class:`Single` is one device, :class:`Replicate` data parallelism. Adding a strategy is one file
-and one line here.
+Offers :func:`carry_out` and the registry :data:`STRATEGIES`, one entry per plan family;
+:class:`Single` is one device, :class:`Replicate` data parallelism. A new strategy is one file and
+one line here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ STRATEGIES: dict[str, Callable[[Plan, Work, World], Strategy]] = {
 
 
 def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
-    """The strategy of a plan, on this worker's copy of the model."""
+    """Create a plan's strategy on this worker's copy of the model."""
     recompute.apply(work.model, plan.recompute)
     offload.apply(plan, work, me)
     if me.size == 1:

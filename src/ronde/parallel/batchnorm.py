@@ -1,8 +1,8 @@
-"""Batch normalisation over the whole global batch, on any device.
+"""Batch normalization over the whole global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. This one computes the same statistics (Ioffe and Szegedy
-2015, over the batch of all workers) with sums over workers, in two passes so that a large mean
-costs no digits.
+torch's SyncBatchNorm refuses CPU tensors. This computes the same statistics (Ioffe and Szegedy
+2015, over all workers' samples) with sums over workers, in two passes so that a large mean costs no
+precision.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _present = [True]
 
 
 class _AllReduce(torch.autograd.Function):
-    """A sum over workers that gradients go back through: each worker's is the sum of all
-    workers'.
-    """
+    """A differentiable sum over workers: each gradient is the sum of all workers' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -46,8 +44,8 @@ _all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllRed
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Within, this worker's samples do not count: its share is empty and it only takes part in the
-    exchange.
+    """Exclude this worker's samples within the block: its share is empty, and it only takes part in
+    the exchange.
     """
     _present[0] = False
     try:
@@ -57,19 +55,19 @@ def absent() -> Iterator[None]:
 
 
 def set_present(present: bool) -> None:
-    """Whether the samples of the forward passes to come count: for a script that runs them by
-    itself.
-    """
+    """Whether the samples of the script's next forward passes count."""
     _present[0] = present
 
 
 def batchnorms(model: nn.Module) -> list[str]:
-    """Names of the modules that normalise over the batch."""
+    """Names of the modules that normalize over the batch."""
     return [name for name, m in model.named_modules() if _is_batchnorm(m)]
 
 
 def _is_batchnorm(module: nn.Module) -> bool:
-    """torch's SyncBatchNorm sees to itself, where it can: not on a CPU."""
+    """Whether it normalizes over the batch here; torch's SyncBatchNorm handles itself, except on a
+    CPU.
+    """
     if not isinstance(module, nn.SyncBatchNorm):
         return isinstance(module, _BatchNorm)
     held = next(iter((*module.parameters(), *module.buffers())), None)
@@ -77,7 +75,7 @@ def _is_batchnorm(module: nn.Module) -> bool:
 
 
 class _Converted(_BatchNorm):
-    """What was torch's SyncBatchNorm: for any number of dimensions."""
+    """A former SyncBatchNorm of torch's: any number of dimensions."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -85,16 +83,14 @@ class _Converted(_BatchNorm):
 
 
 def converted(model: nn.Module) -> bool:
-    """Whether the script has made every batch normalisation torch's SyncBatchNorm, which this
-    device does not carry out.
-    """
+    """Whether all batch normalizations are torch's SyncBatchNorm, which this device cannot run."""
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     return bool(norms) and all(isinstance(m, nn.SyncBatchNorm) and _is_batchnorm(m) for m in norms)
 
 
 def spectral_norms(model: nn.Module) -> list[str]:
-    """Names of the modules of which a weight is normalised by its spectrum: each forward pass in
-    training iterates once.
+    """Names of the modules with a spectrally normalized weight: each training forward iterates
+    once.
     """
     found = []
     for name, m in model.named_modules():
@@ -140,9 +136,9 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make every batch normalisation of ``model`` use the statistics of all workers' samples.
+    """Make every batch normalization of ``model`` use all workers' statistics.
 
-    The modules stay the script's own: only how they compute changes. Every worker must then run the
+    The modules stay the script's own; only their computation changes. Every worker must run the
     same number of forward passes.
     """
     for module in model.modules():

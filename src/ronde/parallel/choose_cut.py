@@ -1,4 +1,4 @@
-"""Where to cut this model for a pipeline: followed once, timed and weighed by rank 0, cut by
+"""Choose a pipeline cut for a model: follow it once, time and weigh it on rank 0, cut with
 :mod:`ronde.predict.partition`.
 """
 
@@ -28,8 +28,7 @@ _WHOLE_BLOCKS = (
 
 
 def state_ratio(optimizer: Optimizer) -> float:
-    """Bytes of an optimizer's state for each byte of parameters: found by letting it update a small
-    one.
+    """Optimizer state bytes per parameter byte, measured on a small update.
 
     Example:
         >>> w = torch.nn.Parameter(torch.zeros(2))
@@ -60,9 +59,11 @@ def state_ratio(optimizer: Optimizer) -> float:
 
 
 def usable(trace: Trace, wanted: int | None = None) -> list[Point]:
-    """Places where a stage may begin, in order. Where there are ``wanted`` others, none inside a
-    module whose path may depend on what it
-    computes: cut there, it must take the same one each time."""
+    """Places where a stage may begin, in order.
+
+    If there are ``wanted`` others, none inside a module whose path may depend on its values: cut
+    there, it must take the same path each time.
+    """
     points = [p for p in trace.points() if not p.why_not]
     steady = [p for p in points if not p.unsteady]
     return steady if wanted is not None and len(steady) >= wanted else points
@@ -76,8 +77,8 @@ def _marks(
     backward: list[float],
     saved: list[int],
 ) -> Iterator[None]:
-    """Note when each point is passed, forwards and backwards, and what is kept for the backward
-    pass between two.
+    """Record when each point is passed, forward and backward, and what is saved for backward
+    between points.
     """
     modules = dict(model.named_modules())
     wanted: dict[tuple[str, int], int] = {(p.path, p.nth): i for i, p in enumerate(points)}
@@ -128,8 +129,8 @@ def _marks(
 def time_points(
     model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor]
 ) -> tuple[list[float], list[float], list[int]]:
-    """Seconds forwards and backwards, and bytes saved, of each part between points: the least of
-    some runs. Nothing is changed.
+    """Forward and backward seconds, and bytes saved, of each part between points: the minimum of
+    several runs. Changes nothing.
     """
     parts = len(points) + 1
     forward, backward, kept = [float("inf")] * parts, [float("inf")] * parts, [0] * parts
@@ -165,9 +166,7 @@ def time_points(
 
 
 def _filled(stamps: list[float]) -> list[float]:
-    """A point that was not passed takes the time of the next one: what lies between counts to the
-    part before.
-    """
+    """Give a skipped point the next one's time: the code between counts to the part before."""
     for i in range(len(stamps) - 2, -1, -1):
         if stamps[i] != stamps[i]:
             stamps[i] = stamps[i + 1]
@@ -182,9 +181,7 @@ def chain_of_model(
     points: list[Point],
     times: tuple[list[float], list[float], list[int]] | None,
 ) -> Costs:
-    """The model as units between the places where it may be cut; without times, its events'
-    elements stand for seconds.
-    """
+    """The model as units between possible cuts; without times, element counts stand for seconds."""
     edges = [0, *(p.at for p in points), len(trace.events)]
     names = ["(start)", *(p.name for p in points)]
     ratio = state_ratio(optimizer)
@@ -242,8 +239,8 @@ def choose_cut(
     samples: int,
     call: Callable[[], torch.Tensor] | None,
 ) -> list[str]:
-    """Names of the modules that begin the stages after the first. Without ``call`` (a model on
-    meta), bytes stand for seconds.
+    """Names of the modules that begin the later stages. Without ``call`` (a model on meta), bytes
+    stand for seconds.
 
     Raises:
         ArgumentError: the model has fewer places to cut than stages, or no such module.
@@ -301,7 +298,7 @@ def choose_cut(
 
 
 def _resolved(name: str, trace: Trace) -> str:
-    """A module that begins where an outer one begins is that place too: ``"4.0"`` is ``"4"``."""
+    """A module that begins where an outer one does is the same place: ``"4.0"`` is ``"4"``."""
     points = trace.points()
     if any(p.name == name for p in points):
         return name
@@ -311,9 +308,7 @@ def _resolved(name: str, trace: Trace) -> str:
 
 
 def _between_blocks(model: nn.Module, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """The same chain, to be cut only where a child of the model or a member of a list of modules
-    begins.
-    """
+    """The chain, to be cut only where a child of the model or a module list's member begins."""
     modules = dict(model.named_modules())
 
     def begins_block(name: str) -> bool:

@@ -1,8 +1,7 @@
-"""Offload: what a GPU does not need all the time waits in the host's memory (ZeRO-Offload, Ren et
+"""Offload: state that the GPU does not need all the time waits in host memory (ZeRO-Offload, Ren et
 al. 2021).
 
-Written against torch's interfaces and not run on a GPU yet: no figure of the documentation rests on
-it.
+Written against torch's interfaces and not yet run on a GPU: no documented figure rests on it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ __all__ = ["apply"]
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
-    """A tensor on ``device``, or pinned on the host if None. Steps and other 0-d counters stay
-    where the optimizer put them.
-    """
+    """A tensor on ``device``, or pinned on the host if None. Steps and other 0-d counters stay."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if device is not None:
@@ -35,7 +32,7 @@ def _moved(value: Any, device: torch.device | None) -> Any:
 
 
 def _offload_state(optimizer: Optimizer, device: torch.device) -> None:
-    """The optimizer's state is on the device during its step only."""
+    """Keep the optimizer's state on the device only during its step."""
 
     def move(to: torch.device | None) -> None:
         for state in optimizer.state.values():
@@ -53,8 +50,7 @@ def _offload_state(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def apply(plan: Plan, work: Work, me: World) -> None:
-    """Set ``plan.offload`` up, as far as the optimizer goes; parameters are offloaded by the
-    strategy that shards them.
+    """Set up ``plan.offload`` for the optimizer; the sharding strategy offloads parameters.
 
     Raises:
         ArgumentError: there is nothing to offload to, or nothing that could be.

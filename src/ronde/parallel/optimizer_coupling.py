@@ -1,9 +1,8 @@
-"""Does an optimizer treat each parameter by itself? Found out by a trial, where its class does not
-say so.
+"""Test whether an optimizer updates each parameter independently, if its class does not tell.
 
-Some derive what they do to one parameter from all of them: Lamb clips by the norm of all gradients
-inside its step, Prodigy estimates one distance. Where a worker's optimizer sees a part of the
-parameters, such a one computes with a part of the norm, without a word.
+Some updates depend on all parameters: Lamb clips by the norm of all gradients, Prodigy estimates
+one distance. On a worker that sees only part of the parameters, such an optimizer would silently
+use part of the norm.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ _SIZES = (1e-3, 1e3, 1.0)  # of gradients: whatever is clipped at is in between
 
 
 def coupling(optimizer: Optimizer) -> str:
-    """Why a part of the parameters is not enough for a step of it: ``"coupled"``, ``"random"`` or,
-    where it could not be tried, the error; ``""`` where it is enough.
+    """Why part of the parameters is not enough for a step: ``"coupled"``, ``"random"`` or the error
+    of the trial; ``""`` if it is.
 
-    Nothing of the optimizer changes, and no randomness is used up.
+    The optimizer and all randomness stay unchanged.
 
     Example:
         >>> coupling(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
@@ -79,8 +78,7 @@ def coupling(optimizer: Optimizer) -> str:
 
 
 def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
-    """See that a plan under which a worker's optimizer sees a part of the parameters is one that it
-    can be trained under.
+    """Refuse a plan that shows an optimizer only part of the parameters if it needs all.
 
     Raises:
         ArgumentError: it treats all parameters together.
@@ -118,8 +116,8 @@ def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
 
 
 def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """What :func:`ronde.distribute` will refuse for this optimizer, or for hooks on gradients: a
-    way to divide a training -> why.
+    """What :func:`ronde.distribute` will refuse for this optimizer, or for gradient hooks: plan ->
+    why.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -158,8 +156,8 @@ def _tried(optimizer: Optimizer) -> str:
 
 
 def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tensor]:
-    """Small parameters after some steps of an optimizer like this one, which holds all of them or
-    ``only`` one.
+    """Small parameters after some steps of a similar optimizer that holds all of them, or ``only``
+    one.
     """
     made, chosen = _small(optimizer)
     if only is not None:
@@ -182,9 +180,7 @@ def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tenso
 
 
 def _small(optimizer: Optimizer) -> tuple[Optimizer, list[torch.Tensor]]:
-    """A copy of an optimizer in which small parameters have taken the places of its own, and some
-    of those, which take part.
-    """
+    """A copy of an optimizer with small parameters in place of its own, and some of those."""
     draw = torch.Generator().manual_seed(2)
     memo: dict[int, Any] = {}
     made: Any = object.__new__(type(optimizer))
@@ -230,7 +226,7 @@ def _cut(value: Any, whole: torch.Tensor, small: torch.Tensor) -> Any:
 
 
 def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether they are the same up to another order of rounding."""
+    """Whether they are equal up to rounding."""
     return all(
         torch.allclose(
             a.double(),

@@ -1,10 +1,10 @@
-"""Pipeline: the model is cut into stages, micro-batches flow through them in the order of one of
-torch's schedules.
+"""Pipeline parallelism: the model is cut into stages; micro-batches flow through them in a
+schedule's order.
 
-Each worker keeps the weights of its own stages. The script's own forward pass runs on each of them,
-as far as it concerns it (:mod:`ronde.parallel.stage_run`); what crosses a cut is sent point to
-point. The lists of what to do when, sends and receives included, are those of
-``torch.distributed.pipelining`` (:mod:`ronde.plan.schedules`).
+Each worker keeps its stages' weights. The script's own forward pass runs on each worker, as far as
+it concerns it (:mod:`ronde.parallel.stage_run`); what crosses a cut is sent point to point. Action
+lists, sends and receives included, are those of ``torch.distributed.pipelining``
+(:mod:`ronde.plan.schedules`).
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019. Interleaved: Narayanan et al. 2021. Looped:
 Lamy-Poirier 2022. Zero-bubble: Qi et al. 2023.
@@ -64,9 +64,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 def _signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
-    """What decides which path a forward pass takes: shapes and types of the batch, and the
-    modes.
-    """
+    """What decides a forward pass's path: shapes and types of the batch, and the modes."""
     shapes = tuple(
         (tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch, attributes=True)
     )
@@ -75,7 +73,7 @@ def _signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Flight:
-    """One micro-batch in one stage, between its forward and its backward pass."""
+    """A micro-batch in a stage, between its forward and backward."""
 
     program: Program
     received: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -88,14 +86,14 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Path:
-    """A way through the model, and what was read out of the batch where it was taken."""
+    """A path through the model, and what it read from the batch."""
 
     program: Program
     guards: tuple[Any, ...]
 
 
 class PipelineParallel(Strategy):
-    """Carries a pipeline out, with replicas of it where there are more workers.
+    """Runs a pipeline, replicated if there are more workers.
 
     Args:
         plan: ``pipeline`` workers, ``virtual`` stages on each, ``schedule``, ``split_at``.
@@ -155,7 +153,7 @@ class PipelineParallel(Strategy):
     # -- the cut -----------------------------------------------------------------------
 
     def _same_weights(self) -> None:
-        """Rank 0's weights and buffers on all, before each keeps its own part."""
+        """Broadcast rank 0's weights and buffers before each worker keeps its part."""
         with torch.no_grad():
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 if tensor.numel() and not tensor.is_meta:
@@ -168,7 +166,7 @@ class PipelineParallel(Strategy):
             return follow(self.model, lambda: call(batch))
 
     def _cut(self) -> None:
-        """Follow the model, and let rank 0 say where it is cut."""
+        """Follow the model; rank 0 decides the cut."""
         plan, samples = self.plan, self.plan.micro_batch or 1
         batch = self.work.sample(samples)
         training = self.model.training
@@ -209,8 +207,8 @@ class PipelineParallel(Strategy):
                 owner._buffers[name] = buffer
 
     def _off_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Stand-ins with a shape and no memory for what is on meta, to follow the model with.
-        Returns the buffers that were there.
+        """Replace meta parameters by shape-only stand-ins to follow the model. Returns the original
+        buffers.
         """
         made: dict[int, nn.Parameter] = {}
         buffers = []
@@ -232,7 +230,7 @@ class PipelineParallel(Strategy):
         return buffers
 
     def _key(self, parameter: torch.Tensor) -> int:
-        """Identity of a parameter in the pass that was followed."""
+        """A parameter's identity in the followed pass."""
         return id(self._was.get(id(parameter), parameter))
 
     def _made(self, trace: Trace) -> Program:
@@ -241,9 +239,7 @@ class PipelineParallel(Strategy):
         )
 
     def _may_run(self) -> Callable[[int, TraceEvent], bool]:
-        """Whether a stage's worker holds what an event uses: its parameters, and the buffers as
-        training has left them.
-        """
+        """Whether a stage's worker holds what an event uses: parameters, and current buffers."""
         buffers = {
             id(b): self._buffer_of[n]
             for n, b in self.model.named_buffers(remove_duplicate=False)
@@ -270,9 +266,7 @@ class PipelineParallel(Strategy):
         )
 
     def _path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
-        """The path that a batch takes through the model: one of those followed before, or a new
-        one. The same on every worker.
-        """
+        """The path a batch takes: a known one or a new one; the same on every worker."""
         for path in self._programs.get(key, ()):
             if (
                 not path.guards
@@ -303,7 +297,7 @@ class PipelineParallel(Strategy):
         return next(iter(self._programs.values()))[0].program
 
     def _take_parts(self) -> None:
-        """Keep the weights of this worker's stages, let go of the others."""
+        """Keep this worker's weights and release the others."""
         made = self._any_program()
         holders: dict[int, set[int]] = {}
         for stage in range(self.last + 1):
@@ -358,9 +352,7 @@ class PipelineParallel(Strategy):
         self._own()
 
     def _let_go(self) -> None:
-        """One element stands for all of a parameter of another worker's: the shape stays, the
-        memory goes.
-        """
+        """Shrink other workers' parameters to one element: the shape stays, the memory goes."""
         names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
         with torch.no_grad():
             for owner in self.model.modules():
@@ -383,7 +375,7 @@ class PipelineParallel(Strategy):
                     )
 
     def _own(self) -> None:
-        """The parameters that this worker trains."""
+        """The parameters this worker trains."""
         self.parameters = [p for n, p in trainable(self.model) if n not in self._lost_names]
         divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
         self._whole = [p for p in self.parameters if id(p) not in divided]
@@ -393,16 +385,14 @@ class PipelineParallel(Strategy):
         self._weights_at: dict[tuple[Program, int], list[nn.Parameter]] = {}
 
     def _weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
-        """A stage's trained parameters, as they are now."""
+        """A stage's current trainable parameters."""
         if (made, stage) not in self._weights_at:
             found = [self._real.get(id(p), p) for p in made.parameters(stage)]
             self._weights_at[made, stage] = [p for p in found if p.requires_grad]
         return self._weights_at[made, stage]
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
-        """Divide this worker's modules over the replicas, each gathered when it is called
-        (FSDP2).
-        """
+        """Shard this worker's modules over the replicas, gathered on call (FSDP2)."""
         fix_dtensors()
         users: dict[int, set[int]] = {}
         for _, event in made.events:
@@ -449,9 +439,7 @@ class PipelineParallel(Strategy):
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Sharded modules as they were, with parameters that have a shape and no values: to be
-        followed, not to be run.
-        """
+        """Sharded modules as they were, with shape-only parameters: to follow, not to run."""
         if not self._stand_ins:
             yield
             return
@@ -473,8 +461,8 @@ class PipelineParallel(Strategy):
                 m._forward_pre_hooks, m._forward_hooks = before, after
 
     def _guard(self) -> None:
-        """Where the script calls the model itself, what other workers hold is missing: that is an
-        error, not another result.
+        """Make the script's own calls of the model an error, because other workers' weights are
+        missing.
         """
 
         def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
@@ -512,8 +500,8 @@ class PipelineParallel(Strategy):
             self._keeper.open = was
 
     def _beside(self, holders: dict[int, set[int]]) -> None:
-        """What the pass that was followed does not use another may: it goes where its nearest
-        neighbours by name are used.
+        """Assign modules the followed pass did not use to the stage of their nearest neighbors by
+        name.
         """
         named = [
             (name.split("."), self._key(p))
@@ -530,7 +518,7 @@ class PipelineParallel(Strategy):
                 holders[key] = {worker if shared else 0}
 
     def _check_held(self, made: Program) -> None:
-        """Another path through the model may use what its stage's worker let go of."""
+        """Refuse another path if it uses weights its stage's worker released."""
         for stage in range(self.last + 1):
             worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
             for p in made.parameters(stage):
@@ -548,7 +536,9 @@ class PipelineParallel(Strategy):
                     )
 
     def _check_written(self, made: Program) -> None:
-        """What a stage changes in place changes on its own worker alone."""
+        """Refuse in-place changes to what several workers hold: only the stage's worker would see
+        them.
+        """
         for stage, p in made.writes:
             if not self._holders.get(self._key(p), set()) <= {
                 worker_of(stage, self.plan.pipeline, self.plan.schedule)
@@ -566,8 +556,8 @@ class PipelineParallel(Strategy):
                 )
 
     def _stage_buffers(self, made: Program) -> None:
-        """Which workers hold which buffers as they change: those of modules that run as a whole in
-        one stage.
+        """Which workers hold which buffers as they change: of modules that run whole in one
+        stage.
         """
         where: dict[int, int] = {}
         for stage in range(self.last, -1, -1):
@@ -586,7 +576,7 @@ class PipelineParallel(Strategy):
         return name not in self._lost_names
 
     def table(self) -> list[dict[str, Any]]:
-        """Per stage: worker, first module, parameters, bytes sent on for one micro-batch."""
+        """Per stage: worker, first module, parameters, bytes sent on per micro-batch."""
         made = self._any_program()
         rows = []
         for stage in range(self.last + 1):
@@ -638,7 +628,7 @@ class PipelineParallel(Strategy):
     # -- a step ------------------------------------------------------------------------
 
     def micro(self, compute: Any, part: Part, scale: Scale | None) -> None:
-        """A pipeline has no micro-batch of its own: see :meth:`step`."""
+        """Not used in a pipeline; see :meth:`step`."""
         raise RondeError("under a pipeline a step is one call: use run.step(batch)")
 
     def step(
@@ -768,7 +758,7 @@ class PipelineParallel(Strategy):
     def _roots(
         self, flight: _Flight, stage: int, gradients: dict[int, torch.Tensor], scale: Scale | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the backward pass of a stage begins, and with what."""
+        """The tensors a stage's backward starts from, and their gradients."""
         if stage == self.last:
             value = flight.root
             assert value is not None
@@ -846,7 +836,7 @@ class PipelineParallel(Strategy):
                 given.grad = given.grad.clone()
 
     def _weights(self, flight: _Flight, stage: int) -> None:
-        """The part of the backward pass that was put off."""
+        """Run the deferred weight-gradient part of the backward."""
         weights = self._weights_of(flight.program, stage)
         if flight.later is not None:
             backward(tuple(flight.later[0]), tuple(flight.later[1]))
@@ -888,7 +878,7 @@ class PipelineParallel(Strategy):
                 local_part(p.grad).mul_(factor.to(p.dtype))
 
     def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
-        """Add gradients over a group, in buckets. What nobody has stays without one."""
+        """All-reduce gradients over a group, in buckets. A gradient that nobody has stays None."""
         if not parameters:
             return
         has = torch.tensor(
@@ -909,7 +899,7 @@ class PipelineParallel(Strategy):
             _sum_bucket(bucket, group)
 
     def clip(self, max_norm: float) -> None:
-        """See :meth:`Strategy.clip`: each weight counts once, wherever it is held."""
+        """See :meth:`Strategy.clip`: each weight counts once, whoever holds it."""
         square = torch.zeros((), dtype=torch.float64, device=self.me.device)
         for p in self._divided:
             if p.grad is not None:
@@ -938,8 +928,8 @@ class PipelineParallel(Strategy):
     # -- without gradients -------------------------------------------------------------
 
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        """See :meth:`Strategy.infer`. Batches follow each other through the stages: nobody waits
-        for the one behind.
+        """See :meth:`Strategy.infer`. Batches follow each other without waiting for the stages
+        behind.
         """
         key = (
             id(getattr(call, "__code__", call)),
@@ -989,9 +979,7 @@ class PipelineParallel(Strategy):
         return True
 
     def sync_buffers(self) -> None:
-        """See :meth:`Strategy.sync_buffers`: along the replicas, of what this worker's stages
-        hold.
-        """
+        """See :meth:`Strategy.sync_buffers`: along the replicas, for this worker's stages."""
         if self.plan.replicas == 1:
             return
         source = self.layout.along_replicas(self.me.rank)[0]
@@ -1004,9 +992,7 @@ class PipelineParallel(Strategy):
 
 
 def _hollow(parameter: nn.Parameter) -> None:
-    """Let one element stand for all of it. How it lay in memory is kept for
-    :mod:`ronde.capture.follow`.
-    """
+    """Let one element stand for the tensor. Its layout is kept for :mod:`ronde.capture.follow`."""
     strides = parameter.stride()
     parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)
     parameter._ronde_strides = strides  # type: ignore[attr-defined]
@@ -1021,9 +1007,7 @@ def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
 
 
 def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """What a stage hands on, in order. The next one has made room for what was seen when the pass
-    was followed.
-    """
+    """A stage's outputs, in order; the next stage allocated for what was seen when following."""
     for v in made.sends[stage]:
         value, found = made.values[v], sent[v]
         if tuple(found.shape) != value.shape or found.dtype != value.dtype:
@@ -1037,8 +1021,9 @@ def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> li
 
 
 class Once(list[torch.Tensor]):
-    """Can be gone through once. ``stage_backward_input`` goes through its outputs twice, the second
-    time to detach them in place, which a view refuses."""
+    """A list that can be iterated once. ``stage_backward_input`` iterates its outputs twice, the
+    second time to detach them in place, which views refuse.
+    """
 
     def __iter__(self) -> Any:
         found = list(super().__iter__())
@@ -1047,7 +1032,7 @@ class Once(list[torch.Tensor]):
 
 
 def _in_common(one: list[str], other: list[str]) -> int:
-    """How many parts of a name two parameters share, from the start."""
+    """Number of leading name parts two parameters share."""
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
@@ -1055,13 +1040,13 @@ def _in_common(one: list[str], other: list[str]) -> int:
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Of what was received; zeros where the backward pass did not get there."""
+    """A received tensor's gradient, or zeros if the backward did not reach it."""
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
 
 
 def _bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether a gradient reaches a group's weights on a way that leads through none of what its
-    later part begins with.
+    """Whether a gradient reaches a group's weights on a path around its later part's first
+    tensors.
     """
     ends = {node for group in groups for node in group["intermediates"]}
     weights = {node for group in groups for node in group["params"]}

@@ -1,12 +1,11 @@
-"""Activation recomputation: a block keeps its inputs only, and its backward pass runs its forward
-pass again.
+"""Activation recomputation: a block keeps only its inputs, and its backward runs its forward again.
 
-Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost") for whole blocks, Korthikanti et
-al. 2022 ("Reducing Activation Recomputation in Large Transformer Models") for a choice of what is
-worth keeping: the results of matrix products, convolutions and attention stay, the rest is computed
-again. torch's non-reentrant checkpoint does it; here a block's ``forward`` is wrapped in place, so
-that no name in ``state_dict()`` changes, and the second pass is made the same as the first: its
-randomness (by torch) and the buffers that it reads and changes (here).
+Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost") for whole blocks; Korthikanti et
+al. 2022 ("Reducing Activation Recomputation in Large Transformer Models") for selective
+recomputation: results of matrix products, convolutions and attention are kept, the rest is computed
+again. torch's non-reentrant checkpoint does the work. A block's ``forward`` is wrapped in place, so
+``state_dict()`` names stay, and the second pass equals the first in randomness (torch) and in the
+buffers it reads and changes (here).
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules that stand in a ModuleList, ModuleDict or Sequential and have
-    parameters, by name, in order.
+    """The outermost modules with parameters in a ModuleList, ModuleDict or Sequential, by name, in
+    order.
 
-    A short Sequential of single layers (a multi-layer perceptron inside a model) is one block.
+    A short Sequential of single layers (an MLP inside a model) is one block.
 
     Example:
         >>> layer = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -105,8 +104,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def large_children(model: nn.Module) -> dict[str, nn.Module]:
-    """For a model without repeated blocks: modules that hold at least a sixteenth of it, taken
-    apart where one holds over half.
+    """For a model without repeated blocks: modules with at least a sixteenth of it, split where one
+    holds over half.
     """
     total = sum(p.numel() for p in model.parameters())
     found: dict[str, nn.Module] = {}
@@ -125,11 +124,9 @@ def large_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Buffers:
-    """What a block's forward pass reads and changes beside its inputs: its second pass must find it
-    as the first did.
+    """The buffers a block's forward reads and changes: its second pass must find them unchanged.
 
-    Running statistics of batch normalisation, for one: without this a second pass would count every
-    batch twice.
+    Otherwise, for example, batch normalization would count every batch twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -138,7 +135,7 @@ class _Buffers:
 
     @contextmanager
     def first(self, block: nn.Module, kept: _Kept) -> Iterator[None]:
-        """Keep, as they were, the buffers that this pass changes."""
+        """Save the buffers this pass changes."""
         places = [
             ((path, key), m, b)
             for path, m in block.named_modules()
@@ -174,7 +171,7 @@ class _Buffers:
 
     @contextmanager
     def again(self, kept: _Kept) -> Iterator[None]:
-        """Let a pass see, and change, copies of what the first one saw."""
+        """Run a pass on copies of the buffers the first one saw."""
         now = [(m, key, m._buffers[key]) for (_, key), (m, _) in kept.items()]
         for (_, key), (m, value) in kept.items():
             m._buffers[key] = value.clone()
@@ -202,7 +199,7 @@ def _kept_ops() -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """The same with lists and dictionaries of its own; what is in them stays."""
+    """A copy of the lists and dictionaries; their items stay."""
     if type(value) is list:
         return [_copied(v) for v in value]
     if type(value) is dict:
@@ -260,9 +257,7 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
 
 
 def _gains(block: nn.Module) -> bool:
-    """Whether running the forward pass again spares anything: a single layer keeps little but its
-    input.
-    """
+    """Whether recomputation saves anything: a single layer keeps little but its input."""
     return not isinstance(block, torch.jit.ScriptModule) and (
         isinstance(block, _WHOLE) or not _is_leaf(block)
     )
@@ -273,17 +268,15 @@ def _changes_in_place(block: nn.Module) -> bool:
 
 
 def _chosen(model: nn.Module) -> dict[str, nn.Module]:
-    """What is computed again where nobody says: the repeated blocks, or the largest children where
-    there are none.
-    """
+    """The default blocks: the repeated ones, or the largest children."""
     found = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
     return found or {n: b for n, b in large_children(model).items() if _gains(b)}
 
 
 @contextmanager
 def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
-    """As :func:`apply`, until the block is left. Yields names of the blocks, none where there is
-    nothing to compute again.
+    """Like :func:`apply`, within a block. Yields the blocks' names, none if there is nothing to
+    recompute.
     """
     chosen = _chosen(model)
     for name, block in chosen.items():
@@ -299,7 +292,7 @@ def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
 
 
 def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None = None) -> list[str]:
-    """Let the blocks of a model be computed again in the backward pass.
+    """Recompute a model's blocks in the backward pass.
 
     Args:
         model: changed in place; parameters, buffers and their names stay.

@@ -1,9 +1,8 @@
-"""Parameters that another worker of the pipeline holds: a shape and a type, but no values.
+"""Parameters that another pipeline worker holds: shape and type, but no values.
 
-A worker keeps the weights of its own stages. The others must not pass for zeros: a norm that a
-script logs, or a moving average that it keeps, would be wrong without a word. Shape, type and
-device can be read, and freezing, casting, copying the model and ``state_dict()`` work. Everything
-else is an error that names the parameter.
+Each worker keeps only its stages' weights. The others must not pass for zeros: a logged norm or a
+moving average would be silently wrong. Shape, type and device can be read; freezing, casting,
+copying the model and ``state_dict()`` work. Everything else is an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _ALIKE = {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", 
 
 @dataclass(eq=False)
 class Keeper:
-    """Shared by the absent parameters of one model.
+    """Shared by a model's remote parameters.
 
     Attributes:
         plan: under which others hold them, as a person writes it.
@@ -87,8 +86,8 @@ class Keeper:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Give the parameters their own class for now: fake tensors take no class that they do not
-        know.
+        """Give the parameters their original class for now: fake tensors accept no unknown
+        class.
         """
         classes = [(p, p.__class__) for p in self.parameters]
         try:
@@ -101,7 +100,7 @@ class Keeper:
 
 
 class _Absent:
-    """A tensor or parameter without values: refuses what would read or write them."""
+    """A tensor or parameter without values: refuses reads and writes."""
 
     __slots__ = ()
     _ronde_keeper: Keeper
@@ -168,12 +167,12 @@ def _without_values(kind: type) -> Any:
 
 
 def absent(value: Any) -> bool:
-    """Whether another worker holds its values."""
+    """Whether another worker holds a tensor's values."""
     return isinstance(value, _Absent)
 
 
 def make_remote(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
-    """Mark a parameter as held by another worker. It stays the same object, for whoever has it.
+    """Mark a parameter as held by another worker; it stays the same object.
 
     Args:
         parameter: one element stands for all of it already.
@@ -207,9 +206,7 @@ def _refusal(one: Any) -> PlanError:
 
 
 def element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Stands for all of an absent tensor: NaN, where the type has that, so that a read that torch
-    does not show us is seen.
-    """
+    """The one element behind a remote tensor: NaN if the type has it, so that unseen reads show."""
     return torch.full(
         (),
         float("nan") if dtype.is_floating_point or dtype.is_complex else 0,

@@ -1,4 +1,4 @@
-"""One device: no exchange, the arithmetic of a plain loop."""
+"""One device: the arithmetic of a plain loop, without exchange."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Single"]
 
 
 class Single(Strategy):
-    """Carries the plan of one worker out."""
+    """Runs a one-worker plan."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

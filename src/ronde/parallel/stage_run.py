@@ -1,15 +1,14 @@
-"""Run one stage of a forward pass: the script's own Python runs, and what belongs to other stages
-is left out.
+"""Run one stage of a forward pass: the script's own Python runs, and other stages' events are
+skipped.
 
-Every stage runs the same lines. An event (a module's call, or a torch function between such calls)
-of an earlier stage is not
-carried out: what it would have made is a *ghost* with the right shape, or the tensor itself where
-that was sent here. The pass is
-left where the next stage begins. No graph is captured: loops, branches on shapes or on the batch,
-tuples, dictionaries and caches of the model's own work as they do on one device.
+Every stage runs the same lines. An earlier stage's event (a module call, or a torch function
+between such calls) is not executed: its result is a *ghost* with the right shape, or the tensor
+that was sent here. The pass stops where the next stage begins. No graph is captured: loops,
+branches on shapes or the batch, tuples, dictionaries and the model's own caches work as on one
+device.
 
-What is computed from the batch and constants alone is computed by every stage, as often as the
-script says, and is not counted.
+Values computed only from the batch and constants are computed by every stage, as often as the
+script does, and are not counted.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ _tokens = itertools.count(1)
 
 
 class Diverged(PlanError):
-    """The forward pass took another path than when it was followed."""
+    """The forward pass took another path than the followed one."""
 
 
 class _Left(BaseException):
-    """The next stage's first event comes. Not an Exception: the model's own ``except`` shall not
-    catch it.
-    """
+    """The next stage begins. Not an Exception: the model's own ``except`` must not catch it."""
 
 
 @dataclass(eq=False)
@@ -91,11 +88,11 @@ class Program:
     writes: tuple[tuple[int, nn.Parameter], ...] = ()
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
-        """Those that a stage uses, each once."""
+        """A stage's parameters, each once."""
         return list({id(p): p for s, e in self.events if s == stage for p in e.parameters}.values())
 
     def modules(self, stage: int) -> list[nn.Module]:
-        """Modules that run as a whole in a stage, or whose buffers it changes, each once."""
+        """Modules that run whole in a stage, or whose buffers it changes, each once."""
         mine = [e for s, e in self.events if s == stage]
         found = [e.module for e in mine if e.module is not None] + [
             e.buffer[0] for e in mine if e.buffer is not None
@@ -104,7 +101,7 @@ class Program:
 
 
 def program(trace: Trace, bounds: Sequence[int]) -> Program:
-    """Cut a pass before the events ``bounds`` (numbers of the trace's events, ascending)."""
+    """Cut a pass before the events ``bounds`` (ascending event numbers)."""
     # Of what every stage computes, only whole modules are counted: the rest may come as it likes.
     events = [
         (stage, e) for stage, e in trace.coarse(list(bounds)) if not e.shared or e.kind == "call"
@@ -194,7 +191,7 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
 
 
 class StageRun(Interceptor):
-    """One forward pass of one stage on one micro-batch.
+    """One stage's forward pass on one micro-batch.
 
     Args:
         program: the pass.
@@ -235,7 +232,7 @@ class StageRun(Interceptor):
                 at = old if where < stage and not self._values[old].shared else None
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """``call()``, as far as this stage goes.
+        """Run ``call()`` up to the end of this stage.
 
         Raises:
             Diverged: the pass takes another path than when it was followed.
@@ -315,9 +312,7 @@ class StageRun(Interceptor):
         return self._ghostly(event, args, kwargs)
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
-        """See :class:`Interceptor`. A stage that lacks the tensor is told the size that it has this
-        time.
-        """
+        """See :class:`Interceptor`. A stage without the tensor gets its current size."""
         if not any(self._unknown_size(t) for t in args if isinstance(t, torch.Tensor)):
             return function(*args, **kwargs)
         name = what[0]
@@ -339,14 +334,14 @@ class StageRun(Interceptor):
         return whole_size(self._ghostly(event, args, kwargs), name)
 
     def _unknown_size(self, tensor: torch.Tensor) -> bool:
-        """Whether its size depends on what is in an activation."""
+        """Whether its size depends on activation values."""
         if isinstance(tensor, FakeTensor):
             value = self._handed_out.get(id(tensor))
             return value is not None and self._values[value].data_shaped
         return getattr(tensor, "_ronde_sized", 0) == self._token
 
     def _counts(self, given: Any) -> bool:
-        """Whether something given was made by an event, or is a parameter."""
+        """Whether an argument was made by an event, or is a parameter."""
         token = self._token
         for value in given:
             kind = type(value)
@@ -373,8 +368,8 @@ class StageRun(Interceptor):
         return False
 
     def _unmarked(self, event: TraceEvent, args: Any) -> bool:
-        """Whether an event may take what nobody marked: a buffer that it changes, or what was made
-        out of sight.
+        """Whether an event may take an unmarked tensor: a buffer it changes, or one made out of
+        sight.
         """
         if event.buffer is not None:
             module, name = event.buffer
@@ -433,9 +428,10 @@ class StageRun(Interceptor):
         return result
 
     def _compare(self, event: TraceEvent, result: Any) -> None:
-        """Mark what an event made, leaf by leaf: a constant that is handed on stays one. Where the
-        path may depend on what is computed, what stands for the leaves in other stages must be like
-        them."""
+        """Mark an event's results leaf by leaf; constants passed on stay constants.
+
+        Where the path may depend on computed values, other stages' stand-ins must match the leaves.
+        """
         strict = self.program.erratic
         try:
             leaves, shape = flatten(result)
@@ -502,7 +498,7 @@ class StageRun(Interceptor):
         self.sent[number] = made
 
     def _no_ghosts(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
-        """Nothing that is read may be missing."""
+        """Refuse to read a missing tensor."""
         for given in (args, kwargs.values()) if kwargs else (args,):
             for value in given:
                 if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
@@ -517,14 +513,14 @@ class StageRun(Interceptor):
                         )
 
     def _mark(self, tensor: torch.Tensor) -> None:
-        """Changed in place by an event: it, and what shares its memory, is no constant any more."""
+        """Mark a tensor changed in place, and those that share its memory, as not constant."""
         if getattr(tensor, "_ronde_run", 0) != self._token and not isinstance(tensor, FakeTensor):
             tensor._ronde_run = self._token  # type: ignore[attr-defined]
             self._memory.add(_memory(tensor))
             self._kept.append(tensor)
 
     def _ghostly(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
-        """What an event of another stage would have returned."""
+        """What another stage's event would have returned."""
         if event.changes:
             inputs = _inputs(args, kwargs)
             for place, value in event.changes:
@@ -565,11 +561,11 @@ class StageRun(Interceptor):
 
 
 class Guards(StageRun):
-    """What a forward pass reads out of the batch on its way: numbers, and sizes that depend on what
-    is in it. Nothing else is computed.
+    """Reads what a forward pass reads from the batch: numbers, and data-dependent sizes. Computes
+    nothing else.
 
-    A path may depend on them, as where a mask that masks nothing is left out. They are functions of
-    the batch alone, so every worker finds the same ones.
+    A path may depend on them, for example where an empty mask is skipped. They depend on the batch
+    alone, so every worker reads the same.
 
     Args:
         program: the pass.
@@ -582,7 +578,7 @@ class Guards(StageRun):
         self._until = until
 
     def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """What ``call()`` reads, as far as it takes the path that was followed."""
+        """What ``call()`` reads, as far as it takes the followed path."""
         kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
         try:
             with aside(), self:
@@ -632,7 +628,7 @@ def _plain(value: Any) -> Any:
 
 
 def has_guards(trace: Trace) -> bool:
-    """Whether a pass reads anything out of the batch that its path may depend on."""
+    """Whether a pass reads anything from the batch that its path may depend on."""
     return any(
         e.shared and (e.name in NUMBERS or any(trace.values[v].data_shaped for v in e.made))
         for e in trace.events

@@ -1,4 +1,4 @@
-"""What a strategy is: how one plan carries out forward, backward and exchange."""
+"""The strategy interface: how a plan carries out forward, backward and exchange."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass
 class Work:
-    """What a plan is carried out on.
+    """What a plan is applied to.
 
     Attributes:
         model: the script's own module.
@@ -85,8 +85,7 @@ class Work:
 
 
 class Strategy:
-    """One plan carried out on one model: what each of them must be able to do, and what most do
-    alike.
+    """A plan applied to a model: the interface, and the common behavior.
 
     Attributes:
         model: the script's own module.
@@ -116,7 +115,7 @@ class Strategy:
         compute: Callable[[Any], Any],
         scale: Scale | None,
     ) -> None:
-        """Forward and backward of all micro-batches of one step; :meth:`finish` comes after it."""
+        """Forward and backward of all micro-batches of a step; :meth:`finish` follows."""
         for micro, part in zip(micros, parts, strict=True):
             self.micro(partial(compute, micro), part, scale)
 
@@ -127,21 +126,19 @@ class Strategy:
         raise NotImplementedError
 
     def finish(self) -> torch.Tensor:
-        """Complete the exchange: gradients are those of the global mean. Returns the global loss,
-        0-d, on every rank.
+        """Complete the exchange, so that gradients are those of the global mean. Returns the global
+        loss, 0-d, on every rank.
         """
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> None:
-        """Scale all gradients, of all workers together, so that their norm is at most
-        ``max_norm``.
-        """
+        """Scale all workers' gradients so that their joint norm is at most ``max_norm``."""
         part_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """In half precision: where one worker's gradients are not finite, no worker updates. Called
-        where workers hold different parts.
+        """In half precision, skip the update on all workers if one has non-finite gradients. Called
+        if workers hold different parts.
         """
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         device = next(
@@ -154,78 +151,68 @@ class Strategy:
         found.update({d: flag.to(d).clamp(max=1.0) for d in (found or [device])})
 
     def updated(self) -> None:
-        """After the optimizer's step."""
+        """Called after the optimizer's step."""
 
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        """``call(batch)``, a forward pass without gradients. None on a worker that does not hold
-        the result.
-        """
+        """Run ``call(batch)``, a forward without gradients. None on a worker without the result."""
         return call(batch)
 
     def start_epoch(self) -> None:
-        """Bring buffers that drifted apart together."""
+        """Synchronize buffers that drifted apart."""
 
     def before_batch(self, present: bool) -> None:
-        """Before the script sees a batch: no forward pass of its step has run. ``present``: its
-        first micro-batch has samples.
-        """
+        """Called before the script sees a batch. ``present``: its first micro-batch has samples."""
         self.refresh()
 
     def refresh(self) -> bool:
-        """Take note of parameters that were frozen, thawed or replaced. Returns whether any
-        were.
-        """
+        """Notice parameters that were frozen, thawed or replaced. Returns whether any were."""
         return False
 
     def expect(self, present: bool) -> None:
-        """The next forward pass, which the script runs by itself, has samples or is of a
+        """Whether the next forward pass that the script runs itself has samples, or is a
         stand-in.
         """
 
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (under a pipeline: of the rank that has them)."""
+        """Give every rank the buffers of rank 0 (in a pipeline: of the rank that holds them)."""
 
     def owns(self, name: str) -> bool:
-        """Whether this worker holds that parameter or buffer (all of it, or its shard), by its name
-        in ``model.state_dict()``.
+        """Whether this worker holds that parameter or buffer, or its shard, by ``state_dict()``
+        name.
         """
         return True
 
     def loaded(self) -> None:
-        """After weights, buffers and optimizer state were put back from a checkpoint."""
+        """Called after a checkpoint's weights, buffers and optimizer state were restored."""
 
 
 class Flags:
-    """Which parameters there are and which take gradients, to see cheaply whether that has
-    changed.
-    """
+    """Which parameters exist and require gradients, to detect changes cheaply."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
 
     def changed(self) -> bool:
-        """Whether one was frozen or thawed."""
+        """Whether a parameter was frozen or thawed."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
 
 def forget_frozen(model: nn.Module) -> None:
-    """A parameter that was frozen has no gradient from before: the optimizer would go on with
-    it.
-    """
+    """Drop a frozen parameter's old gradient, which the optimizer would keep using."""
     for p in model.parameters():
         if not p.requires_grad:
             p.grad = None
 
 
 def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Parameters that take gradients, each once, by the name it has first."""
+    """Trainable parameters, each once, by first name."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-    """``torch.autograd.backward`` without its checks, 20 µs a call: the shapes are known to match
-    here.
+    """``torch.autograd.backward`` without its checks, which cost 20 µs a call: shapes are known to
+    match.
     """
     _engine_run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -233,11 +220,11 @@ def backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...
 
 
 def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """Give each its own gradient, where two gradients share their memory.
+    """Separate gradients that share memory.
 
     Backward passes of views are views: after ``(a.reshape(6) + b.reshape(6)).sum().backward()``,
-    ``a.grad`` and ``b.grad`` are the same memory (torch 2.13), and what is added to one, in place,
-    is added to both.
+    ``a.grad`` and ``b.grad`` are the same memory (torch 2.13), and an in-place addition to one
+    changes both.
     """
     seen: set[int] = set()
     for t in tensors:

@@ -1,5 +1,5 @@
-"""What stands in for functions of others while a probe is installed: the same, with a look at the
-clock if a sample is being made.
+"""Replacements for library functions while a probe is installed: the same result, timed while a
+sample is made.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _FILES = 256  # files that each thread writes down
 
 
 def suffix(path: Any) -> str:
-    """The end of a file's name, which says what kind it is."""
+    """The file name's suffix, which tells its kind."""
     if isinstance(path, str | os.PathLike):
         return os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122 - 0.5 µs, where a Path takes 3
     return type(path).__name__
 
 
 def timed_function(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
-    """A function that reads, decodes or augments.
+    """A replacement for a function that reads, decodes or augments.
 
     Args:
         first: what it takes first: ``path``, ``name`` or ``count``, or nothing of interest.
@@ -104,7 +104,7 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
 
 
 def noted(account: StageTimer, path: Any, all_of_it: bool) -> None:
-    """A function of others has read this file."""
+    """Note that another library's function has read this file."""
     try:
         size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
     except OSError:
@@ -117,7 +117,7 @@ def noted(account: StageTimer, path: Any, all_of_it: bool) -> None:
 
 
 def read_for(path: Any) -> None:
-    """Read a file that nobody will decode."""
+    """Read a file that will not be decoded."""
     if isinstance(path, str | os.PathLike):
         with open(path, "rb") as file:
             file.read()
@@ -127,7 +127,7 @@ def read_for(path: Any) -> None:
 
 
 class _TimedFile(io.FileIO):
-    """A file whose reads are a stage, if a sample is being made."""
+    """A file whose reads count as a stage while a sample is made."""
 
     ronde_large: str | None = None  # its kind, where it is too large to be replayed as a whole
 
@@ -180,7 +180,7 @@ class _TimedFile(io.FileIO):
 
 
 class HeldFile(io.RawIOBase):
-    """The bytes of a file, from elsewhere, under its name.
+    """A file's bytes from elsewhere, under its name.
 
     Args:
         real: opens the real one, for who needs its number; None: it has none.
@@ -231,7 +231,7 @@ class HeldFile(io.RawIOBase):
 
 
 def opener(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``open``: the file's reads are looked at while it is read, not only its opening."""
+    """Replaces ``open``: times the file's reads, not only its opening."""
     theirs = not isinstance(beneath(original), BuiltinFunctionType | NoneType)
 
     @functools.wraps(original)
@@ -315,9 +315,7 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _timed_again(file: Any, name: Any) -> _TimedFile | None:
-    """A file that another's ``open`` gave, with reads that are looked at; None where it is no
-    ordinary one.
-    """
+    """A file from another ``open``, with timed reads; None for unusual files."""
     raw = getattr(getattr(file, "buffer", file), "raw", getattr(file, "buffer", file))
     if (
         type(file) not in (io.TextIOWrapper, io.BufferedReader, io.FileIO)
@@ -331,7 +329,7 @@ def _timed_again(file: Any, name: Any) -> _TimedFile | None:
 
 
 class _TimedObject:
-    """A file of another's kind, whose reads are a stage if a sample is being made."""
+    """Another kind of file whose reads count as a stage while a sample is made."""
 
     def __init__(self, file: Any) -> None:
         self._ronde_file = file
@@ -382,7 +380,7 @@ def dressed(
     errors: str | None,
     newline: str | None,
 ) -> Any:
-    """What ``open`` makes of a raw file, as it was asked to."""
+    """Wrap a raw file as ``open`` would for the requested mode."""
     if "b" in mode and (encoding is not None or errors is not None or newline is not None):
         raw.close()
         name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
@@ -408,9 +406,7 @@ def dressed(
 
 
 class _Picture:
-    """A decoded image that others are made from; they share its pixels until somebody writes into
-    them.
-    """
+    """A decoded image that copies are made from; they share pixels until someone writes."""
 
     def __init__(self, image: Any) -> None:
         self.kind: Any = type(image)
@@ -432,7 +428,7 @@ class _Picture:
 
 
 def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``PIL.Image.open``."""
+    """Replaces ``PIL.Image.open``."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -463,7 +459,7 @@ def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
-    """``PIL.ImageFile.ImageFile.load``, and those of the formats that have their own.
+    """Replaces ``PIL.ImageFile.ImageFile.load`` and the formats' own.
 
     Args:
         plain: it is that of ``ImageFile``, which has nothing to do where there are no tiles.
@@ -495,9 +491,7 @@ def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
 
 
 def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]:
-    """``PIL.Image.Image.convert``: of a file it belongs to decoding, of any other image to
-    augmenting.
-    """
+    """Replaces ``PIL.Image.Image.convert``: decoding for an image file, augmentation otherwise."""
 
     @functools.wraps(original)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -533,8 +527,8 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
 
 
 def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``cv2.imread`` in two: the file is read here, and OpenCV decodes the bytes, which gives the
-    same pixels.
+    """Splits ``cv2.imread``: the file is read here, and OpenCV decodes the bytes to the same
+    pixels.
     """
 
     @functools.wraps(original)
@@ -562,7 +556,7 @@ def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """``owner.name = value``, or a dictionary's item where the owner is one.
+    """Set ``owner.name``, or an item if the owner is a dictionary.
 
     Returns:
         A function that puts back what was there, unless somebody else has set it since, or taken it
@@ -595,7 +589,7 @@ def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def beneath(function: Any) -> Any:
-    """What a function was before something of this package was laid over it."""
+    """The function that was there before this package's replacements."""
     while isinstance(function, FunctionType) and str(
         function.__globals__.get("__name__")
     ).startswith("ronde."):
@@ -604,11 +598,10 @@ def beneath(function: Any) -> Any:
 
 
 class ByName:
-    """A function of a module, looked up when it is called: so it meets what is laid over it. It is
-    pickled by its name.
+    """A module's function, looked up on each call, so that it meets replacements; pickled by name.
 
-    It stands in data sets that hold such a function (``loader=PIL.Image.open``) while something is
-    laid over that: pickle refuses the function itself, since its name leads to another one then.
+    It replaces such a function held by a dataset (``loader=PIL.Image.open``) meanwhile: pickle
+    refuses the function itself, because its name now leads to another.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -631,8 +624,8 @@ def _original(value: Any) -> Any:
 
 
 class Named:
-    """A callable of the user's that belongs to a stage. It passes for what it stands for, and is
-    pickled as that.
+    """A user's callable that belongs to a stage. It poses as the original, and is pickled as
+    that.
     """
 
     def __init__(self, value: Any, stage: str) -> None:

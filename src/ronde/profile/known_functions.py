@@ -1,7 +1,6 @@
-"""What stages look like in other people's code: the functions that read, decode and augment, by
-module and name.
+"""Known functions of other libraries that read, decode and augment, by module and name.
 
-Only what is imported is looked at: naming a library here does not need it.
+Only imported modules are inspected; listing a library here does not require it.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ def _torchvision() -> Iterator[tuple[str, str, str, str]]:
 
 
 def places() -> Iterator[tuple[Any, str, str, str]]:
-    """Everything known that this process has imported: owner (module or class), attribute, stage,
-    what the first argument is.
+    """Known functions in the imported modules: owner (module or class), attribute, stage, type of
+    the first argument.
     """
     for module, path, stage, first in (*FUNCTIONS, *_torchvision()):
         owner: Any = sys.modules.get(module)
@@ -182,7 +181,7 @@ def _names_transform(name: str) -> bool:
 
 
 def _stage_named(name: str) -> str | None:
-    """The stage that a function of the user's is, by its name."""
+    """The stage of a user's function, from its name."""
     if name.startswith("__"):
         return None
     if _names_transform(name):
@@ -197,8 +196,8 @@ def _calls(value: Any) -> bool:
 
 
 def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The user's functions that making a sample names, and those that these name: the dictionary
-    they are in, name, function.
+    """The user's functions that sample making refers to, transitively: dictionary, name,
+    function.
     """
     kind = type(dataset)
     waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
@@ -236,11 +235,11 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
-    """What a data set does to its samples, as far as names tell: owner, attribute, stage.
+    """A dataset's own transforms, recognized by name: owner, attribute, stage.
 
-    The owner is the data set (its attributes and methods, ``transform`` or ``_augment``;
-    ``decode``; ``read_frame``), an object of the user's in it (``self.store.fetch``), or the
-    dictionary of a module (a global ``train_transform`` that ``__getitem__`` names).
+    The owner is the dataset (``transform``, ``_augment``; ``decode``; ``read_frame``), a user's
+    object in it (``self.store.fetch``), or a module's dictionary (a global ``train_transform`` that
+    ``__getitem__`` names).
     """
     for name, value in list(vars(dataset).items()):
         items = value if isinstance(value, list | tuple) else [value]

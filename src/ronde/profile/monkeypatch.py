@@ -1,6 +1,4 @@
-"""Functions of others, replaced for a while by more than one party, in any order, and put back as
-they were.
-"""
+"""Replace library functions temporarily, by several parties in any order, and restore them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """One attribute: what stood there, and what is laid over it."""
+    """One attribute: the original, and the replacements over it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
@@ -34,7 +32,7 @@ class _Place:
         self.shown = self.own
 
     def ours(self) -> bool:
-        """Whether what stands there is what was shown last: nobody else has replaced it since."""
+        """Whether the attribute still holds our last value."""
         return bool(vars(self.owner).get(self.name) is self.shown)
 
     def show(self) -> None:
@@ -59,7 +57,7 @@ _places: dict[tuple[int, str], _Place] = {}
 
 
 def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Callable[[], None]:
-    """Lay ``make(what is there)`` over an attribute of a module or class.
+    """Replace a module's or class's attribute by ``make(current)``.
 
     Args:
         rank: a layer of a higher rank is laid over those of lower ones, whichever came first.

@@ -1,6 +1,4 @@
-"""Storage under a data set: is a file in memory already, and how fast does it come when it is
-not?
-"""
+"""Page cache under a dataset: is a file in memory, and how fast is it if not?"""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ _LOOKS = 64  # pages of a file that are looked at
 
 
 def in_cache(file: int, at: int = 0) -> bool | None:
-    """Whether a byte of an open file would be read from memory; None where the system does not
-    tell. It reads nothing from the disk.
+    """Whether a byte of an open file is in memory; None if the system does not say. Reads nothing
+    from disk.
     """
     if not _NOWAIT:
         return None
@@ -54,8 +52,7 @@ def _resident(path: Path, size: int) -> float | None:
 
 
 def cached_share(path: str | os.PathLike[str]) -> float | None:
-    """How much of a file is in memory, from 0 to 1; of large files some pages are looked at. None
-    where the system does not tell.
+    """Fraction of a file in memory, sampled for large files; None if the system does not say.
 
     Example:
         >>> import tempfile
@@ -86,8 +83,7 @@ def cached_share(path: str | os.PathLike[str]) -> float | None:
 
 
 def evict(paths: Iterable[str | os.PathLike[str]]) -> int:
-    """Ask the system to forget files that it holds in memory; what is being written is written
-    first.
+    """Ask the system to drop files from memory, after writing dirty pages.
 
     Returns:
         int: files for which it was asked. That it was done is for :func:`cached_share` to say.
@@ -147,8 +143,7 @@ def storage_sweep(
     seconds: float = 1.0,
     cold: bool = True,
 ) -> dict[int, tuple[float, float]]:
-    """How many files, and bytes, a second the storage gives with so many reads at once. One stream
-    alone tells little.
+    """Files and bytes per second the storage delivers with so many concurrent reads.
 
     Args:
         files: to be read whole, over and over.

@@ -1,11 +1,10 @@
-"""The doctor's eye inside a data set: what each stage of making a sample costs, and what the rate
-would be without it.
+"""The doctor's probe inside a dataset: what each stage costs per sample, and the rate without it.
 
-Nobody's data set has to be written for it. While a probe is installed, the functions that usually
-read, decode and augment (see :mod:`ronde.profile.known_functions`) are replaced by ones that look
-at two clocks, but only in a thread that is making a sample at that moment; everyone else meets the
-original behind one comparison. Time belongs to the innermost stage. A stage is taken out by giving
-earlier results again (see :mod:`ronde.profile.replay`).
+Works on any dataset. While a probe is installed, the functions that usually read, decode and
+augment (see :mod:`ronde.profile.known_functions`) are replaced by versions that read two clocks,
+but only in a thread that is making a sample; other threads reach the original after one comparison.
+Time belongs to the innermost stage. A stage is removed by replaying earlier results (see
+:mod:`ronde.profile.replay`).
 """
 
 from __future__ import annotations
@@ -72,11 +71,10 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Probe:
-    """Times the stages of any map-style data set, in whichever threads and processes read it, and
-    can take some out.
+    """Times the stages of any map-style dataset, in any threads and processes, and can remove some.
 
-    It is carried into loading processes by pickling, and installs itself where the first sample is
-    made. While it only times, samples are bit for bit what they are without it.
+    It travels into loading processes by pickling and installs itself at the first sample. While it
+    only times, samples are unchanged bit for bit.
 
     Args:
         board: file on which all readers add up; see :func:`read_board`. None keeps this process's
@@ -116,7 +114,7 @@ class Probe:
         self._reset()
 
     def _reset(self) -> None:
-        """As in a process that it has never been in."""
+        """Forget the current process's state."""
         self._installed_in = 0  # process id
         self._token: object = None  # another one for each installation
         self._ended = False
@@ -142,8 +140,8 @@ class Probe:
     # What others ask
 
     def times(self) -> dict[str, StageTimes]:
-        """What each stage has cost so far: of everyone on the board, or of this process where there
-        is none.
+        """What each stage has cost so far: over all writers of the board, or this process without
+        one.
         """
         if self.board is not None:
             return read_board(self.board)
@@ -160,7 +158,7 @@ class Probe:
         return list(dict.fromkeys(line for slot in self._slots for line in slot.notes()))
 
     def removable(self) -> frozenset[str]:
-        """Stages that were seen so far and can be taken out; ``sample`` always can."""
+        """Observed stages that can be removed; ``sample`` always can."""
         return frozenset(name for name, times in self.times().items() if times.removable) | {
             "sample"
         }
@@ -170,8 +168,7 @@ class Probe:
     def attach(
         self, dataset: Any, collate: Callable[[list[Any]], Any]
     ) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """A data set and a collate function that are looked at; nothing else changes about them.
-        Installs nothing yet.
+        """Wrap a dataset and a collate function for observation. Installs nothing yet.
 
         Args:
             dataset: anything with ``__getitem__``, and maybe ``__getitems__``; or one that can only
@@ -184,7 +181,7 @@ class Probe:
         return watched, _WatchedCollate(collate, self)
 
     def install(self) -> None:
-        """Put it in place in this process; done by itself where the first sample is made.
+        """Install in this process; happens by itself at the first sample.
 
         Raises:
             RondeError: another probe is in place.
@@ -210,11 +207,9 @@ class Probe:
             self._patch()
 
     def uninstall(self) -> None:
-        """Take it away: every function, attribute and thread limit is what it was. Samples made
-        from now on are not looked at.
+        """Restore every function, attribute and thread limit.
 
-        What it has counted stays on the board, and what it has kept to replay is there again if it
-        is installed again.
+        Counts stay on the board, and results for replay stay available for another install.
         """
         with _lock:
             if self._token is not None and self._installed_in == os.getpid():
@@ -239,7 +234,7 @@ class Probe:
         _active = None
 
     def account(self) -> StageTimer:
-        """The calling thread's account; the probe is installed if it is not."""
+        """The calling thread's timer; installs the probe if needed."""
         account: StageTimer | None = getattr(local, "account", None)
         if account is None or account.probe is not self or account.token is not self._token:
             self.install()
@@ -253,9 +248,7 @@ class Probe:
         return account
 
     def watch(self, dataset: Any) -> object:
-        """Look at this data set's own transforms too; what to compare with to know that it was
-        done.
-        """
+        """Observe this dataset's own transforms too; returns a token that marks it as done."""
         with _lock:
             self.install()
             if not any(dataset is one for one in self._watched):
@@ -275,7 +268,7 @@ class Probe:
     # Replacing and putting back
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        """``owner.name = value``, to be undone. A dictionary's item where the owner is one."""
+        """Set ``owner.name`` (or a dictionary item), to be undone later."""
         self._undo.append(exchange(owner, name, value))
 
     def _name(self, owner: Any, name: str, stage: str) -> None:
@@ -303,7 +296,7 @@ class Probe:
             self._set(owner, name, Named(value, stage))
 
     def _patch(self) -> None:
-        """Replace what is imported by now."""
+        """Replace the known functions imported so far."""
         with _lock:
             if self._installed_in != os.getpid() or self._token is None:
                 return
@@ -380,7 +373,7 @@ class Probe:
     def call(
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A stage that the user, or a pipeline, has named."""
+        """Run a stage named by the user or a pipeline."""
         if self._token is None:
             return function(*args, **kwargs)
         account = self.account()
@@ -407,7 +400,7 @@ class Probe:
         return value
 
     def enter(self, name: str) -> None:
-        """A block that the user has named begins."""
+        """A named block begins."""
         if self._token is None:
             return
         account = self.account()
@@ -419,7 +412,7 @@ class Probe:
         account.enter(account.slot.stage(name), BLOCK)
 
     def leave(self, name: str) -> None:
-        """It ends."""
+        """A named block ends."""
         account: StageTimer | None = getattr(local, "account", None)
         if account is not None and account.stack and account.probe is self:
             account.leave()
@@ -427,7 +420,7 @@ class Probe:
     # Replaying
 
     def place(self, account: StageTimer, stage: str, key: Any, kind: str) -> Place:
-        """Where in its sample this call stands.
+        """The position of this call within its sample.
 
         Args:
             key: what tells this function from others.
@@ -443,7 +436,7 @@ class Probe:
         return (what, nth, account.turn) if account.size <= 1 else (what, 0, account.turn + nth)
 
     def earlier(self, account: StageTimer, place: Place, args: Sequence[Any] = ()) -> Any:
-        """What this call gave in an earlier sample, or MISSING.
+        """This call's result in an earlier sample, or MISSING.
 
         Args:
             args: its arguments; images among them that are not decoded yet are decoded, since that
@@ -485,7 +478,7 @@ class Probe:
         args: Sequence[Any] = (),
         final: bool = False,
     ) -> None:
-        """Keep what a call gave, for later samples.
+        """Keep a call's result for later samples.
 
         Args:
             final: nobody else holds it, so nobody changes it.
@@ -514,7 +507,7 @@ class Probe:
             account.leave()
 
     def note_file(self, path: str, size: int, cached: bool | None) -> None:
-        """A file was opened while a sample was made."""
+        """Record a file opened while a sample is made."""
         file = ReadFile(os.path.abspath(path), size, cached)  # noqa: PTH100 - it follows no links
         if self.board is None:
             self._files.append(file)
@@ -532,13 +525,13 @@ class Probe:
                 os.close(out)
 
     def files(self) -> list[ReadFile]:
-        """Files that samples were read from, the first few hundred of each thread."""
+        """Files that samples were read from, the first few hundred per thread."""
         return list(self._files) if self.board is None else read_files(self.board)
 
     # Making samples
 
     def make(self, function: Callable[[Any], Any], argument: Any, samples: int) -> Any:
-        """``function(argument)``, which makes a batch: time that belongs to no stage is Python's.
+        """Run ``function(argument)``, which makes a batch; time in no stage is Python's.
 
         Args:
             samples: how many are in it.
@@ -565,9 +558,7 @@ class Probe:
                 account.values[at] += samples
 
     def _or_again(self, account: StageTimer, function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call it. Where that fails although it does not without replayed results, replay them no
-        more.
-        """
+        """Call it. If it fails only with replayed results, stop replaying."""
         try:
             return function(argument)
         except Exception as error:
@@ -589,7 +580,7 @@ class Probe:
             return value
 
     def one(self, function: Callable[[Any], Any], argument: Any, n: int, many: bool = False) -> Any:
-        """``function(argument)``, which makes one sample or, where ``many``, a list of ``n``."""
+        """Run ``function(argument)``, which makes one sample, or a list of ``n`` if ``many``."""
         account = self.account()
         outer = account.size
         if account.current < 0:
@@ -612,7 +603,7 @@ class Probe:
             account.size = outer
 
     def batch(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-        """``collate(samples)``."""
+        """Run ``collate(samples)``."""
         account = self.account()
         number = account.slot.stage("collate")
         if account.current == number:
@@ -643,7 +634,7 @@ class Probe:
             account.size = outer
 
     def _turns(self, n: int) -> int:
-        """Samples made in this process before the next ``n``."""
+        """Reserve numbers for the next ``n`` samples of this process."""
         with _lock:
             before = self._made
             self._made += n
@@ -663,7 +654,7 @@ def _many(args: Sequence[Any], size: int) -> bool:
 
 
 def _key(function: Any) -> Any:
-    """The same for every call of one function: bound methods are made anew each time."""
+    """A key equal for all calls of one function; bound methods are new objects each time."""
     owner = getattr(function, "__self__", None)
     if owner is not None and hasattr(function, "__func__"):
         return id(owner), function.__func__
@@ -672,7 +663,7 @@ def _key(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class ReadFile:
-    """A file that a sample was read from.
+    """A file a sample was read from.
 
     Attributes:
         path: of the file, absolute.
@@ -690,9 +681,7 @@ def _files_of(board: Path) -> Path:
 
 
 def read_files(board: Path) -> list[ReadFile]:
-    """Files that samples were read from, by any process that writes on this board; each file once,
-    as it was first met.
-    """
+    """Files read by any process on this board, each once, in order of first use."""
     try:
         lines = _files_of(board).read_bytes().splitlines()
     except FileNotFoundError:
@@ -705,7 +694,7 @@ def read_files(board: Path) -> list[ReadFile]:
 
 
 def _one_by_one(dataset: Any) -> bool:
-    """Whether its ``__getitems__`` is only a loop: then each sample is looked at by itself."""
+    """Whether ``__getitems__`` is only a loop, so that samples can be observed one by one."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
         if not hasattr(dataset, "__getitems__"):
@@ -714,7 +703,7 @@ def _one_by_one(dataset: Any) -> bool:
 
 
 class _Watched(Dataset[Any]):
-    """A data set that is looked at."""
+    """An observed dataset."""
 
     def __init__(self, dataset: Any, probe: Probe) -> None:
         self.__dict__.update(_ronde_dataset=dataset, _ronde_probe=probe, _ronde_token=None)
@@ -766,7 +755,7 @@ class _Watched(Dataset[Any]):
 
 
 class _WatchedStream(IterableDataset[Any]):
-    """A data set that is looked at while it is iterated."""
+    """An observed iterable dataset."""
 
     def __init__(self, dataset: Any, probe: Probe) -> None:
         self.dataset = dataset
@@ -792,7 +781,7 @@ class _WatchedStream(IterableDataset[Any]):
 
 
 class _WatchedCollate:
-    """A collate function that is looked at."""
+    """An observed collate function."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], probe: Probe) -> None:
         self.collate = collate

@@ -1,9 +1,9 @@
-"""Results kept to be given again: how a stage is taken out of an input pipeline.
+"""Replay earlier results: how a stage is removed from an input pipeline.
 
-The first samples that a process makes are made as ever, and what each stage gave at each *place*
-(the same function, called for the same time within a sample) is kept. From then on a call gives one
-of those results at once. All places of one sample are answered from the same earlier sample, so
-that an image and its mask, or its size and its pixels, still belong together.
+A process makes its first samples normally and keeps each stage's result at each *place* (the same
+function at its n-th call within a sample). After that a call returns a kept result at once. All
+places of a sample are answered from the same earlier sample, so an image and its mask, or its size
+and its pixels, still match.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MISSING: Any = object()
 
 
 def weight(value: Any) -> int:
-    """About how many bytes a result takes."""
+    """Approximate bytes of a result."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, np.ndarray):
@@ -54,7 +54,7 @@ def _is_image(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """The same value, free of changes that somebody makes to the first."""
+    """A copy that later changes cannot reach."""
     return map_leaves(_copied, value)
 
 
@@ -69,9 +69,7 @@ def _copied(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values hold the same, bit for bit; what cannot be compared is taken for the same
-    object or not.
-    """
+    """Whether two values are equal bit for bit; incomparable ones are compared by identity."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -100,7 +98,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class _Kept:
-    """One result. ``fresh``: somebody changes what he is given, so each gets a copy."""
+    """A kept result. ``fresh``: callers modify it, so each gets a copy."""
 
     __slots__ = ("backup", "fresh", "value")
 
@@ -110,7 +108,7 @@ class _Kept:
         self.fresh = False
 
     def settle(self) -> None:
-        """The sample is made: was the result changed on the way?"""
+        """Check, after the sample, whether the result was modified."""
         try:
             changed = self.backup is not self.value and not same(self.value, self.backup)
         except Exception:  # an image that was closed since has nothing to compare
@@ -121,7 +119,7 @@ class _Kept:
 
 
 class Rings:
-    """The results that one process has kept."""
+    """The results one process has kept."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, dict[int, _Kept]] = {}
@@ -146,7 +144,7 @@ class Rings:
         return copied(kept.value) if kept.fresh else kept.value
 
     def keep(self, place: Hashable, turn: int, value: Any, final: bool = False) -> _Kept | None:
-        """Keep a result; None where there is no room.
+        """Keep a result; None without room.
 
         Args:
             final: nobody else holds it, so it need not be looked at again.

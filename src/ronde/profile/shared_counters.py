@@ -1,9 +1,7 @@
-"""Where those who read samples write down what each stage cost: one small file, one slot for every
-thread, no locks.
+"""Lock-free shared-memory counters of per-stage cost, one slot per thread.
 
-A slot belongs to one thread of one process, which alone writes into it; whoever looks adds all
-slots up. Numbers only ever grow, so two looks give what happened between them. A slot whose thread
-is gone is taken over as it stands.
+Only its thread writes a slot; readers sum all slots. Counts only grow, so the difference of two
+reads is what happened between them. A dead thread's slot is reused as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _NOTE_AT = _NAME_AT + STAGES * _NAME
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage has cost, over all threads and processes that read.
+    """One stage's cost over all reading threads and processes.
 
     Attributes:
         calls: times that it was done.
@@ -84,7 +82,7 @@ def _lives(pid: int, tid: int) -> bool:
 
 
 class Slot:
-    """The calling thread's place on a board.
+    """The calling thread's slot on a board.
 
     Args:
         path: the board's file, made where there is none; None keeps the slot in memory.
@@ -122,7 +120,7 @@ class Slot:
             os.close(file)
 
     def stage(self, name: str) -> int:
-        """The number of a stage, new or old. Past the fortieth name all share the last one."""
+        """A stage's number. Beyond forty names, all share the last one."""
         found = self.index.get(name)
         if found is not None:
             return found
@@ -137,7 +135,7 @@ class Slot:
         return number
 
     def note(self, text: str) -> None:
-        """Write a line for whoever looks; said once."""
+        """Write a message for readers, once."""
         line = text.replace("\n", " ").encode()[:500] + b"\n"
         used = self._head[_NOTES]
         at = _NOTE_AT + used
@@ -146,11 +144,11 @@ class Slot:
             self._head[_NOTES] = used + len(line)
 
     def times(self) -> dict[str, StageTimes]:
-        """What this slot says."""
+        """This slot's counts."""
         return _times(self._whole)
 
     def notes(self) -> list[str]:
-        """What was written with :meth:`note`."""
+        """This slot's messages."""
         return _notes(self._whole)
 
 
@@ -201,7 +199,7 @@ def _slots(path: Path) -> list[memoryview]:
 
 
 def read_board(path: Path) -> dict[str, StageTimes]:
-    """What every stage has cost so far, over all threads and processes that write on this board.
+    """Each stage's cost so far, over all threads and processes of a board.
 
     Args:
         path: the board's file; one that nobody has written to yet gives an empty result.
@@ -220,7 +218,5 @@ def read_board(path: Path) -> dict[str, StageTimes]:
 
 
 def read_notes(path: Path) -> list[str]:
-    """What the readers had to say, each sentence once: a stage that could not be taken out, and
-    why.
-    """
+    """All messages of a board, each once: stages that could not be removed, and why."""
     return list(dict.fromkeys(line for slot in _slots(path) for line in _notes(slot)))

@@ -1,4 +1,4 @@
-"""What one reading thread is doing now, and where it writes it down."""
+"""The stage timer of one reading thread."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ os.register_at_fork(after_in_child=lambda: local.__dict__.clear())
 
 
 class TimerOwner(Protocol):
-    """The probe that an account belongs to, as the hooks on other libraries' functions see it."""
+    """The probe behind a timer, as hooks on library functions see it."""
 
     remove: frozenset[str]
 
     def place(self, account: StageTimer, stage: str, key: Any, kind: str) -> Any:
-        """Where in its sample a call stands."""
+        """The call's position within its sample."""
 
     def earlier(self, account: StageTimer, place: Any, args: Any = ()) -> Any:
         """The result of an earlier call at this place, or ``MISSING``."""
@@ -53,7 +53,7 @@ class TimerOwner(Protocol):
 
 
 class StageTimer:
-    """The stages that this thread is in, one inside the other.
+    """This thread's current stages, nested.
 
     Attributes:
         current: number of the innermost stage, -1 outside of all.
@@ -107,7 +107,7 @@ class StageTimer:
         self.opened: list[tuple[Any, Any]] = []
 
     def begin(self, size: int, turn: int) -> None:
-        """A sample begins, or several that are made together."""
+        """Start a sample, or several made together."""
         self.sample += 1
         self.size = size
         self.turn = turn
@@ -115,7 +115,7 @@ class StageTimer:
             self.counts.clear()
 
     def settle(self) -> None:
-        """It is made: what was kept of it is what it is."""
+        """Finish the sample: kept results are final."""
         if self.pending:
             for kept in self.pending:
                 kept.settle()
@@ -124,7 +124,7 @@ class StageTimer:
             self.opened.clear()
 
     def enter(self, number: int, how: int = FUNCTION) -> None:
-        """A stage begins; -1: something that is nobody's time."""
+        """Enter a stage; -1 counts for none."""
         wall, cpu = perf_counter_ns(), thread_time_ns()
         values, current = self.values, self.current
         if current >= 0:
@@ -145,7 +145,7 @@ class StageTimer:
                 values[at + SAMPLES] += self.size
 
     def leave(self) -> None:
-        """The innermost stage ends."""
+        """Leave the innermost stage."""
         wall, cpu = perf_counter_ns(), thread_time_ns()
         current = self.current
         if current >= 0:
@@ -157,11 +157,11 @@ class StageTimer:
         self.wall, self.cpu = wall, cpu
 
     def count_bytes(self, n: int) -> None:
-        """Bytes were read."""
+        """Count bytes read."""
         self.values[self.read * FIELDS + BYTES] += n
 
 
 def here() -> StageTimer | None:
-    """This thread's account, if it is making a sample."""
+    """This thread's timer while it makes a sample, else None."""
     account: StageTimer | None = getattr(local, "account", None)
     return account if account is not None and account.current >= 0 else None

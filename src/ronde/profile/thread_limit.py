@@ -1,4 +1,4 @@
-"""Fewer compute threads for whoever reads samples, for a while."""
+"""Limit compute threads while samples are read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _leave_alone(nthreads: int) -> None:
 
 
 class ThreadLimit:
-    """Limits torch, BLAS and OpenCV in this process to ``n`` threads, until it is uninstalled.
+    """Limits torch, BLAS and OpenCV to ``n`` threads in this process, until uninstalled.
 
-    In a process that only loads, they are limited throughout. Where the training reads by itself,
-    torch is limited only while it reads.
+    A loading process is limited throughout. If the training process reads, torch is limited only
+    meanwhile.
     """
 
     def __init__(self, n: int) -> None:
@@ -32,7 +32,7 @@ class ThreadLimit:
         self._thread = 0
 
     def install(self, always: bool) -> None:
-        """Limit them.
+        """Apply the limit.
 
         Args:
             always: this process does nothing but load.
@@ -59,7 +59,7 @@ class ThreadLimit:
             opencv.setNumThreads(self.n)
 
     def uninstall(self) -> None:
-        """Put back what was there."""
+        """Restore the previous limits."""
         torch.set_num_threads = self._set
         if torch.get_num_threads() != self._torch and threading.get_ident() == self._thread:
             self._set(self._torch)
@@ -69,11 +69,11 @@ class ThreadLimit:
             sys.modules["cv2"].setNumThreads(self._opencv)
 
     def begin(self) -> None:
-        """This thread reads a batch."""
+        """This thread starts a batch."""
         if not self._always and torch.get_num_threads() != self.n:
             self._set(self.n)
 
     def end(self) -> None:
-        """It has read it. A thread that only reads keeps the limit, which is its own."""
+        """This thread finishes a batch. A thread that only reads keeps its own limit."""
         if not self._always and threading.get_ident() == self._thread:
             self._set(self._torch)
