@@ -15,7 +15,7 @@ from foreign_models import Built, build
 from ronde.capture.follow import follow
 from ronde.capture.intercept import stay
 from ronde.capture.trace import Point, Trace, bounds_of
-from ronde.parallel.pipeline_parallel import _hollow
+from ronde.parallel.stage_ownership import _hollow
 from ronde.parallel.stage_run import Diverged, Program, StageRun, program
 from ronde.world import ArgumentError, RondeError
 from ronde.world.tensors import tensors_in

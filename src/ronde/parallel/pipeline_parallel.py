@@ -12,34 +12,25 @@ Lamy-Poirier 2022. Zero-bubble: Qi et al. 2023.
 
 from __future__ import annotations
 
-import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     stage_backward_input,
     stage_backward_weight,
 )
-from torch.distributed.tensor import DTensor
 
-from ronde.capture import Trace, TraceEvent, bounds_of, stay
-from ronde.capture.follow import follow
+from ronde.capture import stay
 from ronde.checkpoint import local_part
-from ronde.parallel import choose_cut
-from ronde.parallel.dtensor_fixes import fix_dtensors
-from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
-from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
-from ronde.parallel.stage_run import Diverged, Guards, Program, StageRun, has_guards, program
+from ronde.parallel.stage_ownership import StageOwnership, signature
+from ronde.parallel.stage_run import Program, StageRun
 from ronde.parallel.strategy import (
-    Flags,
     Part,
     Scale,
     Strategy,
@@ -48,27 +39,15 @@ from ronde.parallel.strategy import (
     forget_frozen,
     part_gradients,
     scale_gradients,
-    trainable,
 )
-from ronde.parallel.zero1 import OptimizerParts
-from ronde.plan import Place, Plan
+from ronde.plan import Plan
 from ronde.plan.schedules import Action, actions, stages_of, worker_of
-from ronde.world import ArgumentError, PlanError, RondeError, World
-from ronde.world.consensus import broadcast_json
+from ronde.world import ArgumentError, RondeError, World
 from ronde.world.meshes import group_of, mesh_of
-from ronde.world.tensors import tensors_in
 
 __all__ = ["PipelineParallel"]
 
 _BUCKET_BYTES = 25 * 2**20
-
-
-def _signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
-    """What decides a forward pass's path: shapes and types of the batch, and the modes."""
-    shapes = tuple(
-        (tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch, attributes=True)
-    )
-    return (training, grad, torch.is_autocast_enabled("cpu"), shapes)
 
 
 @dataclass(eq=False)
@@ -84,12 +63,19 @@ class _Flight:
     later: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
 
-@dataclass(frozen=True)
-class _Path:
-    """A path through the model, and what it read from the batch."""
+@dataclass(eq=False)
+class _Step:
+    """A step under way: its micro-batches, and what is in flight by ``(stage, micro-batch)``."""
 
-    program: Program
-    guards: tuple[Any, ...]
+    programs: list[Program]
+    micros: Sequence[Any]
+    parts: Sequence[Part]
+    compute: Callable[[Any], Any]
+    scale: Scale | None
+    flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = field(
+        default_factory=dict
+    )
 
 
 class PipelineParallel(Strategy):
@@ -129,20 +115,9 @@ class PipelineParallel(Strategy):
             mesh = mesh_of(me.device.type, {"pipeline": workers, replicas: plan.replicas})
             self.along, self.data = mesh.get_group("pipeline"), mesh.get_group(replicas)
         self._ranks = self.layout.along_pipeline(me.rank)
-        # By identity: the parameter that the model was followed with, where it is another.
-        self._was: dict[int, nn.Parameter] = {}
-        self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        self._sharded: list[nn.Module] = []
-        self._programs: dict[Any, list[_Path]] = {}
-        self._keeper = Keeper(plan.spec)  # open: modules are called for a stage, or to be followed
-        self._stage_of: dict[int, int] = {}  # identity in that pass -> the first stage that uses it
-        # By identity in the followed pass: the workers that hold it; empty before the cut.
-        self._holders: dict[int, set[int]] = {}
         self._unsplit: set[tuple[Program, int]] = set()
-        self._same_weights()
-        self._cut()
-        self._take_parts()
-        self._guard()
+        self.owner = StageOwnership(plan, work, me, self.stages, self.data)
+        self.points, self.parameters = self.owner.points, self.owner.parameters
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
         self._weighted = False
         self._samples = 1
@@ -150,446 +125,13 @@ class PipelineParallel(Strategy):
         self._pending: list[tuple[Any, Any]] = []
         stay(self)  # every stage's pass is looked at
 
-    # -- the cut -----------------------------------------------------------------------
-
-    def _same_weights(self) -> None:
-        """Broadcast rank 0's weights and buffers before each worker keeps its part."""
-        with torch.no_grad():
-            for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                if tensor.numel() and not tensor.is_meta:
-                    data = tensor.detach().contiguous()
-                    dist.broadcast(data, 0)
-                    tensor.data.copy_(data)
-
-    def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
-        with self._undivided(), self._opened(), self._keeper.plain():
-            return follow(self.model, lambda: call(batch))
-
-    def _cut(self) -> None:
-        """Follow the model; rank 0 decides the cut."""
-        plan, samples = self.plan, self.plan.micro_batch or 1
-        batch = self.work.sample(samples)
-        training = self.model.training
-        self.model.train()
-        on_meta = self.work.fill is not None
-        buffers = self._off_meta() if on_meta else []
-        try:
-            with torch.enable_grad():
-                trace = self._follow(self.work.compute, batch)
-                answer: dict[str, Any] = {}
-                if self.me.is_main:
-                    call = None if on_meta else (lambda: self.work.compute(batch)[0])
-                    try:
-                        with self._undivided():
-                            answer = {
-                                "names": choose_cut.choose_cut(
-                                    plan, self.model, self.work.optimizer, trace, samples, call
-                                )
-                            }
-                    except ArgumentError as error:
-                        answer = {"error": str(error)}
-            answer = broadcast_json(self.me, answer)
-            if "error" in answer:
-                raise ArgumentError(answer["error"])
-            named = {p.name: p for p in trace.points()}
-            self.points = [named[name] for name in answer["names"]]
-            self._add(_signature(batch, True, True), self.work.compute, batch, trace)
-            if not trace.faked:
-                # Such a model must really run to be followed, which it cannot when other workers'
-                # weights are gone.
-                with torch.enable_grad():
-                    for size in self.work.sizes:
-                        if size != samples:
-                            self._program(self.work.sample(size))
-        finally:
-            self.model.train(training)
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer
-
-    def _off_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Replace meta parameters by shape-only stand-ins to follow the model. Returns the original
-        buffers.
-        """
-        made: dict[int, nn.Parameter] = {}
-        buffers = []
-        for owner in self.model.modules():
-            for name, p in owner._parameters.items():
-                if p is not None and p.is_meta:
-                    empty = torch.zeros((), dtype=p.dtype, device=self.me.device).expand(p.shape)
-                    stand_in = made.setdefault(
-                        id(p), nn.Parameter(empty, requires_grad=p.requires_grad)
-                    )
-                    stand_in._ronde_strides = p.stride()  # type: ignore[attr-defined]
-                    self._was[id(p)] = self._stand_ins[owner, name] = stand_in
-            for name, b in owner._buffers.items():
-                if b is not None and b.is_meta:
-                    buffers.append((owner, name, b))
-                    owner._buffers[name] = torch.zeros(
-                        (), dtype=b.dtype, device=self.me.device
-                    ).expand(b.shape)
-        return buffers
-
-    def _key(self, parameter: torch.Tensor) -> int:
-        """A parameter's identity in the followed pass."""
-        return id(self._was.get(id(parameter), parameter))
-
-    def _made(self, trace: Trace) -> Program:
-        return program(
-            trace, bounds_of(trace, self.points, self._may_run() if self._holders else None)
-        )
-
-    def _may_run(self) -> Callable[[int, TraceEvent], bool]:
-        """Whether a stage's worker holds what an event uses: parameters, and current buffers."""
-        buffers = {
-            id(b): self._buffer_of[n]
-            for n, b in self.model.named_buffers(remove_duplicate=False)
-            if n in self._buffer_of
-        }
-
-        def may(stage: int, event: TraceEvent) -> bool:
-            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
-            if event.module is not None:
-                used = list(event.module.buffers())
-            else:
-                used = list(self.model.get_submodule(event.inside).buffers(recurse=False))
-            return all(
-                worker in self._holders.get(self._key(p), {worker}) for p in event.parameters
-            ) and all(buffers.get(id(b), -1) in (-1, worker) for b in used)
-
-        return may
-
-    def _program(self, batch: Any) -> Program:
-        return self._path(
-            _signature(batch, self.model.training, torch.is_grad_enabled()),
-            self.work.compute,
-            batch,
-        )
-
-    def _path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
-        """The path a batch takes: a known one or a new one; the same on every worker."""
-        for path in self._programs.get(key, ()):
-            if (
-                not path.guards
-                or self._guards(path.program, call, batch, len(path.guards)) == path.guards
-            ):
-                return path.program
-        if sum(map(len, self._programs.values())) > 64:
-            self._programs.clear()
-            self._weights_at.clear()
-        return self._add(key, call, batch, self._follow(call, batch))
-
-    def _guards(
-        self, made: Program, call: Callable[[Any], Any], batch: Any, until: int | None = None
-    ) -> tuple[Any, ...]:
-        with self._opened(), self._keeper.plain():
-            return Guards(made, until).read(lambda: call(batch))
-
-    def _add(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
-        made = self._made(trace)
-        if self._holders:
-            self._check_written(made)
-            self._check_held(made)
-        guards = self._guards(made, call, batch) if has_guards(trace) else ()
-        self._programs.setdefault(key, []).append(_Path(made, guards))
-        return made
-
-    def _any_program(self) -> Program:
-        return next(iter(self._programs.values()))[0].program
-
-    def _take_parts(self) -> None:
-        """Keep this worker's weights and release the others."""
-        made = self._any_program()
-        holders: dict[int, set[int]] = {}
-        for stage in range(self.last + 1):
-            for p in made.parameters(stage):
-                self._stage_of.setdefault(id(p), stage)
-                holders.setdefault(id(p), set()).add(
-                    worker_of(stage, self.plan.pipeline, self.plan.schedule)
-                )
-        mine, everyone = self.place.pipeline, list(self.model.parameters())
-        self._beside(holders)
-        self._holders = holders
-        self._check_written(made)
-        self._kept = {id(p) for p in everyone if mine in holders[self._key(p)]}
-        self._first = {id(p) for p in everyone if mine == min(holders[self._key(p)])}
-        self._lost_names = {
-            n
-            for n, p in self.model.named_parameters(remove_duplicate=False)
-            if id(p) not in self._kept
-        }
-        self._stage_buffers(made)
-        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for p in everyone:
-            if len(holders[self._key(p)]) > 1:
-                tied.setdefault(tuple(sorted(holders[self._key(p)])), []).append(p)
-        self._tied = []
-        for workers, parameters in sorted(tied.items()):
-            # Every rank makes every group, in the same order.
-            for replica in range(self.layout.replicas):
-                for tensor in range(self.layout.tensor):
-                    group = group_of(
-                        "tied", [self.layout.rank(Place(w, replica, tensor)) for w in workers]
-                    )
-                    if mine in workers and (replica, tensor) == (
-                        self.place.replica,
-                        self.place.tensor,
-                    ):
-                        self._tied.append((group, parameters))
-        self._let_go()
-        for group in self.work.optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in self._kept]
-        state = self.work.optimizer.state
-        for lost in [p for p in state if id(p) not in self._kept]:
-            del state[lost]
-        if self.work.fill is not None:
-            self.work.fill(lambda name: self.owns(name) or name in self._buffer_of)
-        plan = self.plan
-        self._parts: OptimizerParts | None = None
-        if plan.replicas > 1 and plan.shard == "optimizer":
-            self._parts = OptimizerParts(self.work.optimizer, self.data)
-        elif plan.replicas > 1 and plan.shard != "none":
-            self._shard_stages(made, holders)
-        self._own()
-
-    def _let_go(self) -> None:
-        """Shrink other workers' parameters to one element: the shape stays, the memory goes."""
-        names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
-        with torch.no_grad():
-            for owner in self.model.modules():
-                for name, p in owner._parameters.items():
-                    if p is None or id(p) in self._kept:
-                        continue
-                    path = names[id(p)]
-                    if (owner, name) in self._stand_ins:
-                        p = owner._parameters[name] = self._stand_ins.pop((owner, name))
-                    elif absent(p):  # tied: seen under another name already
-                        continue
-                    else:
-                        _hollow(p)
-                    stage = self._stage_of.get(self._key(p))
-                    make_remote(
-                        p,
-                        path,
-                        min(self._holders[self._key(p)]) if stage is None else stage,
-                        self._keeper,
-                    )
-
-    def _own(self) -> None:
-        """The parameters this worker trains."""
-        self.parameters = [p for n, p in trainable(self.model) if n not in self._lost_names]
-        divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
-        self._whole = [p for p in self.parameters if id(p) not in divided]
-        self._divided = [p for p in self.parameters if id(p) in divided]
-        self._real = {self._key(p): p for p in self.model.parameters()}
-        self._flags = Flags(self.model)
-        self._weights_at: dict[tuple[Program, int], list[nn.Parameter]] = {}
-
-    def _weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
-        """A stage's current trainable parameters."""
-        if (made, stage) not in self._weights_at:
-            found = [self._real.get(id(p), p) for p in made.parameters(stage)]
-            self._weights_at[made, stage] = [p for p in found if p.requires_grad]
-        return self._weights_at[made, stage]
-
-    def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
-        """Shard this worker's modules over the replicas, gathered on call (FSDP2)."""
-        fix_dtensors()
-        users: dict[int, set[int]] = {}
-        for _, event in made.events:
-            for p in event.parameters:
-                users.setdefault(id(p), set()).add(id(event.module) if event.kind == "call" else 0)
-        mesh = replica_mesh(self.plan, self.me)
-        self._shard_mesh = mesh
-        before = dict(self.model.named_parameters(remove_duplicate=False))
-        refuse_hooks(before, f"plan={self.plan.spec!r}")
-        for stage in self.stages:
-            for module in made.modules(stage):
-                held = [p for p in module.parameters() if p.dim()]
-                alone = all(
-                    users.get(self._key(p)) == {id(module)} and len(holders[self._key(p)]) == 1
-                    for p in held
-                )
-                types = {p.dtype for p in held if p.requires_grad}
-                if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
-                    continue
-                for owner in module.modules():
-                    held_here = [
-                        (n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()
-                    ]
-                    self._stand_ins.update(
-                        {(owner, n): self._was.get(id(p), p) for n, p in held_here}
-                    )
-                fully_shard(
-                    module,
-                    mesh=mesh,
-                    reshard_after_forward=self.plan.shard == "parameters",
-                    ignored_params={p for p in module.parameters() if not p.dim()},
-                )
-                assert isinstance(module, FSDPModule)
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                self._sharded.append(module)
-        after = dict(self.model.named_parameters(remove_duplicate=False))
-        changed = {name: p for name, p in before.items() if after[name] is not p}
-        adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
-        for name, p in changed.items():
-            self._was[id(after[name])] = self._was.pop(id(p), p)
-            _hollow(p)
-        self._first |= {id(after[name]) for name, p in changed.items() if id(p) in self._first}
-
-    @contextmanager
-    def _undivided(self) -> Iterator[None]:
-        """Sharded modules as they were, with shape-only parameters: to follow, not to run."""
-        if not self._stand_ins:
-            yield
-            return
-        hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in self._sharded]
-        now = [(owner, n, owner._parameters[n]) for owner, n in self._stand_ins]
-        try:
-            for m, _, _ in hooks:
-                m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
-            for (owner, n), p in self._stand_ins.items():
-                current = owner._parameters[n]
-                if current is not None:
-                    p.requires_grad_(current.requires_grad)
-                owner._parameters[n] = p
-            yield
-        finally:
-            for owner, n, kept in now:
-                owner._parameters[n] = kept
-            for m, before, after in hooks:
-                m._forward_pre_hooks, m._forward_hooks = before, after
-
-    def _guard(self) -> None:
-        """Make the script's own calls of the model an error, because other workers' weights are
-        missing.
-        """
-
-        def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not keeper.open:
-                    raise PlanError(
-                        f"the script calls {name or 'model'!r} itself, and under "
-                        f"plan={keeper.plan!r} this worker does not hold its weights. Let "
-                        "run.step() and run.evaluate() call the model, or use a plan under "
-                        "which the script can: replicate, shard or tensor."
-                    )
-                return (
-                    given(*args, **kwargs)
-                    if given is not None
-                    else type(self).forward(self, *args, **kwargs)
-                )
-
-            # Not a hook: modules with hooks are followed in another way.
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
-
-        keeper = self._keeper
-        for name, module in self.model.named_modules():
-            lost = any(
-                p is not None and id(p) not in self._kept for p in module._parameters.values()
-            )
-            if lost and not isinstance(module, torch.jit.ScriptModule):
-                guard(module, name, module.__dict__.get("forward"))
-
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        was, self._keeper.open = self._keeper.open, True
-        try:
-            yield
-        finally:
-            self._keeper.open = was
-
-    def _beside(self, holders: dict[int, set[int]]) -> None:
-        """Assign modules the followed pass did not use to the stage of their nearest neighbors by
-        name.
-        """
-        named = [
-            (name.split("."), self._key(p))
-            for name, p in self.model.named_parameters(remove_duplicate=False)
-        ]
-        used = [(i, path, holders[key]) for i, (path, key) in enumerate(named) if key in holders]
-        for i, (path, key) in enumerate(named):
-            if key not in holders:
-                near = [
-                    (_in_common(path, other), -abs(at - i), min(workers))
-                    for at, other, workers in used
-                ]
-                shared, _, worker = max(near, default=(0, 0, 0))
-                holders[key] = {worker if shared else 0}
-
-    def _check_held(self, made: Program) -> None:
-        """Refuse another path if it uses weights its stage's worker released."""
-        for stage in range(self.last + 1):
-            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
-            for p in made.parameters(stage):
-                if worker not in self._holders.get(self._key(p), {worker}):
-                    name = next(
-                        n
-                        for n, q in self.model.named_parameters(remove_duplicate=False)
-                        if self._key(q) == self._key(p)
-                    )
-                    raise Diverged(
-                        f"stage {stage} of the pipeline uses {name!r} for this batch. It "
-                        "did not when the model was cut, and another worker "
-                        "holds it. Let the first batches use all of the model, cut "
-                        "elsewhere with split_at, or use another plan."
-                    )
-
-    def _check_written(self, made: Program) -> None:
-        """Refuse in-place changes to what several workers hold: only the stage's worker would see
-        them.
-        """
-        for stage, p in made.writes:
-            if not self._holders.get(self._key(p), set()) <= {
-                worker_of(stage, self.plan.pipeline, self.plan.schedule)
-            }:
-                name = next(
-                    n
-                    for n, q in self.model.named_parameters(remove_duplicate=False)
-                    if self._key(q) == self._key(p)
-                )
-                raise PlanError(
-                    f"the forward pass writes into {name!r}, in stage {stage} of the "
-                    f"pipeline, and under plan={self.plan.spec!r} another worker holds it. "
-                    "Scale what the layer makes, not its weights; or use a plan under "
-                    "which every worker holds them all: replicate."
-                )
-
-    def _stage_buffers(self, made: Program) -> None:
-        """Which workers hold which buffers as they change: of modules that run whole in one
-        stage.
-        """
-        where: dict[int, int] = {}
-        for stage in range(self.last, -1, -1):
-            for module in made.modules(stage):
-                for buffer in module.buffers():
-                    where[id(buffer)] = worker_of(stage, self.plan.pipeline, self.plan.schedule)
-        self._buffer_of = {
-            name: where.get(id(b), -1)
-            for name, b in self.model.named_buffers(remove_duplicate=False)
-        }
-
     def owns(self, name: str) -> bool:
         """See :meth:`Strategy.owns`."""
-        if name in self._buffer_of:
-            return self._buffer_of[name] in (-1, self.place.pipeline)
-        return name not in self._lost_names
+        return self.owner.owns(name)
 
     def table(self) -> list[dict[str, Any]]:
         """Per stage: worker, first module, parameters, bytes sent on per micro-batch."""
-        made = self._any_program()
-        rows = []
-        for stage in range(self.last + 1):
-            rows.append(
-                {
-                    "stage": stage,
-                    "worker": worker_of(stage, self.plan.pipeline, self.plan.schedule),
-                    "begins": self.points[stage - 1].name if stage else "(start)",
-                    "parameters": sum(p.numel() for p in made.parameters(stage)),
-                    "sends_bytes": sum(made.values[v].bytes for v in made.sends[stage]),
-                }
-            )
-        return rows
+        return self.owner.table()
 
     # -- sends and receives ------------------------------------------------------------
 
@@ -647,33 +189,20 @@ class PipelineParallel(Strategy):
             # a scaler begins with its first use, and not every stage has the loss
             scale(torch.zeros((), device=self.me.device))
         self._samples = parts[0].global_samples
-        programs = [self._program(m) for m in micros]
+        programs = [self.owner.program_of(m) for m in micros]
         for made in programs:
             self._reached |= made.reached
-        flights: dict[tuple[int, int], _Flight] = {}
-        coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = {}
-        plan = self.plan
-        order = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)[
-            self.place.pipeline
-        ]
-        with self._opened():
-            for action in order:
-                self._act(action, programs, micros, parts, compute, scale, flights, coming)
+        plan, step = self.plan, _Step(programs, micros, parts, compute, scale)
+        everyone = actions(plan.schedule, plan.pipeline, plan.virtual, len(micros), True)
+        with self.owner.opened():
+            for action in everyone[self.place.pipeline]:
+                self._act(action, step)
         self._sent_all()
 
-    def _act(
-        self,
-        action: Action,
-        programs: list[Program],
-        micros: Sequence[Any],
-        parts: Sequence[Part],
-        compute: Callable[[Any], Any],
-        scale: Scale | None,
-        flights: dict[tuple[int, int], _Flight],
-        coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]],
-    ) -> None:
+    def _act(self, action: Action, step: _Step) -> None:
+        """Carry out one action of the schedule."""
         stage, kind, micro = action
-        made = programs[micro]
+        made, flights, coming = step.programs[micro], step.flights, step.coming
         key = (stage, micro)
         workers, schedule = self.plan.pipeline, self.plan.schedule
         if kind == "RECV_F":
@@ -708,7 +237,7 @@ class PipelineParallel(Strategy):
                     else {}
                 )
             flights[key] = self._forward(
-                made, stage, received, micros[micro], parts[micro], compute
+                made, stage, received, step.micros[micro], step.parts[micro], step.compute
             )
         elif kind in ("B", "I"):
             works, gradients = coming.pop(("B", stage, micro), ([], {}))
@@ -719,7 +248,7 @@ class PipelineParallel(Strategy):
                 if after is not None:
                     gradients = {v: _gradient(after.received[v]) for v in made.gradients[stage]}
                     after.received = {}
-            self._backward(flights[key], stage, gradients, scale, whole=kind == "B")
+            self._backward(flights[key], stage, gradients, step.scale, whole=kind == "B")
         elif kind == "W":
             self._weights(flights[key], stage)
 
@@ -783,7 +312,7 @@ class PipelineParallel(Strategy):
         if not roots:
             return
         if whole or (flight.program, stage) in self._unsplit:
-            weights = self._weights_of(flight.program, stage)
+            weights = self.owner.weights_of(flight.program, stage)
             first = any(w.grad is None for w in weights)
             backward(tuple(roots), tuple(starts))
             if first:
@@ -805,7 +334,7 @@ class PipelineParallel(Strategy):
         if not pairs:
             return
         roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
-        weights = self._weights_of(flight.program, stage)
+        weights = self.owner.weights_of(flight.program, stage)
         _, flight.groups = stage_backward_input(Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         # What does not meet the path to an input is in none of its groups.
         found = {edge for group in flight.groups for edge in group["params"]}
@@ -820,7 +349,7 @@ class PipelineParallel(Strategy):
         alone = [
             w
             for w in weights
-            if self._key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found
+            if self.owner.key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found
         ]
         if alone:
             for w, g in zip(
@@ -837,7 +366,7 @@ class PipelineParallel(Strategy):
 
     def _weights(self, flight: _Flight, stage: int) -> None:
         """Run the deferred weight-gradient part of the backward."""
-        weights = self._weights_of(flight.program, stage)
+        weights = self.owner.weights_of(flight.program, stage)
         if flight.later is not None:
             backward(tuple(flight.later[0]), tuple(flight.later[1]))
         elif flight.groups:
@@ -848,14 +377,14 @@ class PipelineParallel(Strategy):
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
         for p in self.parameters:
-            if self._key(p) not in self._reached:
+            if self.owner.key(p) not in self._reached:
                 p.grad = (
                     None  # zeros that came from another stage: with one process it has no gradient
                 )
-        for group, parameters in self._tied:
+        for group, parameters in self.owner.tied:
             self._sum([p for p in parameters if p.requires_grad], group)
         if self.plan.replicas > 1:
-            self._sum(self._whole, self.data)
+            self._sum(self.owner.whole, self.data)
         mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
         self.local_loss = self._loss[0].clone() if self.holds_result else None
         if self.plan.replicas == 1:  # who has it is done before the first stage: nobody waits twice
@@ -872,8 +401,8 @@ class PipelineParallel(Strategy):
         return loss
 
     def _scale_gradients(self, factor: torch.Tensor) -> None:
-        scale_gradients(self._whole, factor)
-        for p in self._divided:
+        scale_gradients(self.owner.whole, factor)
+        for p in self.owner.divided:
             if p.grad is not None:
                 local_part(p.grad).mul_(factor.to(p.dtype))
 
@@ -901,27 +430,29 @@ class PipelineParallel(Strategy):
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`: each weight counts once, whoever holds it."""
         square = torch.zeros((), dtype=torch.float64, device=self.me.device)
-        for p in self._divided:
+        for p in self.owner.divided:
             if p.grad is not None:
                 square += torch.linalg.vector_norm(local_part(p.grad)).to(torch.float64) ** 2
-        if self._sharded:
-            dist.all_reduce(square, group=self._shard_mesh.get_group(self._shard_mesh.ndim - 1))
-        for p in self._whole:
-            if p.grad is not None and id(p) in self._first:
+        if self.owner.sharded:
+            dist.all_reduce(
+                square, group=self.owner.shard_mesh.get_group(self.owner.shard_mesh.ndim - 1)
+            )
+        for p in self.owner.whole:
+            if p.grad is not None and id(p) in self.owner.counted:
                 square += torch.linalg.vector_norm(p.grad).to(torch.float64) ** 2
         dist.all_reduce(square, group=self.along)
         self._scale_gradients((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
 
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
-        if self._parts is not None:
-            self._parts.exchange()
+        if self.owner.optimizer_parts is not None:
+            self.owner.optimizer_parts.exchange()
 
     def loaded(self) -> None:
         """See :meth:`Strategy.loaded`."""
-        if self._parts is not None:
-            self._parts.let_go()
-        for module in self._sharded:
+        if self.owner.optimizer_parts is not None:
+            self.owner.optimizer_parts.let_go()
+        for module in self.owner.sharded:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -933,9 +464,9 @@ class PipelineParallel(Strategy):
         """
         key = (
             id(getattr(call, "__code__", call)),
-            *_signature(batch, self.model.training, torch.is_grad_enabled()),
+            *signature(batch, self.model.training, torch.is_grad_enabled()),
         )
-        made = self._path(key, call, batch)
+        made = self.owner.path(key, call, batch)
         result = None
         workers, schedule = self.plan.pipeline, self.plan.schedule
         handed: dict[int, torch.Tensor] = {}
@@ -952,7 +483,7 @@ class PipelineParallel(Strategy):
             run = StageRun(
                 made, stage, {v: t.clone() if v in made.cloned else t for v, t in received.items()}
             )
-            with self._opened():
+            with self.owner.opened():
                 result = run.run(lambda: call(batch))
             for module in made.modules(stage):
                 if isinstance(module, FSDPModule):
@@ -971,11 +502,11 @@ class PipelineParallel(Strategy):
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""
-        if not self._flags.changed():
+        if not self.owner.has_changed():
             return False
         forget_frozen(self.model)
-        self._programs = {}
-        self._own()
+        self.owner.forget_paths()
+        self.parameters = self.owner.parameters
         return True
 
     def sync_buffers(self) -> None:
@@ -985,17 +516,13 @@ class PipelineParallel(Strategy):
         source = self.layout.along_replicas(self.me.rank)[0]
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                if buffer.numel() and self._buffer_of.get(name) in (-1, self.place.pipeline):
+                if buffer.numel() and self.owner.buffer_workers.get(name) in (
+                    -1,
+                    self.place.pipeline,
+                ):
                     data = buffer.detach().contiguous()
                     dist.broadcast(data, source, group=self.data)
                     buffer.copy_(data)
-
-
-def _hollow(parameter: nn.Parameter) -> None:
-    """Let one element stand for the tensor. Its layout is kept for :mod:`ronde.capture.follow`."""
-    strides = parameter.stride()
-    parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)
-    parameter._ronde_strides = strides  # type: ignore[attr-defined]
 
 
 def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
@@ -1029,14 +556,6 @@ class Once(list[torch.Tensor]):
         found = list(super().__iter__())
         self.clear()
         return iter(found)
-
-
-def _in_common(one: list[str], other: list[str]) -> int:
-    """Number of leading name parts two parameters share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

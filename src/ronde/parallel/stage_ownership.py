@@ -1,0 +1,563 @@
+"""Who owns what in a pipeline: the cut, the paths a batch takes, and each worker's weights.
+
+The model is followed once and cut into stages (:mod:`ronde.parallel.choose_cut`). Every worker
+keeps the parameters its stages use and releases the others, which become remote parameters.
+Another batch may take another path through the model: it is followed again, and refused if a stage
+needs weights that its worker has released.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ronde.capture import Trace, TraceEvent, bounds_of
+from ronde.capture.follow import follow
+from ronde.parallel import choose_cut
+from ronde.parallel.dtensor_fixes import fix_dtensors
+from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
+from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
+from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
+from ronde.parallel.strategy import Flags, Work, trainable
+from ronde.parallel.zero1 import OptimizerParts
+from ronde.plan import Place, Plan
+from ronde.plan.schedules import worker_of
+from ronde.world import ArgumentError, PlanError, World
+from ronde.world.consensus import broadcast_json
+from ronde.world.meshes import group_of
+from ronde.world.tensors import tensors_in
+
+__all__ = ["StageOwnership", "signature"]
+
+
+def signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
+    """What decides a forward pass's path: shapes and types of the batch, and the modes."""
+    shapes = tuple(
+        (tuple(t.shape), t.dtype, tuple(t.stride())) for t in tensors_in(batch, attributes=True)
+    )
+    return (training, grad, torch.is_autocast_enabled("cpu"), shapes)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A path through the model, and what it read from the batch."""
+
+    program: Program
+    guards: tuple[Any, ...]
+
+
+class StageOwnership:
+    """Cuts the model and keeps this worker's part of it.
+
+    Args:
+        stages: the stages this worker runs.
+        replica_group: the process group over which replicas exchange, None without replicas.
+
+    Attributes:
+        points: where the stages after the first begin.
+        parameters: the parameters this worker trains: ``whole`` ones and ``divided`` ones
+            (DTensors).
+        counted: identities of the parameters whose norm this worker counts.
+        tied: groups of workers that share parameters, with those parameters.
+        sharded: modules whose parameters are sharded over the replicas.
+        optimizer_parts: how updated parameters are exchanged under ``shard=optimizer``.
+
+    Raises:
+        ArgumentError: the model cannot be cut this way.
+    """
+
+    def __init__(
+        self, plan: Plan, work: Work, me: World, stages: list[int], replica_group: Any
+    ) -> None:
+        self.plan, self.me, self.work, self.model = plan, me, work, work.model
+        self.layout, self.stages, self._replica_group = plan.layout, stages, replica_group
+        self.place = self.layout.place(me.rank)
+        self.last = plan.pipeline * plan.virtual - 1
+        # By identity: the parameter that the model was followed with, if it is another.
+        self._followed_as: dict[int, nn.Parameter] = {}
+        self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
+        self.sharded: list[nn.Module] = []
+        self._paths: dict[Any, list[_Path]] = {}
+        self._keeper = Keeper(plan.spec)  # open while modules run for a stage, or are followed
+        self._stage_of: dict[int, int] = {}  # identity in that pass -> the first stage that uses it
+        # By identity in the followed pass: the workers that hold it; empty before the cut.
+        self._holders: dict[int, set[int]] = {}
+        self._broadcast_weights()
+        self._cut()
+        self._take_parts()
+        self._guard()
+
+    def _broadcast_weights(self) -> None:
+        """Broadcast rank 0's weights and buffers before each worker keeps its part."""
+        with torch.no_grad():
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                if tensor.numel() and not tensor.is_meta:
+                    data = tensor.detach().contiguous()
+                    dist.broadcast(data, 0)
+                    tensor.data.copy_(data)
+
+    def _cut(self) -> None:
+        """Follow the model; rank 0 decides the cut."""
+        plan, samples = self.plan, self.plan.micro_batch or 1
+        batch = self.work.sample(samples)
+        training = self.model.training
+        self.model.train()
+        on_meta = self.work.fill is not None
+        buffers = self._replace_meta() if on_meta else []
+        try:
+            with torch.enable_grad():
+                trace = self._follow(self.work.compute, batch)
+                answer: dict[str, Any] = {}
+                if self.me.is_main:
+                    call = None if on_meta else (lambda: self.work.compute(batch)[0])
+                    try:
+                        with self._undivided():
+                            answer = {
+                                "names": choose_cut.choose_cut(
+                                    plan, self.model, self.work.optimizer, trace, samples, call
+                                )
+                            }
+                    except ArgumentError as error:
+                        answer = {"error": str(error)}
+            answer = broadcast_json(self.me, answer)
+            if "error" in answer:
+                raise ArgumentError(answer["error"])
+            named = {p.name: p for p in trace.points()}
+            self.points = [named[name] for name in answer["names"]]
+            self._add_path(signature(batch, True, True), self.work.compute, batch, trace)
+            if not trace.faked:
+                # Such a model must really run to be followed, which it cannot when other workers'
+                # weights are gone.
+                with torch.enable_grad():
+                    for size in self.work.sizes:
+                        if size != samples:
+                            self.program_of(self.work.sample(size))
+        finally:
+            self.model.train(training)
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer
+
+    def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
+        with self._undivided(), self.opened(), self._keeper.plain():
+            return follow(self.model, lambda: call(batch))
+
+    def _replace_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Replace meta parameters by shape-only stand-ins to follow the model. Returns the original
+        buffers.
+        """
+        made: dict[int, nn.Parameter] = {}
+        buffers = []
+        for owner in self.model.modules():
+            for name, p in owner._parameters.items():
+                if p is not None and p.is_meta:
+                    empty = torch.zeros((), dtype=p.dtype, device=self.me.device).expand(p.shape)
+                    stand_in = made.setdefault(
+                        id(p), nn.Parameter(empty, requires_grad=p.requires_grad)
+                    )
+                    stand_in._ronde_strides = p.stride()  # type: ignore[attr-defined]
+                    self._followed_as[id(p)] = self._stand_ins[owner, name] = stand_in
+            for name, b in owner._buffers.items():
+                if b is not None and b.is_meta:
+                    buffers.append((owner, name, b))
+                    owner._buffers[name] = torch.zeros(
+                        (), dtype=b.dtype, device=self.me.device
+                    ).expand(b.shape)
+        return buffers
+
+    def key(self, parameter: torch.Tensor) -> int:
+        """A parameter's identity in the followed pass."""
+        return id(self._followed_as.get(id(parameter), parameter))
+
+    def program_of(self, batch: Any) -> Program:
+        """The program of a batch's path in the current modes."""
+        return self.path(
+            signature(batch, self.model.training, torch.is_grad_enabled()),
+            self.work.compute,
+            batch,
+        )
+
+    def path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
+        """The path a batch takes: a known one or a new one; the same on every worker."""
+        for path in self._paths.get(key, ()):
+            if (
+                not path.guards
+                or self._guards(path.program, call, batch, len(path.guards)) == path.guards
+            ):
+                return path.program
+        if sum(map(len, self._paths.values())) > 64:
+            self._paths.clear()
+            self._weights_at.clear()
+        return self._add_path(key, call, batch, self._follow(call, batch))
+
+    def _guards(
+        self, made: Program, call: Callable[[Any], Any], batch: Any, until: int | None = None
+    ) -> tuple[Any, ...]:
+        with self.opened(), self._keeper.plain():
+            return Guards(made, until).read(lambda: call(batch))
+
+    def _cut_trace(self, trace: Trace) -> Program:
+        return program(
+            trace, bounds_of(trace, self.points, self._may_run() if self._holders else None)
+        )
+
+    def _add_path(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
+        made = self._cut_trace(trace)
+        if self._holders:
+            self._check_written(made)
+            self._check_held(made)
+        guards = self._guards(made, call, batch) if has_guards(trace) else ()
+        self._paths.setdefault(key, []).append(_Path(made, guards))
+        return made
+
+    def _may_run(self) -> Callable[[int, TraceEvent], bool]:
+        """Whether a stage's worker holds what an event uses: parameters, and current buffers."""
+        buffers = {
+            id(b): self.buffer_workers[n]
+            for n, b in self.model.named_buffers(remove_duplicate=False)
+            if n in self.buffer_workers
+        }
+
+        def may(stage: int, event: TraceEvent) -> bool:
+            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            if event.module is not None:
+                used = list(event.module.buffers())
+            else:
+                used = list(self.model.get_submodule(event.inside).buffers(recurse=False))
+            return all(
+                worker in self._holders.get(self.key(p), {worker}) for p in event.parameters
+            ) and all(buffers.get(id(b), -1) in (-1, worker) for b in used)
+
+        return may
+
+    def _any_program(self) -> Program:
+        return next(iter(self._paths.values()))[0].program
+
+    def _check_held(self, made: Program) -> None:
+        """Refuse another path if it uses weights its stage's worker released."""
+        for stage in range(self.last + 1):
+            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            for p in made.parameters(stage):
+                if worker not in self._holders.get(self.key(p), {worker}):
+                    name = next(
+                        n
+                        for n, q in self.model.named_parameters(remove_duplicate=False)
+                        if self.key(q) == self.key(p)
+                    )
+                    raise Diverged(
+                        f"stage {stage} of the pipeline uses {name!r} for this batch. It "
+                        "did not when the model was cut, and another worker "
+                        "holds it. Let the first batches use all of the model, cut "
+                        "elsewhere with split_at, or use another plan."
+                    )
+
+    def _check_written(self, made: Program) -> None:
+        """Refuse in-place changes to what several workers hold: only the stage's worker would see
+        them.
+        """
+        for stage, p in made.writes:
+            if not self._holders.get(self.key(p), set()) <= {
+                worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            }:
+                name = next(
+                    n
+                    for n, q in self.model.named_parameters(remove_duplicate=False)
+                    if self.key(q) == self.key(p)
+                )
+                raise PlanError(
+                    f"the forward pass writes into {name!r}, in stage {stage} of the "
+                    f"pipeline, and under plan={self.plan.spec!r} another worker holds it. "
+                    "Scale what the layer makes, not its weights; or use a plan under "
+                    "which every worker holds them all: replicate."
+                )
+
+    def _take_parts(self) -> None:
+        """Keep this worker's weights and release the others."""
+        made = self._any_program()
+        holders: dict[int, set[int]] = {}
+        for stage in range(self.last + 1):
+            for p in made.parameters(stage):
+                self._stage_of.setdefault(id(p), stage)
+                holders.setdefault(id(p), set()).add(
+                    worker_of(stage, self.plan.pipeline, self.plan.schedule)
+                )
+        mine, everyone = self.place.pipeline, list(self.model.parameters())
+        self._place_unused(holders)
+        self._holders = holders
+        self._check_written(made)
+        self._held = {id(p) for p in everyone if mine in holders[self.key(p)]}
+        self.counted = {id(p) for p in everyone if mine == min(holders[self.key(p)])}
+        self._remote_names = {
+            n
+            for n, p in self.model.named_parameters(remove_duplicate=False)
+            if id(p) not in self._held
+        }
+        self._stage_buffers(made)
+        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for p in everyone:
+            if len(holders[self.key(p)]) > 1:
+                tied.setdefault(tuple(sorted(holders[self.key(p)])), []).append(p)
+        self.tied = []
+        for workers, parameters in sorted(tied.items()):
+            # Every rank makes every group, in the same order.
+            for replica in range(self.layout.replicas):
+                for tensor in range(self.layout.tensor):
+                    group = group_of(
+                        "tied", [self.layout.rank(Place(w, replica, tensor)) for w in workers]
+                    )
+                    if mine in workers and (replica, tensor) == (
+                        self.place.replica,
+                        self.place.tensor,
+                    ):
+                        self.tied.append((group, parameters))
+        self._release()
+        for group in self.work.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in self._held]
+        state = self.work.optimizer.state
+        for lost in [p for p in state if id(p) not in self._held]:
+            del state[lost]
+        if self.work.fill is not None:
+            self.work.fill(lambda name: self.owns(name) or name in self.buffer_workers)
+        plan = self.plan
+        self.optimizer_parts: OptimizerParts | None = None
+        if plan.replicas > 1 and plan.shard == "optimizer":
+            self.optimizer_parts = OptimizerParts(self.work.optimizer, self._replica_group)
+        elif plan.replicas > 1 and plan.shard != "none":
+            self._shard_stages(made, holders)
+        self.list_parameters()
+
+    def _place_unused(self, holders: dict[int, set[int]]) -> None:
+        """Assign modules the followed pass did not use to the stage of their nearest neighbors by
+        name.
+        """
+        named = [
+            (name.split("."), self.key(p))
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+        ]
+        used = [(i, path, holders[key]) for i, (path, key) in enumerate(named) if key in holders]
+        for i, (path, key) in enumerate(named):
+            if key not in holders:
+                near = [
+                    (_in_common(path, other), -abs(at - i), min(workers))
+                    for at, other, workers in used
+                ]
+                shared, _, worker = max(near, default=(0, 0, 0))
+                holders[key] = {worker if shared else 0}
+
+    def _stage_buffers(self, made: Program) -> None:
+        """Which workers hold which buffers as they change: of modules that run whole in one
+        stage.
+        """
+        where: dict[int, int] = {}
+        for stage in range(self.last, -1, -1):
+            for module in made.modules(stage):
+                for buffer in module.buffers():
+                    where[id(buffer)] = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+        self.buffer_workers = {
+            name: where.get(id(b), -1)
+            for name, b in self.model.named_buffers(remove_duplicate=False)
+        }
+
+    def _release(self) -> None:
+        """Shrink other workers' parameters to one element: the shape stays, the memory goes."""
+        names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
+        with torch.no_grad():
+            for owner in self.model.modules():
+                for name, p in owner._parameters.items():
+                    if p is None or id(p) in self._held:
+                        continue
+                    path = names[id(p)]
+                    if (owner, name) in self._stand_ins:
+                        p = owner._parameters[name] = self._stand_ins.pop((owner, name))
+                    elif absent(p):  # tied: seen under another name already
+                        continue
+                    else:
+                        _hollow(p)
+                    stage = self._stage_of.get(self.key(p))
+                    make_remote(
+                        p,
+                        path,
+                        min(self._holders[self.key(p)]) if stage is None else stage,
+                        self._keeper,
+                    )
+
+    def list_parameters(self) -> None:
+        """The parameters this worker trains."""
+        self.parameters = [p for n, p in trainable(self.model) if n not in self._remote_names]
+        divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
+        self.whole = [p for p in self.parameters if id(p) not in divided]
+        self.divided = [p for p in self.parameters if id(p) in divided]
+        self._real = {self.key(p): p for p in self.model.parameters()}
+        self._flags = Flags(self.model)
+        self._weights_at: dict[tuple[Program, int], list[nn.Parameter]] = {}
+
+    def weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
+        """A stage's current trainable parameters."""
+        if (made, stage) not in self._weights_at:
+            found = [self._real.get(id(p), p) for p in made.parameters(stage)]
+            self._weights_at[made, stage] = [p for p in found if p.requires_grad]
+        return self._weights_at[made, stage]
+
+    def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
+        """Shard this worker's modules over the replicas, gathered on call (FSDP2)."""
+        fix_dtensors()
+        users: dict[int, set[int]] = {}
+        for _, event in made.events:
+            for p in event.parameters:
+                users.setdefault(id(p), set()).add(id(event.module) if event.kind == "call" else 0)
+        mesh = replica_mesh(self.plan, self.me)
+        self.shard_mesh = mesh
+        before = dict(self.model.named_parameters(remove_duplicate=False))
+        refuse_hooks(before, f"plan={self.plan.spec!r}")
+        for stage in self.stages:
+            for module in made.modules(stage):
+                held = [p for p in module.parameters() if p.dim()]
+                alone = all(
+                    users.get(self.key(p)) == {id(module)} and len(holders[self.key(p)]) == 1
+                    for p in held
+                )
+                types = {p.dtype for p in held if p.requires_grad}
+                if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
+                    continue
+                for owner in module.modules():
+                    held_here = [
+                        (n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()
+                    ]
+                    self._stand_ins.update(
+                        {(owner, n): self._followed_as.get(id(p), p) for n, p in held_here}
+                    )
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=self.plan.shard == "parameters",
+                    ignored_params={p for p in module.parameters() if not p.dim()},
+                )
+                assert isinstance(module, FSDPModule)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                self.sharded.append(module)
+        after = dict(self.model.named_parameters(remove_duplicate=False))
+        changed = {name: p for name, p in before.items() if after[name] is not p}
+        adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
+        for name, p in changed.items():
+            self._followed_as[id(after[name])] = self._followed_as.pop(id(p), p)
+            _hollow(p)
+        self.counted |= {id(after[name]) for name, p in changed.items() if id(p) in self.counted}
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Sharded modules as they were, with shape-only parameters: to follow, not to run."""
+        if not self._stand_ins:
+            yield
+            return
+        hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in self.sharded]
+        now = [(owner, n, owner._parameters[n]) for owner, n in self._stand_ins]
+        try:
+            for m, _, _ in hooks:
+                m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
+            for (owner, n), p in self._stand_ins.items():
+                current = owner._parameters[n]
+                if current is not None:
+                    p.requires_grad_(current.requires_grad)
+                owner._parameters[n] = p
+            yield
+        finally:
+            for owner, n, kept in now:
+                owner._parameters[n] = kept
+            for m, before, after in hooks:
+                m._forward_pre_hooks, m._forward_hooks = before, after
+
+    def _guard(self) -> None:
+        """Make the script's own calls of the model an error, because other workers' weights are
+        missing.
+        """
+
+        def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
+            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not keeper.open:
+                    raise PlanError(
+                        f"the script calls {name or 'model'!r} itself, and under "
+                        f"plan={keeper.plan!r} this worker does not hold its weights. Let "
+                        "run.step() and run.evaluate() call the model, or use a plan under "
+                        "which the script can: replicate, shard or tensor."
+                    )
+                return (
+                    given(*args, **kwargs)
+                    if given is not None
+                    else type(self).forward(self, *args, **kwargs)
+                )
+
+            # Not a hook: modules with hooks are followed in another way.
+            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+        keeper = self._keeper
+        for name, module in self.model.named_modules():
+            lost = any(
+                p is not None and id(p) not in self._held for p in module._parameters.values()
+            )
+            if lost and not isinstance(module, torch.jit.ScriptModule):
+                guard(module, name, module.__dict__.get("forward"))
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let modules with remote parameters be called: a stage runs, or a pass is followed."""
+        was, self._keeper.open = self._keeper.open, True
+        try:
+            yield
+        finally:
+            self._keeper.open = was
+
+    def owns(self, name: str) -> bool:
+        """Whether this worker holds a parameter or buffer, by its ``state_dict()`` name."""
+        if name in self.buffer_workers:
+            return self.buffer_workers[name] in (-1, self.place.pipeline)
+        return name not in self._remote_names
+
+    def table(self) -> list[dict[str, Any]]:
+        """Per stage: worker, first module, parameters, bytes sent on per micro-batch."""
+        made = self._any_program()
+        rows = []
+        for stage in range(self.last + 1):
+            rows.append(
+                {
+                    "stage": stage,
+                    "worker": worker_of(stage, self.plan.pipeline, self.plan.schedule),
+                    "begins": self.points[stage - 1].name if stage else "(start)",
+                    "parameters": sum(p.numel() for p in made.parameters(stage)),
+                    "sends_bytes": sum(made.values[v].bytes for v in made.sends[stage]),
+                }
+            )
+        return rows
+
+    def forget_paths(self) -> None:
+        """Drop the known paths, because parameters were frozen, thawed or replaced."""
+        self._paths = {}
+        self.list_parameters()
+
+    def has_changed(self) -> bool:
+        """Whether a parameter was frozen, thawed or replaced since the last call."""
+        return self._flags.changed()
+
+
+def _hollow(parameter: nn.Parameter) -> None:
+    """Let one element stand for the tensor. Its layout is kept for :mod:`ronde.capture.follow`."""
+    strides = parameter.stride()
+    parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)
+    parameter._ronde_strides = strides  # type: ignore[attr-defined]
+
+
+def _in_common(one: list[str], other: list[str]) -> int:
+    """Number of leading name parts two parameters share."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
