@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.capture.follow import as_tuple, aside, following, whole_size
+    from ronde.capture.event_recorder import as_tuple, whole_size
+    from ronde.capture.follow import aside, following
     from ronde.capture.intercept import (
         NUMBERS,
         Interceptor,
@@ -47,7 +48,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.capture.follow": "as_tuple aside following whole_size",
+            "ronde.capture.event_recorder": "as_tuple whole_size",
+            "ronde.capture.follow": "aside following",
             "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay "
             "watching",
             "ronde.capture.trace": "Given Point Trace TraceEvent Value bounds_of",
