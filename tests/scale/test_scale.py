@@ -19,7 +19,8 @@ from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
 from ronde.cli.scale import default_sizes, describe, parse_sizes, show
-from ronde.scale.scale import Start, further_sizes, measure_sizes, summarise_scale
+from ronde.scale.meter import Start, measure_sizes
+from ronde.scale.scaling import further_sizes, summarize_scale
 from ronde.world import ArgumentError
 
 TRAIN = """
@@ -294,7 +295,7 @@ def start(
 
 def asked(rows, **options):
     starts = {n: [start(n, s, r, **options)] for n, s, r in rows}
-    return summarise_scale("train.py", starts, to=64, cores=64.0, per_node=8)
+    return summarize_scale("train.py", starts, to=64, cores=64.0, per_node=8)
 
 
 def test_the_cores_wall_is_predicted_from_sizes_that_have_not_met_it():
@@ -318,7 +319,7 @@ def test_what_is_lost_is_put_where_it_was_lost():
     assert (
         healthy.stop_at == 64
         and "All 64 pay" in healthy.sentence
-        and "nothing stands in the way" in healthy.sentence
+        and "nothing limits growth" in healthy.sentence
     )
     exchange = asked([(1, 1000, 995), (2, 1500, 1495), (4, 1900, 1890)])
     assert (
@@ -347,13 +348,13 @@ def test_one_workers_slow_loaders_are_no_wall_that_all_share():
         1: [start(1, 100, 98, loading=400)],
         2: [dataclasses.replace(start(2, 200, 90, loading=90), loading_each=(395.0, 45.0))],
     }
-    answer = summarise_scale("train.py", starts, to=8, cores=64.0, per_node=8)
+    answer = summarize_scale("train.py", starts, to=8, cores=64.0, per_node=8)
     assert answer.wall.limit == "loaders" and answer.extrapolated[-1].real.value == pytest.approx(
         8 * 45, rel=0.15
     )
     assert "one worker's loaders are slower than the others'" in answer.sentence
     even = {n: [dataclasses.replace(s[0], loading_each=(45.0,) * n)] for n, s in starts.items()}
-    assert summarise_scale("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
+    assert summarize_scale("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
 
 
 def test_a_worker_that_computes_slower_is_named():
@@ -363,7 +364,7 @@ def test_a_worker_that_computes_slower_is_named():
         for s in rows[4]
         for each in ((100.0, 99.0, 60.0, 101.0), (100.0, 60.0, 62.0, 99.0))
     ]
-    answer = summarise_scale("train.py", rows, to=8, cores=64.0, per_node=8)
+    answer = summarize_scale("train.py", rows, to=8, cores=64.0, per_node=8)
     assert (
         answer.slow_worker == (2, pytest.approx(0.61, abs=0.01))
         and answer.to_dict()["slow_worker"]["rank"] == 2
@@ -372,7 +373,7 @@ def test_a_worker_that_computes_slower_is_named():
         "one as slow among them" in n for n in answer.notes
     )
     alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
-    answer = summarise_scale("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
+    answer = summarize_scale("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
     assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
 
 
@@ -424,7 +425,7 @@ def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured()
         n: [start(n, 100 * n, 98 * n, loading=loading)]
         for n, loading in ((1, 250), (2, 190), (4, 185))
     }
-    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
+    answer = summarize_scale("train.py", starts, to=16, cores=64.0, per_node=8)
     assert answer.wall is None and answer.extrapolated[-1].real.value == pytest.approx(
         16 * 98, rel=0.05
     )
@@ -452,9 +453,9 @@ def test_what_the_measurement_does_not_say_is_not_said_surely():
             start(2, 160, 110), real=(70.0, 110.0, 150.0), synthetic=(120.0, 160.0, 200.0)
         )
     ]
-    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
-    assert "does not say it surely" in answer.sentence, answer.sentence
-    assert "surely" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
+    answer = summarize_scale("train.py", starts, to=16, cores=64.0, per_node=8)
+    assert "This is uncertain" in answer.sentence, answer.sentence
+    assert "uncertain" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
 
 
 def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
@@ -468,12 +469,12 @@ def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
         ]
         for n in (1, 2)
     }
-    answer = summarise_scale("train.py", starts, to=16, cores=64.0, per_node=8)
+    answer = summarize_scale("train.py", starts, to=16, cores=64.0, per_node=8)
     assert answer.rows[0].epoch_seconds == pytest.approx(0.96) and answer.extrapolated[
         -1
     ].epoch_seconds == pytest.approx(256 / 1600, rel=0.05)
     assert any("does not fill one step of 16 workers, which has 256" in n for n in answer.notes)
-    assert any("first batch it takes 2.0 s" in n for n in answer.notes)
+    assert any("loaders take 2.0 s to their first batch" in n for n in answer.notes)
 
 
 def test_one_size_is_not_extrapolated():
@@ -482,7 +483,7 @@ def test_one_size_is_not_extrapolated():
     assert any("one size" in n for n in answer.notes) and "measure more sizes" in answer.sentence
     assert json.loads(json.dumps(answer.to_dict(), allow_nan=False)) == answer.to_dict()
     with pytest.raises(ArgumentError):
-        summarise_scale("train.py", {}, to=4, cores=2, per_node=2)
+        summarize_scale("train.py", {}, to=4, cores=2, per_node=2)
 
 
 def test_workers_that_shared_cores_are_not_taken_for_more_machines():
@@ -490,7 +491,7 @@ def test_workers_that_shared_cores_are_not_taken_for_more_machines():
         n: [start(n, x, x * 0.98, device="cpu", cpu=(0.001, 0.00102))]
         for n, x in ((1, 1000.0), (2, 2000.0), (4, 2050.0))
     }
-    answer = summarise_scale("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
+    answer = summarize_scale("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
     assert any("overfilled" in n for n in answer.notes)
     assert answer.extrapolated[-1].synthetic.value < 5000
     assert answer.stop_at <= 4
@@ -507,7 +508,7 @@ def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
     console = Console(width=120, record=True, file=io.StringIO())
     show(
         console,
-        summarise_scale(
+        summarize_scale(
             "train.py",
             {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)},
             to=8,
@@ -542,9 +543,7 @@ def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
 def test_one_worker_is_not_said_in_the_plural():
     answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
     assert "at its best with 1 worker;" in describe(answer.fits["synthetic"]["usl"])
-    assert any(
-        "so each of 1 worker has 256 of them" in note for note in asked([(1, 1000, 900)]).notes
-    )
+    assert any("256 for each of 1 worker." in note for note in asked([(1, 1000, 900)]).notes)
 
 
 def test_without_a_size_of_one_the_smallest_is_the_measure():

@@ -183,10 +183,10 @@ def register(app: typer.Typer) -> None:
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
             starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
-        from ronde.scale import summarise_scale
+        from ronde.scale import summarize_scale
 
         name = f"-m {command[1]}" if command[0] == "-m" else command[0]
-        answer = summarise_scale(
+        answer = summarize_scale(
             name,
             starts,
             to=to or max(64, sizes[-1]),

@@ -31,7 +31,7 @@ _MARK = "\x1e"  # ronde.watch.MARK
 _STUDIES = {
     "plan": ("ronde.measure.planner", "install_gauge"),
     "doctor": ("ronde.doctor.doctor", "install_doctor"),
-    "scale": ("ronde.scale.scale", "install_meter"),
+    "scale": ("ronde.scale.meter", "install_meter"),
 }
 """What examines a script, by the value of ``RONDE_STUDY``: a module and its function."""
 

@@ -1,7 +1,7 @@
-"""How many devices are worth it? Speed-up and efficiency for 1, 2, 4 ... workers, extrapolated.
+"""How many devices are worth it? Speed-up and efficiency for 1, 2, 4 … workers, extrapolated.
 
-Offers :func:`~ronde.scale.scale.scale` (measures) and :mod:`~ronde.scale.laws` (fits and
-extrapolates).
+Offers the measurement inside a script (:mod:`~ronde.scale.meter`), the laws that are fitted
+(:mod:`~ronde.scale.laws`), and the answer (:mod:`~ronde.scale.scaling`).
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.scale.scale import (
-        Scaling,
-        Start,
-        load_scale,
-        measure_sizes,
-        start_options,
-        summarise_scale,
-    )
+    from ronde.scale.meter import Start, load_scale, measure_sizes, start_options
+    from ronde.scale.scaling import Scaling, summarize_scale
 
-__all__ = ["Scaling", "Start", "load_scale", "measure_sizes", "start_options", "summarise_scale"]
+__all__ = ["Scaling", "Start", "load_scale", "measure_sizes", "start_options", "summarize_scale"]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.scale.scale": "Scaling Start load_scale measure_sizes start_options "
-            "summarise_scale"
+            "ronde.scale.meter": "Start load_scale measure_sizes start_options",
+            "ronde.scale.scaling": "Scaling summarize_scale",
         },
     )

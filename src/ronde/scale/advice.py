@@ -1,0 +1,255 @@
+"""The answer of ``ronde scale`` in words: where to stop, what to fix to go further, and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ronde.predict import Wall
+from ronde.scale.laws import Band, LawFit
+from ronde.scale.meter import Start
+from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds
+
+__all__ = ["NO_GAP", "Findings", "describe_limits", "recommend"]
+
+NO_GAP = 0.03  # of the synthetic rate: less is noise
+_WIDE = 2.0  # ratio of an interval's ends above which the answer is uncertain
+
+
+@dataclass
+class Findings:
+    """What the words are made from; see :class:`ronde.scale.scaling.Scaling`.
+
+    ``laws``: the law used for each rate. ``upto``: the largest size asked about. ``crowded``: more
+    workers than devices. ``full_cores``: the training itself fills the cores. ``uneven``: one
+    worker's loaders are slower than the others'.
+    """
+
+    script: str
+    starts: Mapping[int, Sequence[Start]]
+    rows: Sequence[ScaleRow]
+    extrapolated: Sequence[FurtherRow]
+    fits: Mapping[str, Mapping[str, LawFit]]
+    laws: Mapping[str, LawFit]
+    wall: Wall | None
+    stop: int
+    upto: int
+    threshold: float
+    per_node: int
+    threads: int | None
+    crowded: bool
+    full_cores: bool
+    uneven: bool
+    slow_worker: tuple[int, float] | None
+
+    @property
+    def first(self) -> Start:
+        """A start of the smallest size."""
+        return self.starts[self.rows[0].workers][0]
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured."""
+        return self.rows[-1].workers
+
+
+def _workers(n: int) -> str:
+    return f"{n} worker{'s' if n > 1 else ''}"
+
+
+def recommend(f: Findings) -> str:
+    """Where to stop, and what to fix to go further."""
+    if "real" not in f.laws:
+        row = f.rows[0]
+        return (
+            f"{_workers(row.workers)}: {row.real:,.0f} samples/s, {row.gap:.0%} below the "
+            "synthetic rate; measure more sizes."
+        )
+    start = _where_to_stop(f)
+    # The costs at the next size, or at the last one known.
+    known: list[ScaleRow | FurtherRow] = sorted([*f.rows, *f.extrapolated], key=lambda r: r.workers)
+    last = next((r for r in known if r.workers > f.stop), known[-1])
+    synthetic = last.synthetic.value if isinstance(last.synthetic, Band) else last.synthetic
+    ideal = last.workers * f.rows[0].synthetic / f.rows[0].workers
+    # Shares of the ideal rate, which add up.
+    lost_scale = max(0.0, 1.0 - synthetic / ideal)
+    lost_input = last.gap * min(1.0, synthetic / ideal)
+    if last.gap <= NO_GAP and lost_scale <= 0.05:
+        return f"{start}; nothing limits growth up to there."
+    both = [
+        (lost_input, *_input_advice(f, lost_input, last.workers)),
+        (lost_scale, *_scale_advice(f, lost_scale)),
+    ]
+    both.sort(reverse=True)
+    named = [advice for advice in both if advice[0] > 0.02] or both[:1]
+    _, whys, cures = zip(*named, strict=True)
+    text = f"{start}; at {last.workers}, {' and '.join(whys)}. To go further: {'; '.join(cures)}."
+    if isinstance(last, FurtherRow) and last.real.high > _WIDE * last.real.low:
+        text += (
+            f" This is uncertain: with {last.workers} workers, it may be {last.real.low:,.0f} to "
+            f"{last.real.high:,.0f} samples/s. Measure more sizes or --rounds."
+        )
+    return text
+
+
+def _where_to_stop(f: Findings) -> str:
+    after = min(f.stop + 1, f.upto)
+    source = "interpolated"
+    if after > f.largest:
+        source = "extrapolated"
+    elif {f.stop, after} <= {r.workers for r in f.rows}:
+        source = "measured"
+    share = "half" if f.threshold == 0.5 else f"{f.threshold:.0%}"
+    if f.stop >= f.upto:
+        return (
+            f"All {f.upto} pay ({source}): each further worker adds at least {share} of what the "
+            "first gives"
+        )
+    return (
+        f"Stop at {f.stop} ({source}): worker {f.stop + 1} adds less than {share} of what the "
+        "first gives"
+    )
+
+
+def _input_advice(f: Findings, lost: float, workers: int) -> tuple[str, str]:
+    """Why the input costs speed, and what to do."""
+    where = ""
+    if f.wall is not None and f.wall.devices <= workers:
+        part = {
+            "cores": "the cores are",
+            "loaders": "each worker's loaders are",
+            "shared": "what all workers share is",
+        }.get(f.wall.limit, f"{f.wall.stage} is")
+        where = f" ({part} full from {f.wall.devices} on)"
+        if f.uneven:
+            where = " (one worker's loaders are slower than the others')"
+    cure = f"ronde doctor {f.script}, which finds the cause in the input and cures it"
+    return f"the input costs {lost:.0%}{where}", cure
+
+
+def _scale_advice(f: Findings, lost: float) -> tuple[str, str]:
+    """Why more workers cost speed without the input, and what to do."""
+    if f.slow_worker is not None:
+        rank, share = f.slow_worker
+        return (
+            f"worker {rank}, which computes at {share:.0%} of the others' speed, and the exchange "
+            f"cost {lost:.0%}",
+            f"check worker {rank}, which all others wait for: its device, other programs there, "
+            "code that runs on that rank alone",
+        )
+    if f.full_cores and f.first.device == "cpu":
+        return f"full cores cost {lost:.0%}", "more machines, or a GPU"
+    if f.first.batch == "keep":
+        what, cure = (
+            "the exchange, smaller batches",
+            "a larger batch (or batch='grow'), accumulation",
+        )
+    else:
+        what, cure = "the exchange", "accumulation"
+    return (
+        f"{what} and waiting for the slowest worker cost {lost:.0%}",
+        f"{cure} or a faster connection",
+    )
+
+
+def describe_limits(f: Findings) -> list[str]:
+    """Assumptions and limits of the answer."""
+    notes = [*_batch_notes(f), *_machine_notes(f)]
+    if len(f.rows) == 1:
+        notes.append(
+            "one size was measured, so no law can be fitted. Measure several, such as "
+            "--workers 1,2,4."
+        )
+    elif f.laws and "usl" not in f.fits["real"]:
+        notes.append(
+            "the universal scalability law needs three sizes. Amdahl's law through two points is "
+            "not tested by them."
+        )
+    ranges = [each for r in f.rows for each in (r.synthetic_range, r.real_range)]
+    spread = max(high / low for low, high in ranges) - 1
+    if spread > 0.2:
+        notes.append(
+            f"repeated readings differ by up to {spread:.0%}: the machine is busy, or --seconds is "
+            "too short."
+        )
+    for name, law in f.laws.items():
+        notes += [f"{name}: {text}." for text in law.notes if "parameters through" not in text]
+    notes += _epoch_notes(f)
+    plans = sorted({s.plan for some in f.starts.values() for s in some})
+    if plans != ["replicate"]:
+        notes.append(f"plan: {', '.join(plans)}.")
+    if f.rows[-1].gap > NO_GAP or f.upto > f.largest:
+        notes.append(
+            "storage that was not at its limit is not visible here; ronde doctor tests it with "
+            "more load."
+        )
+    if f.slow_worker is not None:
+        rank, share = f.slow_worker
+        notes.append(
+            f"worker {rank} of {f.largest} computes at {share:.0%} of the others' speed, and every "
+            "step waits for it. Larger sizes assume one as slow among them."
+        )
+    return notes
+
+
+def _batch_notes(f: Findings) -> list[str]:
+    last, batch = f.rows[-1], f.first.batch_size
+    if f.first.batch != "keep":
+        per_worker = f.rows[0].batch_per_worker
+        return [
+            f"batch='grow' (weak scaling): each worker has {per_worker:g} samples per step at any "
+            f"size, so a step of {_workers(last.workers)} has "
+            f"{last.batch_per_worker * last.workers:g}. That is a different training."
+        ]
+    notes = [
+        f"batch='keep' (strong scaling): each step has {batch} samples at any size, "
+        f"{last.batch_per_worker:g} for each of {_workers(last.workers)}. --batch grow asks about "
+        "a constant batch per worker."
+    ]
+    if last.batch_per_worker < 1:
+        notes.append(f"a batch of {batch} has fewer samples than workers: some of them only wait.")
+    return notes
+
+
+def _machine_notes(f: Findings) -> list[str]:
+    notes = []
+    if f.threads is not None:
+        notes.append(
+            f"{f.threads} compute thread{'s' if f.threads > 1 else ''} per worker at every size, "
+            "so that the speed-up comes from workers, not from threads. ronde run gives a single "
+            "worker all cores."
+        )
+    if f.crowded:
+        part = "core" if f.first.device == "cpu" else "device"
+        notes.append(
+            f"up to {f.largest} workers shared {f.per_node} {part}{'s' if f.per_node > 1 else ''}: "
+            "larger sizes describe this machine overfilled, not more machines."
+        )
+    elif f.upto > f.per_node and f.laws:
+        notes.append(
+            f"beyond {f.per_node} workers, more machines like this one and an equally fast "
+            "connection between them are assumed; neither was measured."
+        )
+    return notes
+
+
+def _epoch_notes(f: Findings) -> list[str]:
+    notes = []
+    samples, last = f.first.epoch_samples, f.rows[-1]
+    batch: float = f.first.batch_size
+    if f.first.batch != "keep":
+        batch = f.rows[0].batch_per_worker * f.upto
+    if batch > samples:
+        notes.append(
+            f"an epoch of {samples} samples does not fill one step of {f.upto} workers, which has "
+            f"{batch:g}: some of them only wait."
+        )
+    delay = max(s.first_batch_seconds for some in f.starts.values() for s in some)
+    epoch = epoch_seconds(samples, last.batch_per_worker * last.workers, last.real)
+    if delay > 0.1 * epoch:
+        notes.append(
+            f"loaders take {delay:.1f} s to their first batch, which these figures leave out. "
+            "ronde run keeps loaders between epochs; if they restart, an epoch of "
+            f"{epoch:.1f} s takes that much longer."
+        )
+    return notes

@@ -1,0 +1,131 @@
+"""Rows of a scaling table: sizes that were measured, and sizes that were extrapolated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ronde.predict import gap
+from ronde.scale.laws import Band
+from ronde.scale.meter import Start
+
+__all__ = ["FurtherRow", "ScaleRow", "epoch_seconds", "measured_rows", "slow_worker"]
+
+_SLOW = 0.85  # of the others' speed: below it, a worker is slow beyond noise
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """A size that was measured. Rates are samples per second of all workers."""
+
+    workers: int
+    batch_per_worker: float
+    synthetic: float
+    real: float
+    synthetic_range: tuple[float, float]
+    real_range: tuple[float, float]
+    gap: float
+    speedup_synthetic: float
+    speedup_real: float
+    efficiency_synthetic: float
+    efficiency_real: float
+    epoch_seconds: float
+    cost_per_epoch_device_seconds: float
+    cost_per_epoch: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        values = dataclasses.asdict(self)
+        for name in ("synthetic", "real"):
+            values[f"{name}_low"], values[f"{name}_high"] = values.pop(f"{name}_range")
+        return values
+
+
+@dataclass(frozen=True)
+class FurtherRow:
+    """A size that was extrapolated."""
+
+    workers: int
+    synthetic: Band
+    real: Band
+    gap: float
+    efficiency_real: float
+    epoch_seconds: float
+    cost_per_epoch: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "workers": self.workers,
+            "synthetic": self.synthetic.value,
+            "synthetic_low": self.synthetic.low,
+            "synthetic_high": self.synthetic.high,
+            "real": self.real.value,
+            "low": self.real.low,
+            "high": self.real.high,
+            "gap": self.gap,
+            "efficiency_real": self.efficiency_real,
+            "epoch_seconds": self.epoch_seconds,
+            "cost_per_epoch": self.cost_per_epoch,
+        }
+
+
+def epoch_seconds(samples: int, batch: float, rate: float) -> float:
+    """Time of whole steps: the last step of an epoch takes as long with fewer samples."""
+    return math.ceil(samples / batch - 1e-9) * batch / rate
+
+
+def measured_rows(starts: Mapping[int, Sequence[Start]], price: float | None) -> list[ScaleRow]:
+    """A row for each size; ``price`` is per device-hour."""
+    rows: list[ScaleRow] = []
+    for n in sorted(starts):
+        some = starts[n]
+        synthetics = [x for s in some for x in s.synthetic]
+        reals = [x for s in some for x in s.real]
+        synthetic, real = statistics.median(synthetics), statistics.median(reals)
+        # Speed-up is relative to a worker of the smallest size.
+        base = rows[0] if rows else None
+        base_synthetic = base.synthetic / base.workers if base else synthetic / n
+        base_real = base.real / base.workers if base else real / n
+        epoch = epoch_seconds(some[0].epoch_samples, some[0].batch_size, real)
+        rows.append(
+            ScaleRow(
+                workers=n,
+                batch_per_worker=some[0].batch_size / n,
+                synthetic=synthetic,
+                real=real,
+                synthetic_range=(min(synthetics), max(synthetics)),
+                real_range=(min(reals), max(reals)),
+                gap=gap(real, synthetic),
+                speedup_synthetic=synthetic / base_synthetic,
+                speedup_real=real / base_real,
+                efficiency_synthetic=synthetic / base_synthetic / n,
+                efficiency_real=real / base_real / n,
+                epoch_seconds=epoch,
+                cost_per_epoch_device_seconds=epoch * n,
+                cost_per_epoch=epoch * n / 3600 * price if price is not None else None,
+            )
+        )
+    return rows
+
+
+def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
+    """The rank that computes slowest and its share of the others' speed, if it is slow.
+
+    Example:
+        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu", 0,
+        ...     computing_each=(10.0, 6.0, 11.0))
+        >>> slow_worker([start])
+        (1, 0.5714285714285714)
+    """
+    readings = [s.computing_each for s in some if len(s.computing_each) > 1]
+    if not readings:
+        return None
+    each = [statistics.median(rates) for rates in zip(*readings, strict=True)]
+    rank = min(range(len(each)), key=each.__getitem__)
+    share = each[rank] / statistics.median(rate for k, rate in enumerate(each) if k != rank)
+    return (rank, share) if share < _SLOW else None

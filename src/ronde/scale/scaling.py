@@ -1,0 +1,295 @@
+"""Summarize the starts of ``ronde scale``: rows, fits, extrapolation, and where to stop.
+
+:mod:`ronde.scale.laws` fits and extrapolates the rates; :mod:`ronde.predict.input_capacity`
+predicts where the cores or the loaders limit them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ronde.predict import Capacities, Measured, StageCapacity, Wall, from_runs, gap, nodes_of, walls
+from ronde.predict.input_capacity import predict
+from ronde.scale.advice import NO_GAP, Findings, describe_limits, recommend
+from ronde.scale.laws import Band, LawFit, fits, stop_at
+from ronde.scale.meter import Start
+from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds, measured_rows, slow_worker
+from ronde.world import ArgumentError
+
+__all__ = ["Scaling", "further_sizes", "summarize_scale"]
+
+_THRESHOLD = 0.5
+_FULL = 0.8  # of the cores at work: no more to be had
+
+
+@dataclass
+class Scaling:
+    """The answer of ``ronde scale``.
+
+    Attributes:
+        rows: the sizes that were measured.
+        fits: ``synthetic`` and ``real`` -> law -> its fit.
+        laws: the law used for each rate.
+        extrapolated: sizes that were not measured.
+        wall: the first limit reached up to the last size, or None.
+        stop_at: the size beyond which a further worker adds less than ``threshold`` of what the
+            first gives.
+        sentence: the answer in words.
+        slow_worker: at the largest size, the rank that computes slowest and its share of the
+            others' speed; None if all are alike.
+    """
+
+    script: str
+    rows: list[ScaleRow]
+    fits: dict[str, dict[str, LawFit]]
+    laws: dict[str, str]
+    extrapolated: list[FurtherRow]
+    wall: Wall | None
+    stop_at: int
+    threshold: float
+    sentence: str
+    batch: str
+    batch_size: int
+    device: str
+    threads: int | None
+    cost_per_hour: float | None
+    notes: list[str] = field(default_factory=list)
+    slow_worker: tuple[int, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they are written as JSON."""
+        wall, slow = self.wall, self.slow_worker
+        return {
+            "version": 1,
+            "script": self.script,
+            "device": self.device,
+            "batch": self.batch,
+            "batch_size": self.batch_size,
+            "threads_per_worker": self.threads,
+            "cost_per_device_hour": self.cost_per_hour,
+            "rows": [row.to_dict() for row in self.rows],
+            "fits": {
+                name: {law: fit.to_dict() for law, fit in by_law.items()}
+                for name, by_law in self.fits.items()
+            },
+            "laws": self.laws,
+            "extrapolated": [row.to_dict() for row in self.extrapolated],
+            "wall": {"stage": wall.stage, "devices": wall.devices, "limit": wall.limit}
+            if wall
+            else None,
+            "slow_worker": {"rank": slow[0], "speed": slow[1]} if slow else None,
+            "stop_at": self.stop_at,
+            "threshold": self.threshold,
+            "sentence": self.sentence,
+            "notes": self.notes,
+        }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def _capacities(
+    starts: Mapping[int, Sequence[Start]], rows: Sequence[ScaleRow], cores: float, per_node: int
+) -> tuple[Capacities, bool]:
+    """Capacities of the machine's parts, from the sizes that fit on it; and whether one worker's
+    loaders are slower than the others'.
+    """
+    fitting = [r for r in rows if r.workers <= per_node] or list(rows[:1])
+    runs = []
+    for row in fitting:
+        some = starts[row.workers]
+        step = _median(s.cpu.get("synthetic") for s in some)
+        whole = _median(s.cpu.get("real") for s in some)
+        input_cpu = max(0.0, whole - step) if whole is not None and step is not None else 0.0
+        busy = None
+        if whole is not None and math.isfinite(cores):
+            busy = min(1.0, row.real * whole / cores)
+        each = next((s.loading_each for s in some if s.loading_each), ())
+        runs.append(
+            Measured(
+                row.workers,
+                row.synthetic,
+                row.real,
+                _median(s.loading for s in some),
+                input_cpu,
+                step or 0.0,
+                busy,
+                slowest_loading=min(each, default=None),
+                fastest_loading=max(each, default=None),
+            )
+        )
+    first = starts[fitting[0].workers][0]
+    overlap = 4.0 if first.loaders else 1.0
+    capacities = from_runs(
+        runs,
+        stages=(StageCapacity("input", max(runs[-1].cpu_seconds, 0.0)),),
+        cores_per_node=cores,
+        devices_per_node=per_node,
+        like=Capacities(fitting[0].synthetic / fitting[0].workers, buffer_batches=overlap),
+    )
+    return capacities, runs[-1].uneven
+
+
+def _choose_law(by_law: Mapping[str, LawFit]) -> LawFit | None:
+    """The universal law if its decline is more than noise, or was measured; else Amdahl's."""
+    usl = by_law.get("usl")
+    if usl is not None and (usl.parameter("coherency").low > 0 or usl.peak < usl.points[-1]):
+        return usl
+    return by_law.get("amdahl")
+
+
+class _Rates:
+    """Rates at any size: the fitted laws, limited by the machine's parts."""
+
+    def __init__(
+        self,
+        rows: Sequence[ScaleRow],
+        laws: Mapping[str, LawFit],
+        capacities: Capacities,
+        uneven: bool,
+        crowded: bool,
+    ) -> None:
+        self.laws, self.capacities, self.uneven, self.crowded = laws, capacities, uneven, crowded
+        # A loss that is the same at all sizes, and within noise, does not grow.
+        self.even = all(r.gap <= NO_GAP for r in rows)
+        self.share = statistics.median(min(1.0, r.real / r.synthetic) for r in rows)
+
+    def limit(self, n: int) -> Band:
+        """Rate that the parts of the machine let through."""
+        p = predict(self.capacities, n, 1 if self.crowded else nodes_of(self.capacities, n))
+        if p.limit is None:
+            return Band(math.inf, math.inf, math.inf)
+        return Band(p.rate, p.ceiling * (1 - p.high), p.ceiling * (1 - p.low))
+
+    def real_at(self, n: float) -> float:
+        law = self.laws["synthetic"].at(n)
+        if not self.uneven:  # no law of all workers describes a single slow one
+            law = self.share * law if self.even else min(law, self.laws["real"].at(n))
+        return min(law, self.limit(round(n)).value)
+
+    def real_band(self, n: int) -> Band:
+        """The real rate, with its interval."""
+        synthetic = self.laws["synthetic"].band(n)
+        real, limit = synthetic, self.limit(n)
+        if self.even and not self.uneven:
+            s = self.share
+            real = Band(s * synthetic.value, s * synthetic.low, s * synthetic.high)
+        elif not self.uneven:
+            real = self.laws["real"].band(n)
+        value = min(real.value, limit.value, synthetic.value)
+        low = min(value, real.low, limit.low, synthetic.low)
+        return Band(value, low, max(value, min(real.high, limit.high, synthetic.high)))
+
+
+def further_sizes(largest: int, to: int) -> list[int]:
+    """Sizes to extrapolate to: doubled from the largest that was measured, and the last.
+
+    Example:
+        >>> further_sizes(4, 48)
+        [8, 16, 32, 48]
+    """
+    sizes = []
+    n = largest * 2
+    while n < to:
+        sizes.append(n)
+        n *= 2
+    return [*sizes, to] if to > largest else []
+
+
+def summarize_scale(
+    script: str,
+    starts: Mapping[int, Sequence[Start]],
+    *,
+    to: int,
+    cores: float,
+    per_node: int,
+    threads: int | None = None,
+    price: float | None = None,
+    threshold: float = _THRESHOLD,
+) -> Scaling:
+    """Derive the answer from the measurements.
+
+    Args:
+        script: its name.
+        starts: workers -> starts of the script.
+        to: size to extrapolate to.
+        cores: usable cores of this machine.
+        per_node: devices of this machine; more workers are assumed to run on more such machines.
+        threads: compute threads of each worker, or None.
+        price: of one device for an hour, in any currency.
+        threshold: a further worker pays if it adds at least this share of what the first gives.
+
+    Raises:
+        ArgumentError: nothing was measured.
+    """
+    if not starts:
+        raise ArgumentError("nothing was measured.")
+    rows = measured_rows(starts, price)
+    largest = rows[-1].workers
+    upto = max(to, largest)
+    first = starts[rows[0].workers][0]
+    by_rate = {
+        name: fits({n: [x for s in starts[n] for x in getattr(s, name)] for n in sorted(starts)})
+        for name in ("synthetic", "real")
+    }
+    laws = {name: law for name in by_rate if (law := _choose_law(by_rate[name])) is not None}
+    crowded = largest > per_node
+    capacities, uneven = _capacities(starts, rows, cores, per_node)
+    rates = _Rates(rows, laws, capacities, uneven, crowded)
+    extrapolated = []
+    for n in further_sizes(largest, to) if len(laws) == 2 else []:
+        synthetic, real = laws["synthetic"].band(n), rates.real_band(n)
+        batch = first.batch_size if first.batch == "keep" else rows[0].batch_per_worker * n
+        epoch = epoch_seconds(first.epoch_samples, batch, real.value)
+        cost = epoch * n / 3600 * price if price is not None else None
+        efficiency = real.value / n / (rows[0].real / rows[0].workers)
+        loss = gap(real.value, synthetic.value)
+        extrapolated.append(FurtherRow(n, synthetic, real, loss, efficiency, epoch, cost))
+    limits = walls(capacities, upto, 1 if crowded else None)
+    wall = limits[0] if limits else None
+    if uneven and wall is not None:  # one worker alone waits for no other
+        wall = wall._replace(devices=max(2, wall.devices))
+    nodes = 1 if crowded else nodes_of(capacities, largest)
+    step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
+    findings = Findings(
+        script=script,
+        starts=starts,
+        rows=rows,
+        extrapolated=extrapolated,
+        fits=by_rate,
+        laws=laws,
+        wall=wall,
+        stop=stop_at(rates.real_at, upto, threshold) if "real" in laws else largest,
+        upto=upto,
+        threshold=threshold,
+        per_node=per_node,
+        threads=threads,
+        crowded=crowded,
+        full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > _FULL * cores * nodes,
+        uneven=uneven,
+        slow_worker=slow_worker(starts[largest]),
+    )
+    return Scaling(
+        script=script,
+        rows=rows,
+        fits=by_rate,
+        laws={name: fit.law for name, fit in laws.items()},
+        extrapolated=extrapolated,
+        wall=wall,
+        stop_at=findings.stop,
+        threshold=threshold,
+        sentence=recommend(findings),
+        slow_worker=findings.slow_worker,
+        batch=first.batch,
+        batch_size=first.batch_size,
+        device=first.device,
+        threads=threads,
+        cost_per_hour=price,
+        notes=describe_limits(findings),
+    )
