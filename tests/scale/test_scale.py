@@ -536,7 +536,7 @@ def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
                 f"{r.real:,.0f}" in row
                 and f"{r.speedup_real:.2f}× {r.efficiency_real:>4.0%}" in row
             ), (width, row)
-        assert ("left out, for want of room: cost" in after) == (width < 80)
+        assert ("omitted, too wide: cost" in after) == (width < 80)
     assert "12,345" not in table and "e+" not in table
 
 

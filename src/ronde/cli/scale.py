@@ -1,6 +1,4 @@
-"""``ronde scale``: how many devices are worth it? Speed-up and cost, synthetic and real, measured
-and extrapolated.
-"""
+"""``ronde scale``: how many devices are worth it?"""
 
 from __future__ import annotations
 
@@ -56,40 +54,22 @@ Ctrl-C.
 
 
 def parse_sizes(text: str) -> list[int]:
-    """``"1,2,4"`` -> numbers of workers, in order.
-
-    Raises:
-        ArgumentError: not a list of whole numbers above 0.
-
-    Example:
-        >>> parse_sizes("4,1,2")
-        [1, 2, 4]
-    """
+    """``"4,1,2"`` -> ``[1, 2, 4]``."""
     try:
-        found = sorted({int(word) for word in text.split(",")})
+        sizes = sorted({int(word) for word in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
+        sizes = []
+    if not sizes or sizes[0] < 1:
         raise ArgumentError(
-            f"--workers {text!r}: expected whole numbers above 0 with commas between them, "
-            "as --workers 1,2,4."
+            f"--workers {text!r}: expected whole numbers above 0, separated by commas, such as "
+            "--workers 1,2,4."
         )
-    return found
+    return sizes
 
 
 def default_sizes(devices: int) -> list[int]:
-    """Powers of two up to the devices that there are, and those.
-
-    Example:
-        >>> default_sizes(6)
-        [1, 2, 4, 6]
-    """
-    found = []
-    n = 1
-    while n < devices:
-        found.append(n)
-        n *= 2
-    return [*found, devices]
+    """Powers of two below the number of devices, and that number: 6 -> ``[1, 2, 4, 6]``."""
+    return [*(2**k for k in range((devices - 1).bit_length())), devices]
 
 
 def register(app: typer.Typer) -> None:
@@ -137,7 +117,7 @@ def register(app: typer.Typer) -> None:
         cost: Annotated[
             float | None,
             typer.Option(
-                "--cost", metavar="PRICE", help="Of one device for one hour.", show_default=False
+                "--cost", metavar="PRICE", help="Price of a device-hour.", show_default=False
             ),
         ] = None,
         batch: Annotated[
@@ -145,8 +125,8 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--batch",
                 metavar="keep|grow",
-                help="The batch of all workers together stays (strong scaling), or that of each "
-                "(weak). Default: as the script has it.",
+                help="Keep the global batch (strong scaling), or grow it with the workers (weak). "
+                "Default: the rule of the script.",
                 show_default=False,
             ),
         ] = None,
@@ -178,7 +158,7 @@ def register(app: typer.Typer) -> None:
         if report is not None:
             from ronde.watch.html import check_drawing
 
-            check_drawing()  # before minutes of measuring
+            check_drawing()  # before measuring for minutes
         console = terminal()
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
@@ -199,13 +179,13 @@ def register(app: typer.Typer) -> None:
             answer.notes.append(f"{told_feed}.")
         values = answer.to_dict()
         try:
-            if file is not None:  # first: what is shown may go to a pipe that is closed
+            if file is not None:  # first, because standard output may be a closed pipe
                 write_json(file, values)
             if report is not None:
                 from ronde.scale.scale_report import scale_report
 
                 scale_report(values, report)
-        finally:  # it took minutes: what cannot be written, on a full disk say, is shown at least
+        finally:  # show the answer even if it cannot be written
             show(console, answer, verbose)
         if report is not None:
             console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
@@ -221,34 +201,23 @@ def _measured(
     feed: str,
     say: Any,
 ) -> dict[int, list[Start]]:
-    """Every size, started in processes of its own."""
+    """Start every size, in processes of its own."""
     from ronde.scale import load_scale, measure_sizes, start_options
 
-    # The same at every size, one worker too: otherwise its speed-up would be that of its threads.
-    compute = (
-        {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)} if threads else {}
-    )
+    environment = {"RONDE_FEED": feed}
+    if threads:  # the same at every size: otherwise a speed-up would come from threads
+        environment |= {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)}
 
     def start(n: int, first: bool) -> Start:
         def failed(error: str) -> str:
-            return (
-                f"the script failed with {n} worker{'s' if n > 1 else ''} before it was "
-                f"measured: {error}"
-            )
+            workers = f"{n} worker{'s' if n > 1 else ''}"
+            return f"the script failed with {workers} before it was measured: {error}"
 
+        options = start_options(2, seconds, batch, first)
         with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
-            options = start_options(2, seconds, batch, first)
+            place = Path(folder)
             return load_scale(
-                examine(
-                    "scale",
-                    command,
-                    n,
-                    Path(folder),
-                    options,
-                    say,
-                    failed,
-                    {"RONDE_FEED": feed, **compute},
-                )
+                examine("scale", command, n, place, options, say, failed, environment)
             )
 
     return measure_sizes(sizes, rounds, start, say)
@@ -259,41 +228,33 @@ def _rate(value: float) -> str:
 
 
 def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
-    """The table, the fit, what is extrapolated, and the answer."""
+    """Print the table, the fits, the answer, and the notes."""
     from rich.text import Text
 
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
 
-    keeps = answer.batch == "keep"
-    size = (
-        f"each step has {answer.batch_size}"
-        if keeps
-        else f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
-    )
+    size = f"each step has {answer.batch_size}"
+    if answer.batch != "keep":
+        size = f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
     line(
         ("ronde scale", "bold"),
         f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples",
     )
-    left_out, interval = _table(console, answer)
+    omitted, interval = _table(console, answer)
     if answer.extrapolated:
-        line(
-            ("~", "dim"),
-            " extrapolated, not measured"
-            + (": the real rate is given as its interval of 95 %" if interval else ""),
-        )
-    if left_out:
-        line((f"left out, for want of room: {', '.join(left_out)}; --json has them", "dim"))
+        meaning = ": the real rate is its 95 % interval" if interval else ""
+        line(("~", "dim"), f" extrapolated, not measured{meaning}")
+    if omitted:
+        line((f"omitted, too wide: {', '.join(omitted)}; --json has them", "dim"))
     for name in ("synthetic", "real"):
         law = answer.laws.get(name)
         if law is not None:
             line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
     if answer.wall is not None:
-        line(
-            ("wall  ", "bold"),
-            f"{answer.wall.stage} ({answer.wall.limit}) is met at {answer.wall.devices} "
-            f"worker{'s' if answer.wall.devices > 1 else ''}",
-        )
+        wall, n = answer.wall, answer.wall.devices
+        reached = f"{wall.stage} ({wall.limit}) at {n} worker{'s' if n > 1 else ''}"
+        line(("wall  ", "bold"), reached)
     line(("so    ", "bold"), answer.sentence)
     shown = answer.notes if verbose else answer.notes[:NOTE_LINES]
     for note in shown:
@@ -303,9 +264,7 @@ def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
 
 
 def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The table's headings and its rows, by column; ``interval`` stands in the place of ``real``
-    where there is room for it.
-    """
+    """Headings, and rows by column; ``interval`` replaces ``real`` if there is room."""
 
     def cost(money: float | None, device_seconds: float) -> str:
         return _rate(device_seconds if money is None else money)
@@ -315,13 +274,13 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
 
     heads = {
         "workers": "workers",
-        "synthetic": "synthetic\nsamples/s",
-        "real": "real\nsamples/s",
+        "synthetic": "synthetic/s",
+        "real": "real/s",
         "gap": "gap",
-        "synthetic speed-up": "synthetic\nspeed-up",
-        "real speed-up": "real\nspeed-up",
+        "synthetic speed-up": "synthetic ×",
+        "real speed-up": "real ×",
         "epoch": "epoch",
-        "cost": "cost\nper epoch" if answer.cost_per_hour is not None else "device-s\nper epoch",
+        "cost": "cost" if answer.cost_per_hour is not None else "device-s",
     }
     rows = []
     for r in answer.rows:
@@ -358,25 +317,23 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
     return heads, rows
 
 
-_DROPPED = ("cost", "interval", "epoch", "synthetic speed-up", "gap", "synthetic")
-"""What a narrow terminal goes without, in this order: a number that is cut is worse than none."""
+_OMITTED = ("cost", "interval", "epoch", "synthetic speed-up", "gap", "synthetic")
+"""Columns to omit on a narrow terminal, in this order: no number is better than a cut one."""
 
 
 def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
-    """Print as many columns as there is room for; gives what was left out, and whether real rates
-    are shown as intervals.
-    """
+    """Print the columns that fit; returns those omitted, and whether intervals are shown."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     heads, rows = _cells(answer)
     measured = len(answer.rows)
-    left_out: list[str] = []
-    for name in ("", *_DROPPED):
+    omitted: list[str] = []
+    for name in ("", *_OMITTED):
         if name and (name != "interval" or len(rows) > measured):
-            left_out.append(name)
-        interval = "interval" not in left_out
-        shown = [h for h in heads if h not in left_out]
+            omitted.append(name)
+        interval = "interval" not in omitted
+        shown = [h for h in heads if h not in omitted]
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
         for h in shown:
             table.add_column(heads[h], justify="right", no_wrap=True)
@@ -387,24 +344,20 @@ def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
                 row.get("interval", row[h]) if h == "real" and interval else row[h] for h in shown
             ]
             table.add_row(*cells, style="dim italic" if i >= measured else None)
-        if (
-            console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            <= console.width
-        ):
+        options = console.options.update(max_width=10_000)
+        if console.measure(table, options=options).maximum <= console.width:
             console.print(table)
-            return left_out, interval
-    for row in rows:  # not even three columns: lines, which a terminal wraps and does not cut
+            return omitted, interval
+    for row in rows:  # not even three columns: lines, which a terminal wraps instead of cutting
         console.print(", ".join(f"{h} {row[h]}" for h in shown), soft_wrap=True, highlight=False)
-    return left_out, interval
+    return omitted, interval
 
 
 def describe(fit: Any) -> str:
     """A fit in a line."""
     share = fit.parameter("contention")
     if fit.law == "amdahl":
-        text = (
-            f"Amdahl's law, {share.value:.1%} does not divide ({share.low:.1%} to {share.high:.1%})"
-        )
+        text = f"Amdahl's law, serial share {share.value:.1%} ({share.low:.1%} to {share.high:.1%})"
     else:
         pairs = fit.parameter("coherency")
         text = (
@@ -413,22 +366,16 @@ def describe(fit: Any) -> str:
             f"({pairs.low:.2g} to {pairs.high:.2g}), at its best with {fit.peak:.0f} "
             f"worker{'' if fit.peak < 1.5 else 's'}"
         )
-    of = f"{len(fit.points)} sizes"
-    return f"{text}; {of}, " + (
-        f"error of a point assumed {fit.error:.0%}"
-        if fit.assumed
-        else f"error of a point {fit.error:.1%}, {fit.freedom} "
-        f"degree{'' if fit.freedom == 1 else 's'} of freedom"
-    )
+    error = f"assumed error {fit.error:.0%}"
+    if not fit.assumed:
+        degrees = f"{fit.freedom} degree{'' if fit.freedom == 1 else 's'} of freedom"
+        error = f"error {fit.error:.1%}, {degrees}"
+    return f"{text}; {len(fit.points)} sizes, {error}"
 
 
 def _time(seconds: float) -> str:
     from ronde.watch import clock
 
-    return (
-        f"{seconds:.2g} s"
-        if seconds < 10
-        else f"{seconds:.0f} s"
-        if seconds < 100
-        else clock(seconds)
-    )
+    if seconds >= 100:
+        return clock(seconds)
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -246,9 +246,7 @@ def _sizes(
         made.append(("guess", cells))
     foot = "Speed-up and efficiency: real, and synthetic in brackets."
     if further:
-        foot += (
-            " Rows with ~ are extrapolated, not measured; the real rate has its interval of 95 %."
-        )
+        foot += " Rows with ~ are extrapolated, not measured; the real rate has its 95 % interval."
     return html.Section(
         "Measured and extrapolated", heads, made, foot=Markup('<p class="soft">{}</p>').format(foot)
     )
