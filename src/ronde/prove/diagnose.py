@@ -10,25 +10,7 @@ import numpy as np
 
 from ronde.prove.catalogue import Cause, cause
 from ronde.prove.compare import BATCH, EPOCHS, Difference
-from ronde.prove.evidence import (
-    Case,
-    asks_for_rank,
-    changes_per_call,
-    draws,
-    factor_of_micro_batches,
-    first_steps,
-    has_other_inputs,
-    has_several_passes,
-    is_by_rank,
-    mixes_samples,
-    module_of,
-    padded_output,
-    reads_of_rank,
-    related_output,
-    rewritten_weights,
-    shares_of,
-    splitting_of,
-)
+from ronde.prove.evidence import Case, first_steps, module_of
 from ronde.prove.experiment import Experiment
 from ronde.prove.loss_evidence import LOSS_ANSWERS, LOSS_CAUSES, ask_gradients
 
@@ -36,10 +18,17 @@ __all__ = ["GONE", "SEEDED", "diagnose", "disagreement"]
 
 GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
 """Evidence that the script's own use of its rank is the cause."""
-SEEDED = "where all workers start with the same seed, it is equal"
-"""Evidence that the script is not seeded."""
+SEEDED = "where all workers start with the same seed"
+"""Where an unseeded script is equal."""
 _STARTS = ("contract", "initial weights", "initial buffers", "data", "order")
 _AFTER_FORWARD = ("outputs", "loss", "gradients", "buffers")
+_DRAWING = ("dropout", "outputs", "loss", "gradients", "clipped gradients")
+# phase -> cause, and where asking for the rank would explain it
+_BY_READING = {
+    "order": ("sampler-depends-on-workers", "setup", "between"),
+    "weights between steps": ("weights-changed-by-script", "between"),
+    "steps": ("rank-dependent-loop", "between", "setup"),
+}
 _MAY_BE_UNSEEDED = (
     "initial buffers",
     "order",
@@ -110,7 +99,7 @@ def _drift(case: Case) -> str | None:
 def _of_rank(case: Case) -> Cause | None:
     """The script asks for its rank or the number of workers, and that makes the difference."""
     d = case.difference
-    if d.phase not in _BY_RANK or not is_by_rank(case):
+    if d.phase not in _BY_RANK or not case.is_by_rank():
         return None
     id = _BY_RANK[d.phase]
     if d.phase in ("initial weights", "initial buffers") and isinstance(d.one, list | str):
@@ -122,9 +111,9 @@ def _of_rank(case: Case) -> Cause | None:
     exchanges = case.many.places("exchange", "step")
     if d.phase == "gradients" and exchanges:
         return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")
-    if d.phase == "order" and not reads_of_rank(case, "setup"):
+    if d.phase == "order" and not case.reads_of_rank("setup"):
         id = "rank-dependent-loop"  # the loop's body went on without training
-    return cause(id, reads_of_rank(case), GONE)
+    return cause(id, case.reads_of_rank(), GONE)
 
 
 def _of_files(case: Case) -> Cause | None:
@@ -144,13 +133,10 @@ def _of_seeds(case: Case) -> Cause | None:
     left = case.left(alike)
     if left is not None and left.place <= d.place:
         return None
-    evidence = SEEDED
-    if left:
-        evidence = (
-            "where all workers start with the same seed, the next difference is: "
-            f"{left.phase}, step {left.step}, {left.name}"
-        )
-    drawn = draws(case) if d.phase in ("outputs", "loss", "gradients") else None
+    evidence = (
+        f"{SEEDED}, the next difference is: {_name(left)}" if left else f"{SEEDED}, it is equal"
+    )
+    drawn = case.draws() if d.phase in ("outputs", "loss", "gradients") else None
     if drawn:  # in every step: that is more than a value drawn once
         return cause("randomness", drawn, evidence)
     of_data = d.phase == "data" or d.name.startswith("sample ")
@@ -162,7 +148,7 @@ def _of_uneven_shares(case: Case) -> Cause | None:
     if not case.replicated or case.difference.phase in ("order", "data", "evaluation"):
         return None
     exchanges = case.many.places("exchange", "step", "between", "update")
-    shares = shares_of(case)
+    shares = case.shares()
     uneven = next((k for k, sizes in enumerate(shares) if len(set(sizes)) > 1), None)
     if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
         return None
@@ -176,7 +162,11 @@ def _of_uneven_shares(case: Case) -> Cause | None:
 def _of_spectral_norm(case: Case) -> Cause | None:
     """A spectral norm iterates in every forward pass, and a step has several."""
     iterating = case.opening("iterating")
-    if not iterating or not has_several_passes(case) or case.difference.phase not in _AFTER_FORWARD:
+    if (
+        not iterating
+        or not case.has_several_passes()
+        or case.difference.phase not in _AFTER_FORWARD
+    ):
         return None
     return cause("state-of-each-pass", f"{iterating[0]!r} is normalized by its spectrum")
 
@@ -188,7 +178,7 @@ def _of_plan(case: Case) -> Cause | None:
     tied = _tied(case)
     if tied is not None:
         return tied
-    change = changes_per_call(case) if case.difference.phase in _AFTER_FORWARD else None
+    change = case.changes_per_call() if case.difference.phase in _AFTER_FORWARD else None
     return cause("state-of-each-pass", change) if change else cause("plan")
 
 
@@ -204,14 +194,14 @@ def _of_state(case: Case) -> Cause | None:
     """State that each worker carries from batch to batch: an earlier step with as many samples is
     equal. A layer that mixes samples would differ as soon as they are dealt out.
     """
-    k, shares = case.k, shares_of(case)
+    k, shares = case.k, case.shares()
     if (
         not 0 < k < len(shares)
         or shares[k] not in shares[:k]
-        or asks_for_rank(case, "step", "between")
+        or case.asks_for_rank("step", "between")
     ):
         return None
-    if case.difference.phase == "outputs" and mixes_samples(case, "step", k):
+    if case.difference.phase == "outputs" and case.mixes_samples("step", k):
         return None
     are = "is" if k == 1 else "are"
     return cause(
@@ -222,7 +212,7 @@ def _of_state(case: Case) -> Cause | None:
 
 def _not_of_splitting(case: Case, by_rank: str) -> Cause:
     """One process that splits the batch alike does not differ: the rank, if the script asks."""
-    reads = asks_for_rank(case, "step", "between") or asks_for_rank(case)
+    reads = case.asks_for_rank("step", "between") or case.asks_for_rank()
     evidence = "one process that splits the batch alike does not differ"
     if reads:
         return cause(by_rank, reads, evidence)
@@ -235,15 +225,20 @@ def _not_of_splitting(case: Case, by_rank: str) -> Cause:
 
 def _of_phase(case: Case) -> Cause:
     """The rule for the phase of the difference."""
-    return _BY_PHASE.get(case.difference.phase, _unknown)(case)
+    phase = case.difference.phase
+    if phase in _BY_READING:
+        id, *phases = _BY_READING[phase]
+        return cause(id, case.reads_of_rank(*phases))
+    drawn = case.draws() if phase in _DRAWING else None
+    return cause("randomness", drawn) if drawn else _BY_PHASE.get(phase, _unknown)(case)
 
 
 def _unknown(case: Case) -> Cause:
-    return cause("unknown", reads_of_rank(case, "setup", "step", "between", "update", "evaluate"))
+    return cause("unknown", case.reads_of_rank("setup", "step", "between", "update", "evaluate"))
 
 
 def _of_contract(case: Case) -> Cause:
-    return cause(_contract_id(case.difference.name), reads_of_rank(case, "setup"))
+    return cause(_contract_id(case.difference.name), case.reads_of_rank("setup"))
 
 
 def _contract_id(name: str) -> str:
@@ -276,15 +271,11 @@ def disagreement(text: str) -> tuple[Difference, str] | None:
 
 def _of_init(case: Case) -> Cause:
     if isinstance(case.difference.one, list | str):
-        return cause("model-depends-on-workers", reads_of_rank(case, "setup"))
-    if reads := asks_for_rank(case, "setup"):
+        return cause("model-depends-on-workers", case.reads_of_rank("setup"))
+    if reads := case.asks_for_rank("setup"):
         return cause("init-depends-on-workers", reads)
     alike = "one process starts alike every time, and the script was not seen to ask for its rank"
     return cause("unknown", alike)
-
-
-def _of_order(case: Case) -> Cause:
-    return cause("sampler-depends-on-workers", reads_of_rank(case, "setup", "between"))
 
 
 def _of_data(case: Case) -> Cause:
@@ -294,29 +285,21 @@ def _of_data(case: Case) -> Cause:
         if drawn := case.many.places("collate"):
             return cause("randomness", f"drawn from {drawn[0]} in the collate function")
         return cause("batch-dependent-collate", "the samples are the same, the batch is not")
-    reads = asks_for_rank(case, "setup", "between", "step")
+    reads = case.asks_for_rank("setup", "between", "step")
     # one process read the same twice
     return cause("data-depends-on-rank" if reads else "data-not-by-index", reads)
 
 
 def _of_dropout(case: Case) -> Cause:
-    drawn, reads = draws(case), asks_for_rank(case)
-    if drawn:
-        return cause("randomness", drawn)
-    return cause("rank-dependent-forward", reads) if reads else _of_state(case) or cause("unknown")
-
-
-def _of_between(case: Case) -> Cause:
-    return cause("weights-changed-by-script", reads_of_rank(case, "between"))
+    if reads := case.asks_for_rank():
+        return cause("rank-dependent-forward", reads)
+    return _of_state(case) or cause("unknown")
 
 
 def _of_outputs(case: Case) -> Cause:
-    drawn = draws(case)
-    if drawn:
-        return cause("randomness", drawn)
-    if has_other_inputs(case, "(model)"):
+    if case.has_other_inputs("(model)"):
         return cause("batch-changed-by-script", "the batch is the same, the model's inputs are not")
-    splitting = splitting_of(case)
+    splitting = case.splitting()
     source = case.difference
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
         source = splitting
@@ -325,7 +308,7 @@ def _of_outputs(case: Case) -> Cause:
     kind = modules.get(name)
     is_batchnorm = name in case.opening("batchnorms")
     evidence = f"{name!r} is a {kind}" if kind else None
-    if kind and not is_batchnorm and has_other_inputs(case, name):
+    if kind and not is_batchnorm and case.has_other_inputs(name):
         parent = name.rpartition(".")[0]
         holder = f"{repr(parent) if parent else 'the model'} ({modules.get(parent)})"
         evidence = (
@@ -335,7 +318,7 @@ def _of_outputs(case: Case) -> Cause:
             return cause(
                 "batchnorm", evidence, f"torch.nn.functional.batch_norm at {functional[0]}"
             )
-    if "(call " in case.difference.name and rewritten_weights(case):
+    if "(call " in case.difference.name and case.rewritten_weights():
         return cause(
             "weights-changed-by-script",
             "weights are written to within the step, between two forward passes",
@@ -357,25 +340,27 @@ def _with_sync_batchnorm(case: Case) -> str | None:
     if synced is None:
         return None
     left = case.left(synced)
-    if left is None:
-        return "with sync_batchnorm=True it is equal"
-    place = f"{left.phase}, step {left.step}, {left.name}"
-    return f"with sync_batchnorm=True the next difference is: {place}"
+    rest = f"the next difference is: {_name(left)}" if left else "it is equal"
+    return f"with sync_batchnorm=True {rest}"
+
+
+def _name(d: Difference) -> str:
+    return f"{d.phase}, step {d.step}, {d.name}"
 
 
 def _of_mixing(
     case: Case, name: str, kind: str | None, evidence: str | None, splitting: object
 ) -> Cause:
     """Outputs that differ in one process too, if it splits the batch."""
-    if related := related_output(case):
+    if related := case.related_output():
         return cause("loss-over-the-batch", related)
-    if padded := padded_output(case):
+    if padded := case.padded_output():
         return cause("padding", padded)
-    if change := changes_per_call(case):
+    if change := case.changes_per_call():
         return cause("state-of-each-pass", change)
     if (kept := _of_state(case)) is not None:
         return kept
-    reads = reads_of_rank(case, "step")
+    reads = case.reads_of_rank("step")
     if reads and (splitting is None or kind is None or name.startswith("(")):
         return cause("rank-dependent-forward", reads)
     if splitting is None:
@@ -385,23 +370,20 @@ def _of_mixing(
 
 
 def _of_loss(case: Case) -> Cause:
-    drawn = draws(case)
-    if drawn:
-        return cause("randomness", drawn)
     kind = case.one.loss_kind()
     if kind in LOSS_CAUSES:
         return cause(LOSS_CAUSES[kind], LOSS_ANSWERS[kind])
-    if factor := factor_of_micro_batches(case):
+    if factor := case.factor_of_micro_batches():
         return cause("accumulation", "without micro-batches it is equal", factor)
-    splitting = splitting_of(case)
+    splitting = case.splitting()
     if splitting is False:
         return _not_of_splitting(case, "rank-dependent-forward")
-    if related := related_output(case):
+    if related := case.related_output():
         return cause("loss-over-the-batch", related)
-    if padded := padded_output(case):
+    if padded := case.padded_output():
         return cause("padding", padded)
-    if kind in ("mean", "pair") and splitting is None and asks_for_rank(case, "step"):
-        return cause("rank-dependent-forward", reads_of_rank(case, "step"))
+    if kind in ("mean", "pair") and splitting is None and case.asks_for_rank("step"):
+        return cause("rank-dependent-forward", case.reads_of_rank("step"))
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
         return _of_outputs(case)  # a pipeline's stages record no outputs
     kept = _of_state(case) if kind == "mean" else None
@@ -426,22 +408,19 @@ def _of_own_loop(case: Case) -> Cause:
     known = isinstance(one, float) and 0 < len(values) == len(local)
     if known and abs(sum(values) - one) <= 1e-9 * abs(one):
         return cause("loss-is-a-sum", f"the workers' losses add up to {one:.6g}")
-    reads = reads_of_rank(case, "step")
+    reads = case.reads_of_rank("step")
     return cause("rank-dependent-forward", reads) if reads else cause("loss-over-the-batch")
 
 
 def _of_gradients(case: Case) -> Cause:
-    drawn = draws(case)
-    if drawn:
-        return cause("randomness", drawn)
     changed = _gradients_changed(case)
     if changed is not None:
         return changed
-    if factor := factor_of_micro_batches(case):
+    if factor := case.factor_of_micro_batches():
         return cause("accumulation", "without micro-batches it is equal", factor)
     if exchanges := case.many.places("exchange", "step"):
         return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")
-    splitting, reads = splitting_of(case), reads_of_rank(case, "step")
+    splitting, reads = case.splitting(), case.reads_of_rank("step")
     hooked = _hooked(case)
     if splitting is False and not hooked:
         return _not_of_splitting(case, "rank-dependent-gradients")
@@ -489,7 +468,7 @@ def _of_rate(case: Case) -> Cause:
     scheduled = case.contract("the scheduler") != "NoneType"
     stepped = case.many.places("scheduler") + case.one.places("scheduler")
     where = f"the script steps a scheduler at {stepped[0]}" if stepped else None
-    reads = asks_for_rank(case, "between", "setup")
+    reads = case.asks_for_rank("between", "setup")
     steps = [s for run in case.runs for s in run.all_steps()]
     counts = {s[case.k].get("scheduled") for s in steps if case.k < len(s)}
     # stepped equally often everywhere: its values depend on the number of workers
@@ -501,23 +480,23 @@ def _of_rate(case: Case) -> Cause:
 
 
 def _of_weights(case: Case) -> Cause:
-    drawn = draws(case, "drawn_by_optimizer")
+    drawn = case.draws("drawn_by_optimizer")
     if drawn:
         return cause("optimizer-randomness", drawn)
     tied = None if case.replicated else _tied(case)
     if tied is not None:
         return tied
-    if rewritten_weights(case) & set(case.names):
+    if case.rewritten_weights() & set(case.names):
         name = case.difference.name
         evidence = f"{name!r} is written to before the optimizer's step"
         return cause("weights-changed-in-forward", evidence)
-    return cause("optimizer-depends-on-workers", reads_of_rank(case, "update"))
+    return cause("optimizer-depends-on-workers", case.reads_of_rank("update"))
 
 
 def _of_buffers(case: Case) -> Cause:
     module = case.difference.name.rpartition(".")[0]
     if module not in case.opening("batchnorms"):
-        return cause("buffers", reads_of_rank(case, "step"))
+        return cause("buffers", case.reads_of_rank("step"))
     evidence = f"{module!r} is a batch normalization"
     if case.contract("sync_batchnorm"):
         evidence += ", and sync_batchnorm=True is on: it gets less than the batch"
@@ -527,10 +506,10 @@ def _of_buffers(case: Case) -> Cause:
 def _of_evaluation(case: Case) -> Cause:
     d = case.difference
     if d.name == "number of evaluations":
-        return cause("rank-dependent-loop", reads_of_rank(case, "between"))
+        return cause("rank-dependent-loop", case.reads_of_rank("between"))
     if d.name == "samples":
         return cause(
-            "evaluation-depends-on-workers", reads_of_rank(case, "between", "setup", "evaluate")
+            "evaluation-depends-on-workers", case.reads_of_rank("between", "setup", "evaluate")
         )
     if d.name.startswith("sample "):
         return cause(
@@ -538,11 +517,11 @@ def _of_evaluation(case: Case) -> Cause:
         )
     if any(e.get("drawn") for run in case.runs for e in run.evaluations()):
         return cause("randomness", "drawn during evaluation")
-    reads = reads_of_rank(case, "evaluate")
+    reads = case.reads_of_rank("evaluate")
     if reads:
         return cause("evaluation-depends-on-workers", reads)
     shape = next((e["metrics"].get(d.name) for e in case.one.evaluations()), None)
-    if shape is not None and not mixes_samples(case, "evaluate", d.step):
+    if shape is not None and not case.mixes_samples("evaluate", d.step):
         return cause(
             "state-outside-the-model",
             f"the metric {d.name!r} returns {shape}: these values depend on a worker's own state",
@@ -552,7 +531,7 @@ def _of_evaluation(case: Case) -> Cause:
     kind = case.one.loss_kind()
     if kind in LOSS_CAUSES and shape is None:
         return cause(LOSS_CAUSES[kind])
-    if mixes_samples(case, "evaluate", d.step) is False:
+    if case.mixes_samples("evaluate", d.step) is False:
         return cause(
             "state-outside-the-model",
             "in evaluation a sample's output does not depend on the other samples: it depends on "
@@ -561,17 +540,11 @@ def _of_evaluation(case: Case) -> Cause:
     return cause("evaluation-depends-on-batch")
 
 
-def _of_steps(case: Case) -> Cause:
-    return cause("rank-dependent-loop", reads_of_rank(case, "between", "setup"))
-
-
 _BY_PHASE: dict[str, Callable[[Case], Cause]] = {
     "contract": _of_contract,
     "initial weights": _of_init,
     "initial buffers": _of_init,
-    "order": _of_order,
     "data": _of_data,
-    "weights between steps": _of_between,
     "dropout": _of_dropout,
     "outputs": _of_outputs,
     "loss": _of_loss,
@@ -582,7 +555,6 @@ _BY_PHASE: dict[str, Callable[[Case], Cause]] = {
     "weights": _of_weights,
     "buffers": _of_buffers,
     "evaluation": _of_evaluation,
-    "steps": _of_steps,
 }
 
 # In this order: the first rules rest on an experiment that removes the difference, which is proof;

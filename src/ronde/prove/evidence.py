@@ -12,25 +12,7 @@ from ronde.prove.compare import Difference, compare
 from ronde.prove.experiment import Experiment
 from ronde.prove.run_trace import RunTrace
 
-__all__ = [
-    "Case",
-    "asks_for_rank",
-    "changes_per_call",
-    "draws",
-    "factor_of_micro_batches",
-    "first_steps",
-    "has_other_inputs",
-    "has_several_passes",
-    "is_by_rank",
-    "mixes_samples",
-    "module_of",
-    "padded_output",
-    "reads_of_rank",
-    "related_output",
-    "rewritten_weights",
-    "shares_of",
-    "splitting_of",
-]
+__all__ = ["Case", "first_steps", "module_of"]
 
 
 @dataclass
@@ -86,75 +68,146 @@ class Case:
         """An argument of ``distribute``."""
         return self.one.first("opening").get("contract", {}).get(key)
 
+    def reads_of_rank(self, *phases: str) -> str | None:
+        """Where the script asks for its rank or the number of workers."""
+        places = self.many.places("rank", *phases)
+        return f"the script reads {', '.join(places[:3])}" if places else None
 
-def reads_of_rank(case: Case, *phases: str) -> str | None:
-    """Where the script asks for its rank or the number of workers."""
-    places = case.many.places("rank", *phases)
-    return f"the script reads {', '.join(places[:3])}" if places else None
+    def is_by_rank(self) -> bool | None:
+        """Whether the difference goes away if each worker is told that it is alone; None if the
+        script does not ask, or the run failed.
+        """
+        blind = self.experiment(Experiment.BLIND) if self.many.places("rank") else None
+        if blind is None:
+            return None
+        left = self.left(blind)
+        return left is None or left.place > self.difference.place
 
+    def asks_for_rank(self, *phases: str) -> str | None:
+        """Where the script asks for its rank, unless that makes no difference, as for printing."""
+        return None if self.is_by_rank() is False else self.reads_of_rank(*phases)
 
-def is_by_rank(case: Case) -> bool | None:
-    """Whether the difference goes away if each worker is told that it is alone. None: the script
-    does not ask, or the run failed.
-    """
-    blind = case.experiment(Experiment.BLIND) if case.many.places("rank") else None
-    if blind is None:
-        return None
-    left = case.left(blind)
-    return left is None or left.place > case.difference.place
+    def draws(self, key: str = "drawn") -> str | None:
+        """Where the step draws random numbers, if it does."""
+        drawn = {g for t in self.runs for s in t.steps() for g in s.get(key, [])}
+        phase = "step" if key == "drawn" else "update"
+        if not drawn:
+            own = ", ".join(self.many.places("own generator", phase)[:3])
+            return f"drawn from a generator of the script's own: {own}" if own else None
+        where = ", ".join(self.one.places("random", phase)[:3])
+        return f"drawn from {', '.join(sorted(drawn))}" + (f": {where}" if where else "")
 
+    def shares(self) -> list[list[int]]:
+        """Samples of each worker, step by step."""
+        return [
+            [sum(high - low for low, high in step["micro"]) for step in steps]
+            for steps in zip(*self.many.all_steps(), strict=False)
+        ]
 
-def asks_for_rank(case: Case, *phases: str) -> str | None:
-    """Where the script asks for its rank, unless that makes no difference: many ask to print."""
-    return None if is_by_rank(case) is False else reads_of_rank(case, *phases)
+    def has_several_passes(self) -> bool:
+        """Whether a step has several forward passes."""
+        return not self.replicated or self.many.first("opening").get("micro_batch") is not None
 
+    def splitting(self) -> Difference | bool | None:
+        """The difference of one process that splits the batch as the workers do; False if there is
+        none, None if it failed.
+        """
+        split = self.experiment(Experiment.SPLIT)
+        if split is None:
+            return None
+        left = self.left(split)
+        same = left is not None and left.phase != "steps" and left.step <= self.difference.step
+        return left if left is not None and same else False
 
-def draws(case: Case, key: str = "drawn") -> str | None:
-    """Where the step draws random numbers, if it does."""
-    drawn = {g for t in case.runs for s in t.steps() for g in s.get(key, [])}
-    phase = "step" if key == "drawn" else "update"
-    if not drawn:
-        own = case.many.places("own generator", phase)
-        return f"drawn from a generator of the script's own: {', '.join(own[:3])}" if own else None
-    places = case.one.places("random", phase)
-    return f"drawn from {', '.join(sorted(drawn))}" + (
-        f": {', '.join(places[:3])}" if places else ""
-    )
+    def mixes_samples(self, during: str, step: int) -> bool | None:
+        """Whether a sample's output depends on the other samples, with the same weights and state.
+        None: that cannot be asked.
+        """
+        parts = self.run(Experiment.PARTS)
+        events = parts.events_of("mixes") if parts else []
+        mixes = [e["mixes"] for e in events if (e["during"], e["step"]) == (during, step)]
+        return any(mixes) if mixes else None
 
+    def has_other_inputs(self, name: str) -> bool:
+        """Whether a module's inputs differ already."""
+        one, many = (run.outputs(self.k, "in") for run in self.runs)
+        for key, (value, shape) in one.items():
+            if module_of(key) == name and key in many and many[key][1] == shape:
+                scale = float(np.nanmax(np.abs(value), initial=0.0)) or 1.0
+                if float(np.nanmax(np.abs(value - many[key][0]), initial=0.0)) > 1e-9 * scale:
+                    return True
+        return False
 
-def shares_of(case: Case) -> list[list[int]]:
-    """Samples of each worker, step by step."""
-    return [
-        [sum(high - low for low, high in step["micro"]) for step in steps]
-        for steps in zip(*case.many.all_steps(), strict=False)
-    ]
+    def rewritten_weights(self) -> set[str]:
+        """Weights that are written to within the step."""
+        steps = (steps[self.k] for run in self.runs for steps in run.all_steps())
+        return {name for step in steps for name in step.get("rewritten", [])}
 
+    def changes_per_call(self) -> str | None:
+        """A layer whose output changes when it is called again with the same inputs."""
+        twice = self.experiment(Experiment.TWICE) if self.has_several_passes() else None
+        left = self.left(twice) if twice is not None else None
+        if left is None or left.phase != "outputs" or left.step > self.difference.step:
+            return None
+        name = module_of(left.name)
+        return f"computed twice from the same samples, the output of {name!r} is another one"
 
-def has_several_passes(case: Case) -> bool:
-    """Whether a step has several forward passes."""
-    return not case.replicated or case.many.first("opening").get("micro_batch") is not None
+    def related_output(self) -> str | None:
+        """An output that has, for each sample, one number per sample."""
+        return next((text for text, over_batch in self._reshaped_outputs() if over_batch), None)
 
+    def padded_output(self) -> str | None:
+        """An output whose samples have another shape in a worker's share."""
+        return next((text for text, over_batch in self._reshaped_outputs() if not over_batch), None)
 
-def splitting_of(case: Case) -> Difference | bool | None:
-    """The difference of one process that splits the batch as the workers do; False if there is
-    none, None if it failed.
-    """
-    split = case.experiment(Experiment.SPLIT)
-    if split is None:
-        return None
-    left = case.left(split)
-    same = left is not None and left.phase != "steps" and left.step <= case.difference.step
-    return left if left is not None and same else False
+    def factor_of_micro_batches(self) -> str | None:
+        """The factor of all gradients, if the difference goes away without micro-batches."""
+        if self.many.first("opening").get("micro_batch") is None:
+            return None
+        whole = self.experiment(Experiment.WHOLE)
+        if whole is None:
+            return None
+        left, d = self.left(whole), self.difference
+        later = left is None or ((left.phase, left.step) > (d.phase, d.step) and left.step > d.step)
+        return self._common_factor() if later else None
 
+    def _common_factor(self) -> str | None:
+        """Whether all gradients differ by one and the same factor."""
+        one, many = (run.merged(self.k, "gradient") for run in self.runs)
+        names = [n for n in one if n in many and one[n].shape == many[n].shape]
+        if not names:
+            return None
+        a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
+        factor = float(a @ b) / (float(a @ a) or 1.0)
+        floor = 1e-6 * float(np.abs(b).max(initial=0.0))
+        if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
+            return None
+        return f"all gradients are {factor:.4g} times those of one process"
 
-def mixes_samples(case: Case, during: str, step: int) -> bool | None:
-    """Whether a sample's output depends on the other samples, with the same weights and state.
-    None: that cannot be asked.
-    """
-    parts = case.run(Experiment.PARTS)
-    events = parts.events_of("mixes") if parts else []
-    mixes = [e["mixes"] for e in events if (e["during"], e["step"]) == (during, step)]
-    return any(mixes) if mixes else None
+    def _reshaped_outputs(self) -> Iterator[tuple[str, bool]]:
+        """Outputs whose samples have another shape than with one process, and whether the number of
+        samples shows in it.
+        """
+        step = self.one.steps()[self.k]
+        one, whole = step["shapes"], {size for *_, size in step["local"]}
+        for rank, steps in enumerate(self.many.all_steps()):
+            theirs = steps[self.k]
+            part = {size for *_, size in theirs["local"]}
+            for key, shape in theirs["shapes"].items():
+                mine = one.get(key, shape)
+                if mine == shape:
+                    continue
+                other = "one or another" if isinstance(shape, str) else str(shape)
+                text = (
+                    f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
+                    f"{other} on rank {rank}"
+                )
+                if isinstance(shape, str) or isinstance(mine, str):
+                    yield text, "samples" in (shape, mine)
+                    continue
+                pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
+                same_rank = len(shape) == len(mine)
+                yield text, same_rank and all(a in whole and b in part for a, b in pairs)
 
 
 def module_of(name: str) -> str:
@@ -162,97 +215,6 @@ def module_of(name: str) -> str:
     return re.sub(r"( \(call \d+\)|\[.*)$", "", name)
 
 
-def has_other_inputs(case: Case, name: str) -> bool:
-    """Whether a module's inputs differ already."""
-    one, many = (run.outputs(case.k, "in") for run in case.runs)
-    for key, (value, shape) in one.items():
-        if module_of(key) == name and key in many and many[key][1] == shape:
-            scale = float(np.nanmax(np.abs(value), initial=0.0)) or 1.0
-            if float(np.nanmax(np.abs(value - many[key][0]), initial=0.0)) > 1e-9 * scale:
-                return True
-    return False
-
-
 def first_steps(steps: int) -> str:
     """The first steps, in words."""
     return "the first step" if steps == 1 else f"the first {steps} steps"
-
-
-def rewritten_weights(case: Case) -> set[str]:
-    """Weights that are written to within the step."""
-    steps = (steps[case.k] for run in case.runs for steps in run.all_steps())
-    return {name for step in steps for name in step.get("rewritten", [])}
-
-
-def changes_per_call(case: Case) -> str | None:
-    """A layer whose output changes when it is called again with the same inputs."""
-    twice = case.experiment(Experiment.TWICE) if has_several_passes(case) else None
-    left = case.left(twice) if twice is not None else None
-    if left is None or left.phase != "outputs" or left.step > case.difference.step:
-        return None
-    return (
-        f"computed twice from the same samples, the output of {module_of(left.name)!r} is another "
-        "one"
-    )
-
-
-def related_output(case: Case) -> str | None:
-    """An output that has, for each sample, one number per sample."""
-    return next((text for text, over_batch in _reshaped_outputs(case) if over_batch), None)
-
-
-def padded_output(case: Case) -> str | None:
-    """An output whose samples have another shape in a worker's share."""
-    return next((text for text, over_batch in _reshaped_outputs(case) if not over_batch), None)
-
-
-def factor_of_micro_batches(case: Case) -> str | None:
-    """The factor of all gradients, if the difference goes away without micro-batches."""
-    if case.many.first("opening").get("micro_batch") is None:
-        return None
-    whole = case.experiment(Experiment.WHOLE)
-    if whole is None:
-        return None
-    left, d = case.left(whole), case.difference
-    later = left is None or ((left.phase, left.step) > (d.phase, d.step) and left.step > d.step)
-    return _common_factor(case) if later else None
-
-
-def _common_factor(case: Case) -> str | None:
-    """Whether all gradients differ by one and the same factor."""
-    one, many = (run.merged(case.k, "gradient") for run in case.runs)
-    names = [n for n in one if n in many and one[n].shape == many[n].shape]
-    if not names:
-        return None
-    a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
-    factor = float(a @ b) / (float(a @ a) or 1.0)
-    floor = 1e-6 * float(np.abs(b).max(initial=0.0))
-    if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
-        return None
-    return f"all gradients are {factor:.4g} times those of one process"
-
-
-def _reshaped_outputs(case: Case) -> Iterator[tuple[str, bool]]:
-    """Outputs whose samples have another shape than with one process, and whether the number of
-    samples shows in it.
-    """
-    step = case.one.steps()[case.k]
-    one, whole = step["shapes"], {size for *_, size in step["local"]}
-    for rank, steps in enumerate(case.many.all_steps()):
-        theirs = steps[case.k]
-        part = {size for *_, size in theirs["local"]}
-        for key, shape in theirs["shapes"].items():
-            mine = one.get(key, shape)
-            if mine == shape:
-                continue
-            other = "one or another" if isinstance(shape, str) else str(shape)
-            text = (
-                f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
-                f"{other} on rank {rank}"
-            )
-            if isinstance(shape, str) or isinstance(mine, str):
-                yield text, "samples" in (shape, mine)
-                continue
-            pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
-            same_rank = len(shape) == len(mine)
-            yield text, same_rank and all(a in whole and b in part for a, b in pairs)

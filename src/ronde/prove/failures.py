@@ -101,7 +101,7 @@ class FailedRun:
             return None
         difference, id = found
         if self._is_equal_in(Experiment.ALIKE):
-            why, error = cause("unseeded-script", SEEDED), text
+            why, error = cause("unseeded-script", f"{SEEDED}, it is equal"), text
         else:
             ranks = range(self.many.size)
             reads = sorted({p for r in ranks for p in self.many.places("rank", "setup", rank=r)})

@@ -416,26 +416,20 @@ class Study:
     def _notes(self, one: RunTrace) -> list[str]:
         """Changes and omissions for the proof."""
         noted, opening = one.notes(), one.first("opening")
-        notes = []
-        if "dropout" in noted:
-            places = sorted({n.split("|", 1)[1] for n in noted["dropout"]} - {""})
-            where = f" ({', '.join(places[:3])})" if places else ""
-            notes.append(
-                f"Dropout was switched off{where}: N workers draw other masks than one, the same "
-                "in distribution."
-            )
-        if "precision" in noted or "autocast" in noted:
-            notes.append("Autocast was switched off: everything was computed in float64.")
-        if "float32" in noted:
-            notes.append(
-                "Something insists on single precision: differences below 1e-3 were taken for "
-                "rounding."
-            )
-        if "evaluates" in noted:
-            notes.append(
-                "The script evaluates the model by itself: that was not compared. run.evaluate() "
-                "counts each sample once."
-            )
+        dropouts = sorted({n.split("|", 1)[1] for n in noted.get("dropout", [])} - {""})
+        where = f" ({', '.join(dropouts[:3])})" if dropouts else ""
+        autocast = "Autocast was switched off: everything was computed in float64."
+        texts = {
+            "dropout": f"Dropout was switched off{where}: N workers draw other masks than one, the "
+            "same in distribution.",
+            "precision": autocast,
+            "autocast": autocast,
+            "float32": "Something insists on single precision: differences below 1e-3 were taken "
+            "for rounding.",
+            "evaluates": "The script evaluates the model by itself: that was not compared. "
+            "run.evaluate() counts each sample once.",
+        }
+        notes = list(dict.fromkeys(text for what, text in texts.items() if what in noted))
         if len(one.steps()) < self.steps:
             notes.append(
                 f"The script ended after {len(one.steps())} of {self.steps} steps: those were "

@@ -24,18 +24,15 @@ __all__ = [
     "check_optimizer",
     "check_same_parameters",
     "check_scheduler",
+    "is_whole",
     "run_facts",
     "lazy_names",
-    "positive",
 ]
 
 
-def positive(name: str, value: Any, optional: bool = False) -> None:
-    """Refuse a value that is not a whole number above 0."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name}={value!r} must be a whole number above 0.")
+def is_whole(value: Any) -> bool:
+    """Whether a value is an integer and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def lazy_names(model: nn.Module) -> list[str]:
@@ -228,14 +225,14 @@ def check_arguments(
             raise ArgumentError(
                 f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}."
             )
-    for argument, whole in counts.items():
-        positive(argument, whole, optional=True)
-    positive("keep", keep)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    for name, count in counts.items():
+        if count is not None and not (is_whole(count) and count > 0):
+            raise ArgumentError(f"{name}={count!r} must be a whole number above 0.")
+    if not (is_whole(keep) and keep > 0):
+        raise ArgumentError(f"keep={keep!r} must be a whole number above 0.")
+    if not is_whole(seed):
         raise ArgumentError(f"seed={seed!r} must be a whole number.")
-    if warmup_steps is not None and (
-        isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0
-    ):
+    if warmup_steps is not None and not (is_whole(warmup_steps) and warmup_steps >= 0):
         raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
     if lr_rule is not None and lr_rule not in lr_rules.RULES:
         raise ArgumentError(

@@ -209,15 +209,11 @@ def distribute(
     strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
     run = Run(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        taken=opening.taken,
-        strategy=strategy,
-        work=work,
-        loss=opening.calls,
-        plan=chosen,
-        me=me,
+        opening,
+        chosen,
+        work,
+        strategy,
+        me,
         watcher=Watcher(record, choose_display(me.is_main), me.is_main),
         directory=directory,
         save_every=save_every,

@@ -59,41 +59,37 @@ class Run:
 
     def __init__(
         self,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: Any,
-        taken: Taken,
-        strategy: Strategy,
-        work: Work,
-        loss: LossCall,
+        opening: hooks.Opening,
         plan: Plan,
+        work: Work,
+        strategy: Strategy,
         me: World,
+        *,
         watcher: Watcher,
         directory: RunDir | None,
+        writer: Any,
         save_every: int | None,
         keep: int,
         on_nan: str,
-        writer: Any,
         in_lists: bool,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.model: nn.Module = opening.model
+        self.optimizer: Optimizer = opening.optimizer
+        self.scheduler = opening.scheduler
         self.plan = plan
         self.state = State()
         self.dir = directory
         self._me = me
-        self._taken = taken
+        self._taken: Taken = opening.taken
         self._strategy = strategy
         self._work = work
-        self._loss = loss
-        self._passes = Passes(model, plan, me)
+        self._loss: LossCall = opening.calls
+        self._passes = Passes(self.model, plan, me)
         # The parameters that a plan which divides the model exchanges; None under other plans.
         self._divided: dict[int, torch.Tensor] | None = None
         if plan.pipeline > 1 or (plan.shard in ("gradients", "parameters") and plan.replicas > 1):
-            optimized = [p for group in optimizer.param_groups for p in group["params"]]
-            self._divided = {id(p): p for p in (*model.parameters(), *optimized)}
+            optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self._divided = {id(p): p for p in (*self.model.parameters(), *optimized)}
         self._watcher = watcher
         self._writer = writer
         self._save_every = save_every
@@ -102,9 +98,9 @@ class Run:
         device, precision = me.device.type, plan.precision
         self._reads_are_free = device == "cpu"
         self._feed = Feed(
-            taken.dataset,
-            taken.order,
-            taken.settings,
+            self._taken.dataset,
+            self._taken.order,
+            self._taken.settings,
             plan.seed,
             on_cpu=self._reads_are_free,
             say=self._weak_reporter(),
@@ -186,7 +182,7 @@ class Run:
             ...     for batch in run.batches():
             ...         loss = run.step(batch)
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        if not checks.is_whole(n) or n < 0:
             raise ArgumentError(
                 f"run.epochs({n!r}): expected the epochs of the whole training, 0 or more."
             )
