@@ -30,19 +30,7 @@ class Experiment(StrEnum):
     @property
     def is_one_process(self) -> bool:
         """Whether the run has one process."""
-        return self in _ONE_PROCESS
-
-
-_ONE_PROCESS = frozenset(
-    {
-        Experiment.ONE,
-        Experiment.ROUNDED,
-        Experiment.AGAIN,
-        Experiment.SPLIT,
-        Experiment.TWICE,
-        Experiment.PARTS,
-    }
-)
+        return self.value in ("one", "rounded", "again", "split", "twice", "parts")
 
 
 @dataclasses.dataclass(frozen=True)

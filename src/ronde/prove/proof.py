@@ -8,13 +8,10 @@ runs, :mod:`ronde.prove.compare` compares them, and :mod:`ronde.prove.diagnose` 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ronde.plan import Plan
@@ -32,7 +29,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["Study", "prove"]
 
-_FILES = 5_000  # at most so many are looked at
 _AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
 _COMPUTED = ("outputs", "loss", "gradients", "clipped gradients", "weights", "buffers")
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most
@@ -132,13 +128,10 @@ class Study:
     def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
         """Run the script and compare. ``explicit``: a refused plan is no proof."""
         start = time.monotonic()
-        files = _files()
         verdict = Verdict(self.command, self.pool.workers, self.steps)
         try:
             begins = self._prove_training(verdict, plans, explicit)
             self._prove_later(verdict, begins, plans, explicit)
-            if verdict.difference is not None and verdict.difference.phase in _AT_FIRST:
-                _note_files(verdict, files)
             if len(begins) > 1 and verdict.difference is None:
                 compared = "each" if len(begins) <= _TRAININGS else f"the first {_TRAININGS}"
                 verdict.notes.append(
@@ -444,7 +437,8 @@ class Study:
             )
         left = sorted(set(opening.get("names", [])) - set(opening.get("held", [])))
         if left:
-            notes.append(f"The optimizer does not hold {_few(left)}: it is not trained.")
+            few = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
+            notes.append(f"The optimizer does not hold {few}: it is not trained.")
         return notes
 
 
@@ -476,32 +470,6 @@ def _differs_in_step(one: RunTrace, many: RunTrace, rounded: RunTrace) -> bool:
         return False
     d = compare(one, many, rounded).difference
     return d is not None and d.step > 0 and d.phase in _COMPUTED
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-def _files() -> dict[str, int]:
-    """Files of the current folder and its folders, and when each was changed."""
-    files: dict[str, int] = {}
-    here = Path.cwd()
-    with contextlib.suppress(OSError):
-        for path in itertools.islice(itertools.chain(here.glob("*"), here.glob("*/*")), _FILES):
-            if path.is_file() and "__pycache__" not in path.parts:
-                files[str(path.relative_to(here))] = path.stat().st_mtime_ns
-    return files
-
-
-def _note_files(verdict: Verdict, before: dict[str, int]) -> None:
-    changed = [name for name, when in _files().items() if before.get(name) != when]
-    if changed:
-        verdict.notes.insert(
-            0,
-            f"The script writes {_few(changed)} in the current folder. If it also reads them (to "
-            "resume, say), each run starts with the files of the one before. Prove it where it "
-            "writes elsewhere.",
-        )
 
 
 def _note_logs(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str | None:

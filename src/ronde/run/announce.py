@@ -27,7 +27,7 @@ def announce(run: Run, left_out: list[str]) -> None:
             run=directory.name if directory else "",
             script=sys.argv[0] if sys.argv else "",
             workers=me.size,
-            device=_device_name(me),
+            device=torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
             host=socket.gethostname(),
             launcher=os.environ.get("RONDE_LAUNCHER", me.launcher),
             model=type(run.model).__name__,
@@ -87,10 +87,6 @@ def _warn_of_norms(run: Run) -> None:
             f"step has {plan.accumulation} of them: this is not the same training as without "
             "micro-batches"
         )
-
-
-def _device_name(me: World) -> str:
-    return torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu"
 
 
 def scalar_writer(directory: RunDir | None, asked: bool, me: World) -> Any:

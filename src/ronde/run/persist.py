@@ -16,7 +16,7 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["collect", "export_weights", "held_whole", "restore", "restore_pieces", "save"]
+__all__ = ["export_weights", "held_whole", "restore", "restore_pieces", "save"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -78,19 +78,6 @@ def _values(
     }
 
 
-def collect(run: RunParts) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """Files of tensors, and plain values, of a worker that holds everything."""
-    weights, same = checkpoint.model_state(run.model)
-    moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
-    drawn, randomness = checkpoint.random_state()
-    files: dict[str, Tensors] = {
-        "model.safetensors": weights,
-        "optimizer.safetensors": moments,
-        "random.safetensors": drawn,
-    }
-    return files, _values(run, same, optimizer, randomness)
-
-
 def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
     on rank 0.
@@ -98,7 +85,20 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     if held_whole(run):
         if not run.is_main:
             return None
-        return checkpoint.write(folder, run.state.step, *collect(run), keep)
+        weights, same = checkpoint.model_state(run.model)
+        moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
+        drawn, randomness = checkpoint.random_state()
+        files: dict[str, Tensors] = {
+            "model.safetensors": weights,
+            "optimizer.safetensors": moments,
+            "random.safetensors": drawn,
+        }
+        values = _values(run, same, optimizer, randomness)
+        return checkpoint.write(folder, run.state.step, files, values, keep)
+    return _save_together(run, folder, keep)
+
+
+def _save_together(run: RunParts, folder: Path, keep: int) -> Path | None:
     work = run._work
     error: str | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
@@ -215,7 +215,7 @@ def restore_pieces(
     """Continue from a checkpoint where each worker holds and reads a part, or refuse it.
 
     Args:
-        saved: the plain values of :func:`collect`.
+        saved: the plain values of :func:`save`.
         shapes: ``"model"`` and ``"optimizer"`` -> name -> shape, on every rank.
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
