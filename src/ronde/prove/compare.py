@@ -12,6 +12,9 @@ from ronde.prove.run_trace import RunTrace, Values
 
 __all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "compare", "lost_from"]
 
+Step = dict[str, Any]
+Differences = Iterator["Difference"]
+
 RELATIVE = 1e-9
 """A smaller difference, relative to the tensor, is never an error."""
 EPOCHS = "the number of epochs"
@@ -179,7 +182,7 @@ class _Comparer:
         self.judge = _Judge(self.result, tolerance, single)
         self.names: list[str] = one.first("opening").get("names", [])
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self) -> Differences:
         yield from self._contract()
         yield from self._tensors(-1, "init", "initial weights", ranks=False)
         yield from self._tensors(-1, "initbuffer", "initial buffers", ranks=False)
@@ -196,16 +199,14 @@ class _Comparer:
 
     # -- before the first step ---------------------------------------------------------
 
-    def _contract(self) -> Iterator[Difference]:
+    def _contract(self) -> Differences:
         for rank in range(self.many.size):
             a, b = self.one.first("opening"), self.many.first("opening", rank)
             for name, x, y in self._facts(rank, a, b) if a and b else ():
                 if x != y:
                     yield Difference("contract", 0, name, rank or None, x, y)
 
-    def _facts(
-        self, rank: int, a: dict[str, Any], b: dict[str, Any]
-    ) -> Iterator[tuple[str, Any, Any]]:
+    def _facts(self, rank: int, a: Step, b: Step) -> Iterator[tuple[str, Any, Any]]:
         yield "the length of the data set", a["samples"], b["samples"]
         yield "the samples of an epoch", a["epoch_samples"], b["epoch_samples"]
         for name in {**a["contract"], **b["contract"]}:
@@ -221,7 +222,7 @@ class _Comparer:
 
     # -- a step ------------------------------------------------------------------------
 
-    def _step(self, k: int) -> Iterator[Difference]:
+    def _step(self, k: int) -> Differences:
         mine, theirs = self.one.steps()[k], [steps[k] for steps in self.many.all_steps()]
         yield from self._order(k, mine, theirs)
         yield from self._samples(k, mine, theirs)
@@ -236,9 +237,7 @@ class _Comparer:
         yield from self._rates(k, mine, theirs, "lr_after", "scheduler")
         yield from self._tensors(k, "buffer", "buffers", ranks=False)
 
-    def _order(
-        self, k: int, mine: dict[str, Any], theirs: list[dict[str, Any]]
-    ) -> Iterator[Difference]:
+    def _order(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
         a = mine["ids"]
         for rank, other in enumerate(theirs):
             b = other["ids"]
@@ -250,9 +249,7 @@ class _Comparer:
                 name = "the size of the global batch"
                 yield Difference("order", k + 1, name, rank or None, len(a), len(b))
 
-    def _samples(
-        self, k: int, mine: dict[str, Any], theirs: list[dict[str, Any]]
-    ) -> Iterator[Difference]:
+    def _samples(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
         known: dict[int, set[str]] = {}  # a sampler with replacement deals a sample several times
         for i, digest in mine["digests"]:
             known.setdefault(i, set()).add(digest)
@@ -261,7 +258,7 @@ class _Comparer:
                 if digest not in known.get(i, (digest,)):
                     yield Difference("data", k + 1, f"sample {i}", rank)
 
-    def _starts(self, k: int) -> Iterator[Difference]:
+    def _starts(self, k: int) -> Differences:
         """Weights at the start of a step: the script may have changed them since the last one."""
         phase = "weights between steps" if k else "initial weights"
         expected = _start_weights(self.one, k)
@@ -285,9 +282,7 @@ class _Comparer:
                     break
         yield from _first_of(bad)
 
-    def _dropout(
-        self, k: int, mine: dict[str, Any], theirs: list[dict[str, Any]]
-    ) -> Iterator[Difference]:
+    def _dropout(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
         for rank, other in enumerate(theirs):
             for where, rates in other["dropout"].items():
                 known = mine["dropout"].get(where, [0.0])  # not called at all
@@ -296,7 +291,7 @@ class _Comparer:
                     name = f"the rate at {where}"
                     yield Difference("dropout", k + 1, name, rank or None, known[0], new[0])
 
-    def _outputs(self, k: int) -> Iterator[Difference]:
+    def _outputs(self, k: int) -> Differences:
         theirs = self.many.outputs(k)
         rounded = self.floor.outputs(k) if self.floor else {}
         bad = []
@@ -312,9 +307,7 @@ class _Comparer:
                 bad.append(Difference("outputs", k + 1, name, relative=apart))
         yield from _first_of(bad)
 
-    def _loss(
-        self, k: int, mine: dict[str, Any], theirs: list[dict[str, Any]]
-    ) -> Iterator[Difference]:
+    def _loss(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
         rounded = self.floor.steps() if self.floor else []
         floor = rounded[k]["loss"] if k < len(rounded) else None
         for rank, other in enumerate(theirs):
@@ -323,16 +316,14 @@ class _Comparer:
             if apart is not None:
                 yield Difference("loss", k + 1, "loss", rank or None, a, b, apart)
 
-    def _rates(
-        self, k: int, mine: dict[str, Any], theirs: list[dict[str, Any]], key: str, phase: str
-    ) -> Iterator[Difference]:
+    def _rates(self, k: int, mine: Step, theirs: list[Step], key: str, phase: str) -> Differences:
         for rank, other in enumerate(theirs):
             for i, (a, b) in enumerate(zip(mine[key], other[key], strict=False)):
                 if abs(a - b) > RELATIVE * abs(a):
                     name, apart = f"learning rate of group {i}", abs(a - b) / (abs(a) or 1.0)
                     yield Difference(phase, k + 1, name, rank or None, a, b, apart)
 
-    def _tensors(self, k: int, kind: str, phase: str, ranks: bool = True) -> Iterator[Difference]:
+    def _tensors(self, k: int, kind: str, phase: str, ranks: bool = True) -> Differences:
         """Every rank's tensors of one kind against those of one process."""
         expected, merged = self.one.merged(k, kind), self.many.merged(k, kind)
         rounded = self.floor.merged(k, kind) if self.floor and k >= 0 else {}
@@ -376,7 +367,7 @@ class _Comparer:
 
     # -- an evaluation -----------------------------------------------------------------
 
-    def _evaluation_data(self, step: int) -> Iterator[Difference]:
+    def _evaluation_data(self, step: int) -> Differences:
         """Samples of each rank, before results, to which every rank's samples contribute."""
         mine = _evaluations(self.one, 0, step)
         for rank in range(self.many.size):
@@ -389,7 +380,7 @@ class _Comparer:
                     if known.get(i, digest) != digest:
                         yield Difference("evaluation", step, f"sample {i}", rank or None)
 
-    def _evaluation_results(self, step: int) -> Iterator[Difference]:
+    def _evaluation_results(self, step: int) -> Differences:
         mine = _evaluations(self.one, 0, step)
         rounded = _evaluations(self.floor, 0, step) if self.floor else []
         for rank in range(self.many.size):
@@ -404,9 +395,8 @@ class _Comparer:
                 for name in sorted(values, key=lambda name: name != "loss"):
                     x, y = values[name], others.get(name)
                     where = f"evaluation's {name}, step {step}"
-                    apart = self.judge.scalars(
-                        x, np.nan if y is None else y, noise.get(name), where
-                    )
+                    other = np.nan if y is None else y
+                    apart = self.judge.scalars(x, other, noise.get(name), where)
                     if apart is not None:
                         yield Difference("evaluation", step, name, rank or None, x, y, apart)
                 self.result.evaluations += rank == 0
@@ -421,7 +411,7 @@ def _start_weights(run: RunTrace, k: int) -> dict[str, Values]:
     return {**before, **run.merged(k, "start")}
 
 
-def _first_of(bad: list[Difference]) -> Iterator[Difference]:
+def _first_of(bad: list[Difference]) -> Differences:
     if bad:
         yield replace(bad[0], others=tuple(b.name for b in bad[1:6]))
 

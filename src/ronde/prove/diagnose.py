@@ -133,9 +133,7 @@ def _of_seeds(case: Case) -> Cause | None:
     left = case.left(alike)
     if left is not None and left.place <= d.place:
         return None
-    evidence = (
-        f"{SEEDED}, the next difference is: {_name(left)}" if left else f"{SEEDED}, it is equal"
-    )
+    evidence = f"{SEEDED}, {_rest(left)}"
     drawn = case.draws() if d.phase in ("outputs", "loss", "gradients") else None
     if drawn:  # in every step: that is more than a value drawn once
         return cause("randomness", drawn, evidence)
@@ -311,13 +309,10 @@ def _of_outputs(case: Case) -> Cause:
     if kind and not is_batchnorm and case.has_other_inputs(name):
         parent = name.rpartition(".")[0]
         holder = f"{repr(parent) if parent else 'the model'} ({modules.get(parent)})"
-        evidence = (
-            f"the inputs of {name!r} differ already: the forward pass of {holder} computes them"
-        )
+        evidence = f"the inputs of {name!r} differ already: {holder} computes them"
         if functional := case.one.places("batch_norm", "step"):
-            return cause(
-                "batchnorm", evidence, f"torch.nn.functional.batch_norm at {functional[0]}"
-            )
+            place = functional[0]
+            return cause("batchnorm", evidence, f"torch.nn.functional.batch_norm at {place}")
     if "(call " in case.difference.name and case.rewritten_weights():
         return cause(
             "weights-changed-by-script",
@@ -339,13 +334,13 @@ def _with_sync_batchnorm(case: Case) -> str | None:
     synced = case.experiment(Experiment.SYNC_BATCHNORM)
     if synced is None:
         return None
-    left = case.left(synced)
-    rest = f"the next difference is: {_name(left)}" if left else "it is equal"
-    return f"with sync_batchnorm=True {rest}"
+    return f"with sync_batchnorm=True {_rest(case.left(synced))}"
 
 
-def _name(d: Difference) -> str:
-    return f"{d.phase}, step {d.step}, {d.name}"
+def _rest(d: Difference | None) -> str:
+    if d is None:
+        return "it is equal"
+    return f"the next difference is: {d.phase}, step {d.step}, {d.name}"
 
 
 def _of_mixing(
@@ -441,9 +436,8 @@ def _gradients_changed(case: Case) -> Cause | None:
     """The script was seen to change gradients itself."""
     many = case.many
     if any(many.first("notes", r).get("clips_itself") for r in range(many.size)):
-        return cause(
-            "clipping", "the script calls torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
-        )
+        call = "torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
+        return cause("clipping", f"the script calls {call}")
     if clamps := many.places("clamps", "step"):
         return cause("clipping", f"the script clips gradients itself: {clamps[0]}")
     if cleared := many.places("cleared", "step"):
@@ -508,13 +502,11 @@ def _of_evaluation(case: Case) -> Cause:
     if d.name == "number of evaluations":
         return cause("rank-dependent-loop", case.reads_of_rank("between"))
     if d.name == "samples":
-        return cause(
-            "evaluation-depends-on-workers", case.reads_of_rank("between", "setup", "evaluate")
-        )
+        reads = case.reads_of_rank("between", "setup", "evaluate")
+        return cause("evaluation-depends-on-workers", reads)
     if d.name.startswith("sample "):
-        return cause(
-            "unseeded-data", "the evaluation's data set gives other values under the same index"
-        )
+        evidence = "the evaluation's data set gives other values under the same index"
+        return cause("unseeded-data", evidence)
     if any(e.get("drawn") for run in case.runs for e in run.evaluations()):
         return cause("randomness", "drawn during evaluation")
     reads = case.reads_of_rank("evaluate")

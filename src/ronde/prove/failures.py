@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ronde.introspect import is_user_file
@@ -20,29 +21,16 @@ from ronde.prove.run_trace import RunTrace
 __all__ = ["FailedRun", "explain_exit", "explain_failure", "note_late_error"]
 
 
+@dataclass
 class FailedRun:
-    """The failed run of a plan.
+    """The failed run of a plan, ``many``, beside that of one process; ``run`` runs experiments."""
 
-    Args:
-        plan: of the run.
-        failure: the first.
-        seconds: of the run.
-        one: the run of one process.
-        many: the failed run.
-        run: runs an experiment.
-    """
-
-    def __init__(
-        self,
-        plan: str,
-        failure: Failure,
-        seconds: float,
-        one: RunTrace,
-        many: RunTrace,
-        run: Callable[[Experiment], RunTrace | None],
-    ) -> None:
-        self.plan, self.failure, self.seconds = plan, failure, seconds
-        self.one, self.many, self.run = one, many, run
+    plan: str
+    failure: Failure
+    seconds: float
+    one: RunTrace
+    many: RunTrace
+    run: Callable[[Experiment], RunTrace | None]
 
     def verdict(self) -> PlanVerdict:
         """The first reading that applies."""
@@ -161,10 +149,8 @@ def _in_layout(failure: Failure, many: RunTrace) -> bool:
     if ready or not many.first("opening", failure.rank):
         return False
     files = re.findall(r'File "(.+?)", line', failure.trace)
-    ours = str(Path(__file__).resolve().parents[1])
-    calls = [
-        i for i, f in enumerate(files) if f.startswith(ours) and f.endswith("run/distribute.py")
-    ]
+    distribute = str(Path(__file__).resolve().parents[1] / "run" / "distribute.py")
+    calls = [i for i, file in enumerate(files) if file == distribute]
     inside = files[calls[-1] :] if calls else []
     return any(not file.startswith("<") and is_user_file(file) for file in inside)
 

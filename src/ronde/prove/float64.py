@@ -189,9 +189,7 @@ def _patch_ranks(recorder: Recorder) -> None:
 
     blind = recorder.experiment is Experiment.BLIND
 
-    def asking(
-        what: str, original: Callable[..., Any], alone: Callable[[Any], Any]
-    ) -> Callable[..., Any]:
+    def asking(what: str, original: Any, alone: Callable[[Any], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             where = _place(True)
             if where:

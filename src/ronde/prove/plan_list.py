@@ -43,9 +43,7 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
         return [*ALL_PLANS, *(_HYBRIDS if workers >= 4 else ())]
     texts = [plans] if isinstance(plans, str) else list(plans)
     if not texts:
-        raise ArgumentError(
-            "no plan was given: --plans all, or plans such as replicate or shard=parameters."
-        )
+        raise ArgumentError("no plan was given: --plans all, or --plans shard=parameters, say.")
     return list(dict.fromkeys(Plan.parse(one).spec for text in texts for one in _split(text)))
 
 

@@ -74,17 +74,9 @@ def _call_script(command: list[str]) -> dict[str, Any] | None:
     except SystemExit as end:
         if end.code in (None, 0):
             return None
-        return {
-            "type": "SystemExit",
-            "text": f"it ended with sys.exit({end.code!r})",
-            "trace": "",
-        }
+        return {"type": "SystemExit", "text": f"it ended with sys.exit({end.code!r})", "trace": ""}
     except BaseException as failure:
-        return {
-            "type": type(failure).__name__,
-            "text": str(failure),
-            "trace": _traceback(failure),
-        }
+        return {"type": type(failure).__name__, "text": str(failure), "trace": _traceback(failure)}
     return None
 
 

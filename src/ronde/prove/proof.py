@@ -32,9 +32,7 @@ __all__ = ["Study", "prove"]
 _AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
 _COMPUTED = ("outputs", "loss", "gradients", "clipped gradients", "weights", "buffers")
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most
-_LOST = (
-    1e3  # times the effect of rounding: a difference up to that is no error in a chaotic training
-)
+_LOST = 1e3  # times the effect of rounding: up to that, a chaotic training has no error
 _CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
 _UNSEEDED = {
     "contract": "unseeded-script",
@@ -86,9 +84,7 @@ def prove(
         ArgumentError: an argument cannot be used.
     """
     if workers < 2:
-        raise ArgumentError(
-            f"workers={workers}: to prove something against one process takes at least 2."
-        )
+        raise ArgumentError(f"workers={workers}: a proof against one process takes at least 2.")
     if steps < 1:
         raise ArgumentError(f"steps={steps} must be 1 or more.")
     explicit = plans != "all"
@@ -273,9 +269,7 @@ class Study:
         failure = first.failure or second.failure
         if failure is None:
             if not one.opened:
-                return (
-                    "the script ended without calling ronde.distribute: there is nothing to prove."
-                )
+                return "the script ended without ronde.distribute: there is nothing to prove."
             if not one.steps():
                 return "the script ended without a step: there is nothing to prove."
             return ""
@@ -311,9 +305,8 @@ class Study:
         verdict.status, verdict.difference, verdict.cause = "differs", apart, cause(id)
         if apart.phase in _AT_FIRST:
             # the first two ran at the same time: only a third reads what they have written
-            reread = rounded.places("reread") + RunTrace(self._run_again().folder, 1).places(
-                "reread"
-            )
+            again_trace = RunTrace(self._run_again().folder, 1)
+            reread = rounded.places("reread") + again_trace.places("reread")
             if reread:
                 verdict.cause = cause("reads-another-run", f"it reads {reread[0]}")
 

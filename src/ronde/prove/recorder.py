@@ -28,13 +28,7 @@ from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.profile import copied
 from ronde.prove.experiment import Experiment, Settings
-from ronde.prove.recorded_data import (
-    NotedStream,
-    cut_epoch,
-    cut_order,
-    note_samples,
-    wide_loader,
-)
+from ronde.prove.recorded_data import NotedStream, cut_epoch, cut_order, note_samples, wide_loader
 from ronde.prove.values import (
     Array,
     cast,
@@ -198,18 +192,15 @@ class Recorder(hooks.Observer):
         size = (taken.batch_size or 1) * (workers if opening.batch == "grow" else 1)
         self._steps_per_epoch = -(-order.epoch_samples // size)
         short = cut_epoch(taken, size, self.settings.steps, workers)
-        loader = wide_loader(
-            taken.settings, taken.dataset, lambda names: self.note("collate", ", ".join(names))
-        )
         dataset = taken.dataset
+        loader = wide_loader(taken.settings, dataset, self._note_collate)
         if self._is_mine:
             self._record_opening(opening, short, size, dropout)
             dataset = note_samples(dataset, self._note_sample)
         if self._trainings > 1:
             self.event("training", number=self._trainings, tick=self._ticks)
-        opening.taken = dataclasses.replace(
-            taken, dataset=dataset, order=cut_order(order, short), settings=loader
-        )
+        order = cut_order(order, short)
+        opening.taken = dataclasses.replace(taken, dataset=dataset, order=order, settings=loader)
         self._change_arguments(opening, size)
 
     def _widen(self, opening: hooks.Opening) -> None:
@@ -229,6 +220,9 @@ class Recorder(hooks.Observer):
         if opening.precision != "fp32":
             self.note("precision", None)
             opening.precision = "fp32"
+
+    def _note_collate(self, generators: list[str]) -> None:
+        self.note("collate", ", ".join(generators))
 
     def _change_arguments(self, opening: hooks.Opening, size: int) -> None:
         asked = opening.micro_batch
@@ -707,9 +701,8 @@ class Recorder(hooks.Observer):
             name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
             for name, v in values.items()
         }
-        fractions = {
-            str(name): float(v) for name, v in numbers.items() if isinstance(v, float | np.floating)
-        }
+        real = (float, np.floating)
+        fractions = {str(name): float(v) for name, v in numbers.items() if isinstance(v, real)}
         if run is self.run and fractions:
             self.event("logged", step=run.state.step, values=fractions)
 

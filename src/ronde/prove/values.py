@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+Loss = Callable[..., Any]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements; a larger tensor is recorded as this many sums of blocks
@@ -151,9 +152,7 @@ def half_of(batch: Any) -> Any:
     return half
 
 
-def _mean_gradient(
-    loss: Callable[..., Any], values: tuple[Any, ...], samples: int, part: int
-) -> bool:
+def _mean_gradient(loss: Loss, values: tuple[Any, ...], samples: int, part: int) -> bool:
     """Whether the first samples have the same gradient alone as among all, times their number.
     True if the loss cannot be asked.
     """
@@ -183,9 +182,7 @@ def _mean_gradient(
     return bool(torch.allclose(alone, among[: len(alone)], rtol=1e-6, atol=floor))
 
 
-def _mean_of_any(
-    loss: Callable[..., Any], values: tuple[Any, ...], samples: int, whole: float
-) -> bool:
+def _mean_of_any(loss: Loss, values: tuple[Any, ...], samples: int, whole: float) -> bool:
     """Whether it is a mean for any cut of the samples: thirds may weigh the same by chance."""
     for part in range(1, min(samples, _PARTS)):
         try:
@@ -218,7 +215,7 @@ def _pair(f: dict[str, tuple[float, float]]) -> str:
     return "pair-mean" if is_mean else "pair-other"
 
 
-def probe(loss: Callable[..., Any], values: tuple[Any, ...], samples: int) -> str:
+def probe(loss: Loss, values: tuple[Any, ...], samples: int) -> str:
     """The kind of function that a loss is of its samples: ``mean``, ``sum``, ``weighted``,
     ``over-batch``, ``state``, ``pair``, or ``unknown``.
 

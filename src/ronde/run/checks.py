@@ -35,6 +35,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _require(fine: bool, text: str) -> None:
+    if not fine:
+        raise ArgumentError(text)
+
+
 def lazy_names(model: nn.Module) -> list[str]:
     """Parameters and buffers without a shape."""
     lazy = torch.nn.parameter.is_lazy
@@ -67,23 +72,20 @@ def check_init(init: Any, model: nn.Module) -> None:
 
 def check_model(model: Any, me: World) -> None:
     """A module with trainable parameters, on meta or on one device that this worker may use."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ArgumentError(
-            f"model is wrapped in {type(model).__name__} already: give the module inside it "
-            "(model.module), ronde distributes it."
-        )
+    kind = type(model).__name__
+    _require(isinstance(model, nn.Module), f"model must be a torch.nn.Module, found {kind}.")
+    _require(
+        not isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel),
+        f"model is wrapped in {kind} already: give the module inside it (model.module), ronde "
+        "distributes it.",
+    )
     named = list(model.named_parameters())
-    if not named:
-        raise ArgumentError(
-            f"model ({type(model).__name__}) has no parameters: there is nothing to train."
-        )
-    if not any(p.requires_grad for _, p in named):
-        raise ArgumentError(
-            f"every parameter of model ({type(model).__name__}) is frozen "
-            "(requires_grad=False): there is nothing to train."
-        )
+    _require(bool(named), f"model ({kind}) has no parameters: there is nothing to train.")
+    _require(
+        any(p.requires_grad for _, p in named),
+        f"every parameter of model ({kind}) is frozen (requires_grad=False): there is nothing to "
+        "train.",
+    )
     places: dict[torch.device, str] = {}
     for name, tensor in [*named, *model.named_buffers()]:
         if not torch.nn.parameter.is_lazy(tensor):
@@ -106,15 +108,14 @@ def check_model(model: Any, me: World) -> None:
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     """An optimizer over the model's parameters. Returns the trainable ones that it leaves out."""
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(
-            f"optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}."
-        )
-    if type(optimizer).__name__ == "LBFGS":
-        raise ArgumentError(
-            "optimizer is LBFGS, which evaluates the model several times a step by itself: "
-            "that is not supported. Use a first-order one."
-        )
+    kind = type(optimizer).__name__
+    is_optimizer = isinstance(optimizer, Optimizer)
+    _require(is_optimizer, f"optimizer must be a torch.optim.Optimizer, found {kind}.")
+    _require(
+        kind != "LBFGS",
+        "optimizer is LBFGS, which evaluates the model several times a step by itself: that is "
+        "not supported. Use a first-order one.",
+    )
     named = dict(model.named_parameters())
     by_id = {id(p): n for n, p in named.items()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -153,19 +154,18 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """A scheduler of this optimizer that needs no measurement."""
     if scheduler is None:
         return
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ArgumentError(
-            "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call "
-            "scheduler.step(value) yourself after run.evaluate()."
-        )
-    if not isinstance(scheduler, LRScheduler) and not callable(getattr(scheduler, "step", None)):
-        raise ArgumentError(
-            f"scheduler must be a torch.optim.lr_scheduler, found {type(scheduler).__name__}."
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ArgumentError(
-            "scheduler was built over another optimizer: build it from the one given here."
-        )
+    kind = type(scheduler).__name__
+    _require(
+        not isinstance(scheduler, ReduceLROnPlateau),
+        "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call "
+        "scheduler.step(value) yourself after run.evaluate().",
+    )
+    steps = isinstance(scheduler, LRScheduler) or callable(getattr(scheduler, "step", None))
+    _require(steps, f"scheduler must be a torch.optim.lr_scheduler, found {kind}.")
+    _require(
+        getattr(scheduler, "optimizer", optimizer) is optimizer,
+        "scheduler was built over another optimizer: build it from the one given here.",
+    )
 
 
 def _setting(value: Any) -> Any:
@@ -220,27 +220,23 @@ def check_arguments(
     clip_norm: Any,
 ) -> None:
     """The plain arguments. ``choices``: name -> (value, options); ``counts``: name -> count."""
-    for argument, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ArgumentError(
-                f"{argument}={value!r} is not known: choose one of {', '.join(map(repr, allowed))}."
-            )
+    for name, (value, options) in {
+        **choices,
+        "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
+    }.items():
+        known = ", ".join(repr(option) for option in options if option is not None)
+        _require(value in options, f"{name}={value!r} is not known: choose one of {known}.")
     for name, count in counts.items():
-        if count is not None and not (is_whole(count) and count > 0):
-            raise ArgumentError(f"{name}={count!r} must be a whole number above 0.")
-    if not (is_whole(keep) and keep > 0):
-        raise ArgumentError(f"keep={keep!r} must be a whole number above 0.")
-    if not is_whole(seed):
-        raise ArgumentError(f"seed={seed!r} must be a whole number.")
-    if warmup_steps is not None and not (is_whole(warmup_steps) and warmup_steps >= 0):
-        raise ArgumentError(f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
-    if lr_rule is not None and lr_rule not in lr_rules.RULES:
-        raise ArgumentError(
-            f"lr_rule={lr_rule!r} is not known: choose one of {', '.join(lr_rules.RULES)}."
-        )
-    if not callable(loss):
-        raise ArgumentError(
-            f"loss must be callable, loss(output, target) -> scalar; found {type(loss).__name__}."
-        )
-    if clip_norm is not None and (isinstance(clip_norm, bool | str) or not clip_norm > 0):
-        raise ArgumentError(f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
+        fine = count is None or (is_whole(count) and count > 0)
+        _require(fine, f"{name}={count!r} must be a whole number above 0.")
+    fine = is_whole(keep) and keep > 0
+    _require(fine, f"keep={keep!r} must be a whole number above 0.")
+    _require(is_whole(seed), f"seed={seed!r} must be a whole number.")
+    fine = warmup_steps is None or (is_whole(warmup_steps) and warmup_steps >= 0)
+    _require(fine, f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")
+    kind = type(loss).__name__
+    _require(
+        callable(loss), f"loss must be callable, loss(output, target) -> scalar; found {kind}."
+    )
+    fine = clip_norm is None or (not isinstance(clip_norm, bool | str) and clip_norm > 0)
+    _require(fine, f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")

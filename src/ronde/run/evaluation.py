@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import IterableDataset
 
@@ -27,7 +25,6 @@ from ronde.loader import (
 from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
-from ronde.run.losses import LossCall
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
@@ -36,14 +33,7 @@ from ronde.world.tensors import map_leaves, map_tensors
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = [
-    "Evaluation",
-    "evaluation_of",
-    "gather_skipped",
-    "on_device",
-    "skip_report",
-    "to_device",
-]
+__all__ = ["Evaluation", "evaluation_of", "gather_skipped", "on_device", "skip_report", "to_device"]
 
 _MOST_KEPT = 4  # evaluations: a script may make a new DataLoader for each
 
@@ -182,22 +172,16 @@ class Evaluation:
             ranks = [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)]
             self.counting = group_of("counting", ranks)
 
-    def run(
-        self,
-        model: nn.Module,
-        loss: LossCall,
-        metrics: dict[str, Any],
-        autocast: Callable[[], AbstractContextManager[Any]],
-        strategy: Strategy,
-    ) -> tuple[dict[str, Any], int]:
+    def run(self, run: RunParts, metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Loss and metrics over the whole set, and its number of samples."""
+        loss, strategy = run._loss, run._strategy
         plain, objects = self._prepare(metrics)
         # Sum and weight of the loss, then of each plain metric; the last cell counts samples.
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
         def judge(batch: Any) -> Judged:
-            with autocast():
-                arguments = loss.arguments(model, batch)
+            with run._autocast():
+                arguments = loss.arguments(run.model, batch)
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
@@ -286,9 +270,8 @@ class Evaluation:
         replica = layout.place(self.me.rank).replica
 
         def mine() -> Any:
-            return shares(
-                0, 0, samples, self.batch_size, replica, layout.replicas, self.micro_batch
-            )
+            size, replicas = self.batch_size, layout.replicas
+            return shares(0, 0, samples, size, replica, replicas, self.micro_batch)
 
         for share, micros in self.feed.read(mine):
             left_out = self.feed.left_out or (0,) * len(micros)

@@ -23,9 +23,7 @@ def refuse_loss(run: RunParts, value: float, share: Share) -> None:
     shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
     effect = "The weights were not updated."
     if run.device.type != "cpu":
-        effect = (
-            f"This device is checked every {NAN_EVERY} steps: an earlier one may have caused it."
-        )
+        effect = f"One step in {NAN_EVERY} is checked here: an earlier one may have caused it."
     raise LossError(
         f"the loss is {value} in step {run.state.step + 1} (epoch {share.epoch}, samples "
         f"{share.start}–{share.stop - 1} of its order: indices {shown}){_bad_ranks(run)}. {effect} "

@@ -137,9 +137,8 @@ def export_weights(run: RunParts, path: Path) -> None:
 
 
 def _refuse(why: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint cannot be continued: {why}. Restore it, or start a new run."
-    )
+    text = f"the checkpoint cannot be continued: {why}. Restore it, or start a new run."
+    return CheckpointError(text)
 
 
 def _check(run: RunParts, saved: Mapping[str, Any]) -> None:

@@ -39,9 +39,8 @@ def _read_plan(asked: Any, me: World) -> Plan:
     if isinstance(asked, Plan):
         return asked
     if not isinstance(asked, str | os.PathLike):
-        raise ArgumentError(
-            f"plan must be a text, a file or a ronde.Plan; found {type(asked).__name__}."
-        )
+        kind = type(asked).__name__
+        raise ArgumentError(f"plan must be a text, a file, or a ronde.Plan; found {kind}.")
     if asked == "auto":
         return Plan()
     file = Plan.file_of(asked) if isinstance(asked, str) else Path(asked)
@@ -51,9 +50,7 @@ def _read_plan(asked: Any, me: World) -> Plan:
         raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
     plan = Plan.load(file)
     if plan.workers not in (1, me.size):
-        raise ArgumentError(
-            f"the plan in {file} is for {plan.workers} workers, here are {me.size}."
-        )
+        raise ArgumentError(f"the plan in {file} is for {plan.workers} workers, not {me.size}.")
     return plan
 
 

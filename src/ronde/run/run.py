@@ -183,9 +183,7 @@ class Run:
             ...         loss = run.step(batch)
         """
         if not checks.is_whole(n) or n < 0:
-            raise ArgumentError(
-                f"run.epochs({n!r}): expected the epochs of the whole training, 0 or more."
-            )
+            raise ArgumentError(f"run.epochs({n!r}): expected a number of epochs, 0 or more.")
         n = hooks.observer.on_epochs(self, n)
         self._watcher.epochs = n
         self._watcher.total_steps = n * self.steps_per_epoch
@@ -344,9 +342,7 @@ class Run:
         self.model.eval()
         hooks.observer.before_evaluation(self)
         try:
-            result, samples = evaluation.run(
-                self.model, self._loss, dict(metrics or {}), self._autocast, self._strategy
-            )
+            result, samples = evaluation.run(self, dict(metrics or {}))
         finally:
             for module, training in modes:
                 module.training = training  # each its own: the script may have frozen a part
@@ -357,13 +353,11 @@ class Run:
         if report := skip_report(evaluation.skipped, of, "left out"):
             self._warn(f"evaluation: {report}")
         state = self.state
-        self._watcher.event(
-            Evaluated(step=state.step, epoch=state.epoch, samples=samples, metrics=result)
-        )
+        event = Evaluated(step=state.step, epoch=state.epoch, samples=samples, metrics=result)
+        self._watcher.event(event)
         self._write_scalars("evaluate/", result)
-        shown = "  ".join(
-            f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items()
-        )
+        numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
+        shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
         self._watcher.say(f"epoch {state.epoch + 1}  step {state.step}  evaluate  {shown}")
         self._watcher.rate.resume()
         return result
@@ -454,14 +448,10 @@ class Run:
         start = time.perf_counter()
         path = persist.save(self, self.dir.checkpoints, self._keep)
         if path is not None:
-            self._watcher.event(
-                Checkpointed(
-                    step=self.state.step,
-                    path=f"checkpoints/{path.name}",
-                    bytes=sum(f.stat().st_size for f in path.iterdir()),
-                    seconds=time.perf_counter() - start,
-                )
-            )
+            seconds = time.perf_counter() - start
+            size, name = sum(f.stat().st_size for f in path.iterdir()), f"checkpoints/{path.name}"
+            event = Checkpointed(step=self.state.step, path=name, bytes=size, seconds=seconds)
+            self._watcher.event(event)
         self._watcher.rate.resume()
         return path
 

@@ -106,9 +106,8 @@ class _Kept:
                 kept = [_Kept(v, largest, elsewhere, depth + 1) for v in items]
                 self._copy = list(zip(value, kept, strict=True))
         else:
-            self._copy = next(
-                (get(value) for t, get, _ in _GENERATORS if isinstance(value, t)), None
-            )
+            copies = (get(value) for kind, get, _ in _GENERATORS if isinstance(value, kind))
+            self._copy = next(copies, None)
 
     def back(self) -> Any:
         """The very object, with its values as they were."""
@@ -191,17 +190,14 @@ class _Weights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules: list[tuple[torch.nn.Module, bool]] = []
-        self._buffers: list[
-            tuple[torch.nn.Module, str, torch.Tensor | None, torch.Tensor | None]
-        ] = []
+        self._buffers: list[tuple[torch.nn.Module, str, Any, torch.Tensor | None]] = []
         self._attributes: list[_Attributes] = []
         for module in model.modules():
             self._modules.append((module, module.training))
             self._attributes.append(_Attributes(module))
             for name, b in module._buffers.items():
-                self._buffers.append(
-                    (module, name, b, None if b is None or b.is_meta else _cpu_copy(b))
-                )
+                value = None if b is None or b.is_meta else _cpu_copy(b)
+                self._buffers.append((module, name, b, value))
         self._parameters = [(p, None if p.is_meta else _cpu_copy(p)) for p in model.parameters()]
         self._gradients = [
             (p, p.grad, None if p.grad is None else _cpu_copy(p.grad), p.requires_grad)
@@ -312,9 +308,8 @@ class Snapshot:
             _Attributes(strategy, elsewhere=weights),
             *(_Attributes(part, _MOST_BYTES) for part in walk(dataset, _inner, most=_MOST_PARTS)),
         ]
-        self._losses = [
-            _Weights(f) for f in (loss.loss, loss.forward) if isinstance(f, torch.nn.Module)
-        ]
+        functions = (loss.loss, loss.forward)
+        self._losses = [_Weights(f) for f in functions if isinstance(f, torch.nn.Module)]
         self._untouched = isinstance(strategy, Replicate) and strategy.is_untouched
         self._scheduler: tuple[Any, Any, _Attributes] | None = None
         if run.scheduler is not None:

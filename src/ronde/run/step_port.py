@@ -7,8 +7,8 @@ a run, and leave it as it was. Scripts never need this.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,6 +88,7 @@ class RunParts(RunView, Protocol):
     _comparison: Any
     _on_nan: str
     _evaluations: dict[int, Any]
+    _autocast: Callable[[], AbstractContextManager[Any]]
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
