@@ -119,15 +119,15 @@ class _Judge:
             return float("inf")
         good = np.isfinite(one)
         scale = max(float(np.max(np.abs(one[good]), initial=0.0)), _SMALL * largest) or 1.0
-        apart = float(np.max(np.abs(one[good] - many[good]), initial=0.0)) / scale
+        relative = float(np.max(np.abs(one[good] - many[good]), initial=0.0)) / scale
         rounding = 0.0
         if floor is not None and floor.shape == one.shape:
             rounding = float(np.nanmax(np.abs(one - floor), initial=0.0)) / scale
         self.result.compared += 1
-        if apart > max(self.tolerance, _NOISE * min(rounding, RELATIVE)):
-            return apart
-        if apart > self.result.largest:
-            self.result.largest, self.result.where = apart, where
+        if relative > max(self.tolerance, _NOISE * min(rounding, RELATIVE)):
+            return relative
+        if relative > self.result.largest:
+            self.result.largest, self.result.where = relative, where
         return None
 
     def scalars(self, one: float, many: float, floor: float | None, where: str) -> float | None:
@@ -276,9 +276,9 @@ class _Comparer:
                     continue
                 where = f"{phase} of {name!r}, step {k + 1}"
                 floor = rounded.get(name)
-                apart = self.judge.differs(expected[name], value, floor, largest, where)
-                if apart is not None:
-                    bad.append(Difference(phase, k + 1, name, rank or None, relative=apart))
+                relative = self.judge.differs(expected[name], value, floor, largest, where)
+                if relative is not None:
+                    bad.append(Difference(phase, k + 1, name, rank or None, relative=relative))
                     break
         yield from _first_of(bad)
 
@@ -300,11 +300,11 @@ class _Comparer:
                 continue
             floor = rounded[name][0] if name in rounded else None
             where = f"output of {name!r}, step {k + 1}"
-            apart = self.judge.differs(value, theirs[name][0], floor, 0.0, where)
-            if apart is not None:
+            relative = self.judge.differs(value, theirs[name][0], floor, 0.0, where)
+            if relative is not None:
                 if name.startswith(BATCH):
-                    yield Difference("data", k + 1, name, relative=apart)
-                bad.append(Difference("outputs", k + 1, name, relative=apart))
+                    yield Difference("data", k + 1, name, relative=relative)
+                bad.append(Difference("outputs", k + 1, name, relative=relative))
         yield from _first_of(bad)
 
     def _loss(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
@@ -312,16 +312,16 @@ class _Comparer:
         floor = rounded[k]["loss"] if k < len(rounded) else None
         for rank, other in enumerate(theirs):
             a, b = mine["loss"], other["loss"]
-            apart = self.judge.scalars(a, b, floor, f"loss, step {k + 1}")
-            if apart is not None:
-                yield Difference("loss", k + 1, "loss", rank or None, a, b, apart)
+            relative = self.judge.scalars(a, b, floor, f"loss, step {k + 1}")
+            if relative is not None:
+                yield Difference("loss", k + 1, "loss", rank or None, a, b, relative)
 
     def _rates(self, k: int, mine: Step, theirs: list[Step], key: str, phase: str) -> Differences:
         for rank, other in enumerate(theirs):
             for i, (a, b) in enumerate(zip(mine[key], other[key], strict=False)):
                 if abs(a - b) > RELATIVE * abs(a):
-                    name, apart = f"learning rate of group {i}", abs(a - b) / (abs(a) or 1.0)
-                    yield Difference(phase, k + 1, name, rank or None, a, b, apart)
+                    name, relative = f"learning rate of group {i}", abs(a - b) / (abs(a) or 1.0)
+                    yield Difference(phase, k + 1, name, rank or None, a, b, relative)
 
     def _tensors(self, k: int, kind: str, phase: str, ranks: bool = True) -> Differences:
         """Every rank's tensors of one kind against those of one process."""
@@ -353,11 +353,11 @@ class _Comparer:
                         bad.append(Difference(phase, k + 1, name, None, "there", "missing"))
                     break
                 where = f"{phase} of {name!r}, step {k + 1}"
-                apart = self.judge.differs(a, b, rounded.get(name), largest, where)
-                if apart is not None:
+                relative = self.judge.differs(a, b, rounded.get(name), largest, where)
+                if relative is not None:
                     x: Any = _number(a) if a.shape == b.shape else list(a.shape)
                     y: Any = _number(b) if a.shape == b.shape else list(b.shape)
-                    bad.append(Difference(phase, k + 1, name, rank or None, x, y, apart))
+                    bad.append(Difference(phase, k + 1, name, rank or None, x, y, relative))
                     break
         yield from _first_of(bad)
 
@@ -396,9 +396,9 @@ class _Comparer:
                     x, y = values[name], others.get(name)
                     where = f"evaluation's {name}, step {step}"
                     other = np.nan if y is None else y
-                    apart = self.judge.scalars(x, other, noise.get(name), where)
-                    if apart is not None:
-                        yield Difference("evaluation", step, name, rank or None, x, y, apart)
+                    relative = self.judge.scalars(x, other, noise.get(name), where)
+                    if relative is not None:
+                        yield Difference("evaluation", step, name, rank or None, x, y, relative)
                 self.result.evaluations += rank == 0
 
 

@@ -245,7 +245,7 @@ class Study:
         verdict.notes = self._notes(one)
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
-        self._owns_its_loop = not steps[0]["given"] and not has_micro
+        self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
         self._chaos, self._log_note, self._dropouts = None, None, []
         self._late_note = note_late_error(one)
         self._compare_alone(verdict, one, rounded)
@@ -283,27 +283,27 @@ class Study:
 
     def _compare_alone(self, verdict: Verdict, one: RunTrace, rounded: RunTrace) -> None:
         """Does one process train the same twice?"""
-        apart = compare(one, rounded, tolerance=_CHAOS).difference
-        if apart is None:
+        d = compare(one, rounded, tolerance=_CHAOS).difference
+        if d is None:
             return
-        id = _UNSEEDED.get(apart.phase)
-        if id is None or (apart.phase == "initial weights" and apart.step):
+        id = _UNSEEDED.get(d.phase)
+        if id is None or (d.phase == "initial weights" and d.step):
             self.say(_TITLES[Experiment.AGAIN])
             again = self._run_again()
-            same: Difference | None = apart
+            same: Difference | None = d
             if not again.failure:
                 same = compare(one, RunTrace(again.folder, 1), tolerance=1e-12).difference
             if same is None:
-                self._chaos = apart
+                self._chaos = d
                 verdict.notes.append(
                     "This training magnifies rounding: one unit in the last place of the weights "
-                    f"becomes {apart.relative or 0:.1e} in the {apart.phase} of {apart.name!r} in "
-                    f"step {apart.step}. Smaller errors than that cannot be seen."
+                    f"becomes {d.relative or 0:.1e} in the {d.phase} of {d.name!r} in "
+                    f"step {d.step}. Smaller errors than that cannot be seen."
                 )
                 return
-            apart, id = same, "nondeterministic-kernel"
-        verdict.status, verdict.difference, verdict.cause = "differs", apart, cause(id)
-        if apart.phase in _AT_FIRST:
+            d, id = same, "nondeterministic-kernel"
+        verdict.status, verdict.difference, verdict.cause = "differs", d, cause(id)
+        if d.phase in _AT_FIRST:
             # the first two ran at the same time: only a third reads what they have written
             again_trace = RunTrace(self._run_again().folder, 1)
             reread = rounded.places("reread") + again_trace.places("reread")
@@ -335,7 +335,7 @@ class Study:
     def _prove_plan(
         self, plan: str, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
     ) -> PlanVerdict:
-        if not one.steps()[0]["given"] and Plan.parse(plan).pipeline > 1:
+        if not one.steps()[0]["calls_loss"] and Plan.parse(plan).pipeline > 1:
             error = "the script owns its loop (run.backward), a pipeline needs run.step(batch)"
             return PlanVerdict(plan, "refused", error=error)
         self.say(f"{self.pool.workers} workers, {plan}")
@@ -370,7 +370,7 @@ class Study:
         return verdict_of(plan, "differs", result, seconds, why)
 
     def _too_uncertain(self, d: Difference | None, one: RunTrace, many: RunTrace) -> str:
-        """Why the runs cannot be told apart: values are not finite, or rounding is magnified."""
+        """Why the runs cannot be told d: values are not finite, or rounding is magnified."""
         lost, chaos, workers = lost_from(one, many), self._chaos, self.pool.workers
         if lost is not None and (d is None or d.step >= lost):
             return (
@@ -428,7 +428,7 @@ class Study:
                 f"Epochs were cut to {short} of {whole} samples, to have {last}ends of epochs "
                 "among the steps."
             )
-        left = sorted(set(opening.get("names", [])) - set(opening.get("held", [])))
+        left = sorted(set(opening.get("names", [])) - set(opening.get("optimized", [])))
         if left:
             few = ", ".join(left[:3]) + (", …" if len(left) > 3 else "")
             notes.append(f"The optimizer does not hold {few}: it is not trained.")
@@ -475,9 +475,9 @@ def _note_logs(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str | None:
                 continue
             if not all(map(math.isfinite, (value, again, there))):
                 continue
-            apart = abs(there - value)
+            gap = abs(there - value)
             # times differ between two runs of one process too
-            if apart > 1e-6 * max(abs(value), abs(there)) and apart > _LOST * abs(again - value):
+            if gap > 1e-6 * max(abs(value), abs(there)) and gap > _LOST * abs(again - value):
                 return (
                     f"The training is the same, what the script logs is not: {name!r} after step "
                     f"{a['step']} is {value:.6g} with one process and {there:.6g} on rank 0 of "

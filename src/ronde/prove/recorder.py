@@ -264,7 +264,7 @@ class Recorder(hooks.Observer):
             short=short,
             last=0 if taken.drop_last else short % size,
             names=self._names,
-            held=sorted(self._optimized),
+            optimized=sorted(self._optimized),
             modules={n: type(m).__name__ for n, m in modules.items()},
             batchnorms=batchnorms(model),
             iterating=spectral_norms(model),
@@ -376,7 +376,7 @@ class Recorder(hooks.Observer):
             "dropout": {},
             "shapes": {},
             # whether run.step called the loss: a script with its own loop calls it itself
-            "given": False,
+            "calls_loss": False,
             "drawn": [],
         }
         self._digests.clear()
@@ -535,7 +535,7 @@ class Recorder(hooks.Observer):
         run = self.run
         if not self._in_forward() or (run is not None and not run.port.strategy.holds_result):
             return
-        self._step["given"] = True
+        self._step["calls_loss"] = True
         for i, value in enumerate(values):
             self._record_output(f"(argument {i + 1} of the loss)", value)
         wants_probe = self.experiment is Experiment.ONE and self._probe is None

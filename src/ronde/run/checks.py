@@ -118,19 +118,19 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     )
     named = dict(model.named_parameters())
     by_id = {id(p): n for n, p in named.items()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in held if id(p) not in by_id]
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in optimized if id(p) not in by_id]
     if foreign:
         lazy = torch.nn.parameter.is_lazy
         shapes = ", ".join("lazy" if lazy(p) else str(tuple(p.shape)) for p in foreign[:3])
         more = "" if len(foreign) <= 3 else f" and {len(foreign) - 3} more"
         raise ArgumentError(
-            f"optimizer is over other parameters: {len(foreign)} of its {len(held)} are not the "
-            f"model's (shapes {shapes}{more}). It would train something else. Build it from "
+            f"optimizer is over other parameters: {len(foreign)} of its {len(optimized)} are not "
+            f"the model's (shapes {shapes}{more}). It would train something else. Build it from "
             "model.parameters() of this very model, after any copy, wrap or replacement of its "
             "layers; parameters of the loss belong into the model."
         )
-    ids = {id(p) for p in held}
+    ids = {id(p) for p in optimized}
     return [n for n, p in named.items() if p.requires_grad and id(p) not in ids]
 
 

@@ -30,7 +30,7 @@ from ronde.run.evaluation import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
-from ronde.run.persist import held_whole
+from ronde.run.persist import holds_all
 from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes
 from ronde.run.resume import resume
 from ronde.run.run import Run
@@ -353,7 +353,7 @@ def _repeat(order: Order, n: int) -> Order:
 def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
     """Resume if asked to, and write the plan."""
     strategy, watcher, directory = run._strategy, run._watcher, run.dir
-    if not held_whole(run):
+    if not holds_all(run):
         hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
         say_in_parts(run.optimizer, lambda text: watcher.say(text))
     if forecast is not None:

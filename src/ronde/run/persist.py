@@ -16,7 +16,7 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["export_weights", "held_whole", "restore", "restore_pieces", "save"]
+__all__ = ["export_weights", "holds_all", "restore", "restore_pieces", "save"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -30,7 +30,7 @@ _WORDS = {
 }
 
 
-def held_whole(run: RunParts) -> bool:
+def holds_all(run: RunParts) -> bool:
     """Whether every worker holds the whole model and its optimizer's state."""
     plan = run.plan
     return run.world_size == 1 or (plan.shard == "none" and plan.pipeline == 1 and plan.tensor == 1)
@@ -82,7 +82,7 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
     on rank 0.
     """
-    if held_whole(run):
+    if holds_all(run):
         if not run.is_main:
             return None
         weights, same = checkpoint.model_state(run.model)
@@ -127,7 +127,7 @@ def _save_together(run: RunParts, folder: Path, keep: int) -> Path | None:
 
 def export_weights(run: RunParts, path: Path) -> None:
     """Write the model's weights as plain safetensors; rank 0 writes."""
-    if not held_whole(run):
+    if not holds_all(run):
         pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
         checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
     elif run.is_main:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ronde import checkpoint
-from ronde.run.persist import held_whole, restore, restore_pieces
+from ronde.run.persist import holds_all, restore, restore_pieces
 from ronde.run.run import Run
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, World
@@ -23,16 +23,16 @@ __all__ = ["resume"]
 def resume(run: Run, me: World, directory: RunDir) -> str:
     """Continue from the newest whole checkpoint, verified by rank 0. Returns a note."""
     answer: dict[str, Any] = {}
-    found = None
+    newest = None
     if me.is_main:
-        found, refused = checkpoint.find_valid(directory.checkpoints)
+        newest, refused = checkpoint.find_valid(directory.checkpoints)
         answer = {"refused": refused, "path": None}
-        if found:
+        if newest:
             answer |= {
-                "path": found.path.name,
-                "folder": str(found.path.parent.absolute()),
-                "state": found.state,
-                "digest": found.digest,
+                "path": newest.path.name,
+                "folder": str(newest.path.parent.absolute()),
+                "state": newest.state,
+                "digest": newest.digest,
             }
     answer = broadcast_json(me, answer)
     for text in answer["refused"]:
@@ -44,14 +44,14 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
                 f"{answer['refused'][0]}"
             )
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
-    if held_whole(run):
+    if holds_all(run):
         tensors = {
-            part: _send_tensors(me, found.whole(part) if found else {})
+            part: _send_tensors(me, newest.whole(part) if newest else {})
             for part in ("model", "optimizer", "random")
         }
         restore(run, answer["state"], tensors)
     else:
-        _restore_pieces(run, me, found, answer)
+        _restore_pieces(run, me, newest, answer)
     state = answer["state"]
     run._watcher.event(
         Resumed(
@@ -91,20 +91,20 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _restore_pieces(
-    run: Run, me: World, found: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
+    run: Run, me: World, newest: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
 ) -> None:
     """Each worker that sees the verified checkpoint reads its own part of it."""
-    if found is None:
-        found = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
+    if newest is None:
+        newest = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
     with contextlib.ExitStack() as stack:
         sources = {}
-        if found:
+        if newest:
             for part in ("model", "optimizer"):
-                sources[part] = stack.enter_context(found.source(part))
+                sources[part] = stack.enter_context(newest.source(part))
         shapes = {
             part: {name: list(e.shape) for name, e in source.entries.items()}
             for part, source in sources.items()
         }
-        all_see = all(gather_json(me, found is not None))
+        all_see = all(gather_json(me, newest is not None))
         shapes = shapes if all_see else broadcast_json(me, shapes)
         restore_pieces(run, answer["state"], shapes, sources, all_see)

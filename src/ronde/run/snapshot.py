@@ -75,7 +75,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not flat or torch.equal(*flat)
 
 
-class _Kept:
+class _Copy:
     """A copy of a value: plain values, tensors, arrays, generators, and containers of them.
     Anything else is kept by reference.
 
@@ -103,7 +103,7 @@ class _Kept:
         elif isinstance(value, list | tuple | set | deque | dict):
             if len(value) <= _MOST_ITEMS and depth <= _DEPTH:
                 items = value.values() if isinstance(value, dict) else value
-                kept = [_Kept(v, largest, elsewhere, depth + 1) for v in items]
+                kept = [_Copy(v, largest, elsewhere, depth + 1) for v in items]
                 self._copy = list(zip(value, kept, strict=True))
         else:
             copies = (get(value) for kind, get, _ in _GENERATORS if isinstance(value, kind))
@@ -150,7 +150,7 @@ class _Attributes:
         own = getattr(owner, "__dict__", {})
         self._names = set(own)
         self._values = {
-            name: _Kept(value, largest, elsewhere)
+            name: _Copy(value, largest, elsewhere)
             for name, value in list(own.items())
             if name not in without
             if not name.startswith("_")
@@ -225,17 +225,24 @@ class _Weights:
             module.training = training
 
 
+def _restore(now: dict[str, Any], values: dict[str, _Copy], without: str = "") -> None:
+    for name in [n for n in now if n != without and n not in values]:
+        del now[name]
+    for name, value in values.items():
+        now[name] = value.back()
+
+
 class _Moments:
     """An optimizer's state and settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state: dict[Any, dict[str, _Kept]] = {}
-        for p, held in optimizer.state.items():
-            if isinstance(held, dict):
-                self._state[p] = {k: _Kept(v) for k, v in held.items()}
+        self._state: dict[Any, dict[str, _Copy]] = {}
+        for p, values in optimizer.state.items():
+            if isinstance(values, dict):
+                self._state[p] = {k: _Copy(v) for k, v in values.items()}
         self._groups = [
-            {k: _Kept(v) for k, v in group.items() if k != "params"}
+            {k: _Copy(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
         self._attributes = _Attributes(optimizer, without=("state", "param_groups"))
@@ -246,17 +253,10 @@ class _Moments:
             for p in list(optimizer.state):
                 if p not in self._state and isinstance(optimizer.state[p], dict):
                     del optimizer.state[p]
-            for p, held in self._state.items():
-                now = optimizer.state[p]
-                for name in [n for n in now if n not in held]:
-                    del now[name]
-                for name, kept in held.items():
-                    now[name] = kept.back()
+            for p, values in self._state.items():
+                _restore(optimizer.state[p], values)
             for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
-                for name in [n for n in group if n != "params" and n not in settings]:
-                    del group[name]
-                for name, kept in settings.items():
-                    group[name] = kept.back()
+                _restore(group, settings, without="params")
         self._attributes.put_back()
 
 
