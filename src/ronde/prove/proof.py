@@ -269,10 +269,12 @@ class Study:
         failure = first.failure or second.failure
         if failure is None:
             if not one.opened:
-                return "the script ended without ronde.distribute: there is nothing to prove."
-            if not one.steps():
-                return "the script ended without a step: there is nothing to prove."
-            return ""
+                what = "calling ronde.distribute"
+            elif not one.steps():
+                what = "a step"
+            else:
+                return ""
+            return f"the script ended without {what}: there is nothing to prove."
         if failure.kind == "ArgumentError" and "over other parameters" in failure.text:
             verdict.cause = cause("stale-optimizer", failure.text)
             verdict.difference = Difference("optimizer", 0, "the optimizer's parameters")
