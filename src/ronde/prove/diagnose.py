@@ -29,19 +29,6 @@ _BY_READING = {
     "weights between steps": ("weights-changed-by-script", "between"),
     "steps": ("rank-dependent-loop", "between", "setup"),
 }
-_MAY_BE_UNSEEDED = (
-    "initial buffers",
-    "order",
-    "data",
-    "weights between steps",
-    "dropout",
-    "outputs",
-    "loss",
-    "gradients",
-    "learning rate",
-    "evaluation",
-    "steps",
-)
 _BY_RANK = {
     "initial weights": "init-depends-on-workers",
     "initial buffers": "init-depends-on-workers",
@@ -59,6 +46,13 @@ _BY_RANK = {
     "buffers": "buffers",
     "evaluation": "evaluation-depends-on-workers",
     "steps": "rank-dependent-loop",
+}
+_BY_SEED = _BY_RANK.keys() - {
+    "initial weights",
+    "clipped gradients",
+    "scheduler",
+    "weights",
+    "buffers",
 }
 
 
@@ -127,7 +121,7 @@ def _of_files(case: Case) -> Cause | None:
 def _of_seeds(case: Case) -> Cause | None:
     """The difference goes away if all workers start with the same seed."""
     d = case.difference
-    alike = case.experiment(Experiment.ALIKE) if d.phase in _MAY_BE_UNSEEDED else None
+    alike = case.experiment(Experiment.ALIKE) if d.phase in _BY_SEED else None
     if alike is None:
         return None
     left = case.left(alike)

@@ -47,19 +47,10 @@ def verdict_of(
     plan: str, status: Status, result: Comparison, seconds: float, why: Cause | None = None
 ) -> PlanVerdict:
     """The verdict for a plan whose run was compared."""
-    return PlanVerdict(
-        plan,
-        status,
-        None if status == "cannot" else result.difference,
-        why,
-        result.largest,
-        result.where,
-        tuple(result.aside),
-        result.steps,
-        result.evaluations,
-        result.compared,
-        seconds=seconds,
-    )
+    fields = {**vars(result), "aside": tuple(result.aside)}
+    if status == "cannot":
+        fields["difference"] = None
+    return PlanVerdict(plan, status, cause=why, seconds=seconds, **fields)
 
 
 @dataclass

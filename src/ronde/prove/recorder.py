@@ -548,13 +548,9 @@ class Recorder(hooks.Observer):
         holds = self.run is None or self.run.port.strategy.holds_result
         if not self._in_forward() or self._micro >= len(self._sizes) or not holds:
             return
-        self._step["local"].append(
-            [
-                float(value.detach()),
-                None if weight is None else float(weight),
-                self._sizes[self._micro],
-            ]
-        )
+        weight_value = None if weight is None else float(weight)
+        local = [float(value.detach()), weight_value, self._sizes[self._micro]]
+        self._step["local"].append(local)
         if value.dtype != torch.float64:
             self.note("float32", str(value.dtype))
         self._micro += 1
