@@ -41,8 +41,8 @@ def register(app: typer.Typer) -> None:
 
     @bench.command(
         "cluster",
-        help="Time every collective between workers, with all of them at work at once, and "
-        "write a cluster file for ronde plan.\n" + _EXAMPLES,
+        help="Time every collective between all workers at once, and write a cluster file for "
+        "ronde plan.\n" + _EXAMPLES,
     )
     def cluster(
         workers: Annotated[
@@ -51,25 +51,23 @@ def register(app: typer.Typer) -> None:
                 "--workers",
                 "-n",
                 metavar="N|auto",
-                help="How many. auto: one per GPU, or per usable core (at most 8).",
+                help="Number of workers. auto: one per GPU, or per usable core (at most 8).",
             ),
         ] = "auto",
         output: Annotated[
-            Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
+            Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
         ] = Path("cluster.yaml"),
         quick: Annotated[
-            bool, typer.Option("--quick", help="Fewer sizes and rounds: some seconds.")
+            bool, typer.Option("--quick", help="Use fewer sizes and rounds: takes seconds.")
         ] = False,
         accept_noise: Annotated[
             bool,
             typer.Option(
                 "--accept-noise",
-                help="Write it even if other work disturbed it; the file says how much.",
+                help="Write the file even if other programs disturbed the measurement.",
             ),
         ] = False,
-        as_json: Annotated[
-            bool, typer.Option("--json", help="Print the cluster as JSON, and nothing else.")
-        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     ) -> None:
         from rich.console import Console
 
@@ -78,71 +76,68 @@ def register(app: typer.Typer) -> None:
 
         count = resolve_workers(workers)
         check_workers(count)
-        if not output.absolute().parent.is_dir():
-            raise ArgumentError(
-                f"--output {output}: the folder {output.absolute().parent} does not exist."
-            )
-        if output.is_dir():
-            raise ArgumentError(
-                f"--output {output} is a folder, expected a file: did you mean "
-                f"{output / 'cluster.yaml'}?"
-            )
-        if not os.access(output.absolute().parent, os.W_OK):
-            raise ArgumentError(
-                f"--output {output}: the folder {output.absolute().parent} cannot be written to."
-            )
+        _check_output(output)
         console = Console()
         with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
             file = Path(folder) / "cluster.yaml"
             command = ["-m", "ronde.measure.bench_links", "--output", str(file)]
-            command += [
-                name
-                for name, wanted in (("--quick", quick), ("--accept-noise", accept_noise))
-                if wanted
-            ]
-            said: list[bytes] = []
+            command += ["--quick"] * quick + ["--accept-noise"] * accept_noise
+            output_parts: list[bytes] = []
             plural = f"{count} worker{'s' if count > 1 else ''}"
             job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
             if console.is_terminal and not as_json:
                 with console.status(f"starting {plural}") as status:
-                    outcome = launch(
-                        job,
-                        said.append,
-                        lambda message: status.update(str(message.get("bench", ""))),
-                    )
+
+                    def show(message: dict[str, Any]) -> None:
+                        status.update(str(message.get("bench", "")))
+
+                    outcome = launch(job, output_parts.append, show)
             else:
-                outcome = launch(job, said.append, lambda _: None)
+                outcome = launch(job, output_parts.append, lambda _: None)
             if outcome.interrupted:
                 Console(stderr=True).print(
                     f"{outcome.error}; every worker has ended, nothing was written"
                 )
                 raise typer.Exit(outcome.status)
             if outcome.status:
-                last = b"".join(said).decode(errors="replace").strip().splitlines()
-                text = outcome.error or (last[-1] if last else "a worker failed")
-                raise RondeError(
-                    f"{text} Or write the file anyway: --accept-noise."
-                    if "too busy" in text
-                    else text
-                )
-            found = Cluster.load(file)
-            found.save(output)
+                lines = b"".join(output_parts).decode(errors="replace").strip().splitlines()
+                text = outcome.error or (lines[-1] if lines else "a worker failed")
+                if "too busy" in text:
+                    text += " Or write the file anyway: --accept-noise."
+                raise RondeError(text)
+            measured = Cluster.load(file)
+            measured.save(output)
         if as_json:
-            print(json.dumps(found.to_dict()))
-            return
-        _show(found, output, console)
+            print(json.dumps(measured.to_dict()))
+        else:
+            _show(measured, output, console)
 
 
-def _show(found: Any, output: Path, console: Any) -> None:
+def _check_output(output: Path) -> None:
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise ArgumentError(f"--output {output}: the folder {folder} does not exist.")
+    if output.is_dir():
+        raise ArgumentError(
+            f"--output {output} is a folder, expected a file: did you mean "
+            f"{output / 'cluster.yaml'}?"
+        )
+    if not os.access(folder, os.W_OK):
+        raise ArgumentError(f"--output {output}: the folder {folder} is not writable.")
+
+
+def _show(cluster: Any, output: Path, console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{found.devices} × {found.device} on {found.name}", title_justify="left")
+    table = Table(
+        title=f"{cluster.devices} × {cluster.device} on {cluster.name}", title_justify="left"
+    )
     for name in ("collective", "scope"):
         table.add_column(name)
     for name in ("workers", "alpha", "beta", "25 MiB take", "fit's error"):
         table.add_column(name, justify="right")
-    for kind, by in found.links.items():
+    for kind, by in cluster.links.items():
         for scope, fit in by.items():
             bucket = fit.alpha + (25 << 20) / fit.beta
             table.add_row(
@@ -157,18 +152,18 @@ def _show(found: Any, output: Path, console: Any) -> None:
     console.print(table)
     console.print(
         Text(
-            f"{found.memory_bytes / 2**30:.1f} GiB a device, "
-            f"{found.base_bytes / 2**20:.0f} MiB of it taken before any model; "
-            f"{found.bucket_overlap:.0%} of an exchange hides behind computation, which is "
-            f"{found.interference:.2f}× as slow meanwhile"
+            f"{cluster.memory_bytes / 2**30:.1f} GiB per device, "
+            f"{cluster.base_bytes / 2**20:.0f} MiB of it used before any model; computation hides "
+            f"{cluster.bucket_overlap:.0%} of an exchange and takes {cluster.interference:.2f}× as "
+            "long meanwhile"
         ),
         soft_wrap=True,
     )
-    if found.noise > 0.1:
+    if cluster.noise > 0.1:
         console.print(
             Text(
-                f"warning: the machine was disturbed ({found.noise:.0%}): plans made from "
-                "this are unsure",
+                f"warning: other programs disturbed the measurement ({cluster.noise:.0%}), so "
+                "plans from this file are uncertain",
                 style="yellow",
             )
         )

@@ -1,11 +1,10 @@
-"""``ronde plan``: split the data or the model? Measured here, predicted for any number of
-devices.
-"""
+"""``ronde plan``: split the data or the model?"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from ronde.cli.script import (
 from ronde.cli.spinner import Doing
 from ronde.cli.spinner import console as terminal
 from ronde.watch.whole_file import write_whole
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, usable_cores
 
 __all__ = ["register"]
 
@@ -51,18 +50,13 @@ Examples:
 
 
 def parse_bytes(text: str) -> float:
-    """``"32GiB"`` -> bytes.
-
-    Example:
-        >>> parse_bytes("1.5 GiB")
-        1610612736.0
-    """
+    """``"1.5 GiB"`` -> 1610612736.0 bytes."""
     from ronde.plan.fields import parse_bytes
 
-    found = parse_bytes(text)
-    if not found:
-        raise ArgumentError(f"--memory {text}: expected a size as 32GiB, 80GB or 512MiB.")
-    return found
+    size = parse_bytes(text)
+    if not size:
+        raise ArgumentError(f"--memory {text}: expected a size such as 32GiB, 80GB or 512MiB.")
+    return size
 
 
 def register(app: typer.Typer) -> None:
@@ -102,7 +96,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--device",
                 metavar="KIND",
-                help="Plan for devices that are not at hand, as H100: an estimate from data "
+                help="Plan for devices that are not here, such as H100: an estimate from data "
                 "sheets.",
                 show_default=False,
             ),
@@ -112,7 +106,7 @@ def register(app: typer.Typer) -> None:
             typer.Option(
                 "--memory",
                 metavar="SIZE",
-                help="Memory of one device, as 32GiB.",
+                help="Memory of one device, such as 32GiB.",
                 show_default=False,
             ),
         ] = None,
@@ -146,7 +140,7 @@ def register(app: typer.Typer) -> None:
             bool,
             typer.Option(
                 "--accept-noise",
-                help="Go on where other work disturbs the measurement; the answer says so.",
+                help="Continue if other programs disturb the measurement; the answer says so.",
             ),
         ] = False,
     ) -> None:
@@ -159,17 +153,19 @@ def register(app: typer.Typer) -> None:
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
             raise ArgumentError(
-                "--device and --cluster both say what is planned for: give one of them."
+                "--device and --cluster both name the devices to plan for: give one of them."
             )
         console = terminal()
         with Doing(console) as say:
             if device is not None:
-                costs, target, like = _elsewhere(command, device, devices, accept_noise, say)
+                target, costs, like = _estimate(command, device, devices, accept_noise, say)
             else:
-                planned = _target(cluster, devices)
-                costs, like = _measured(command, planned, planned.devices, accept_noise, say)
-                # last: a script that fails does so at once
-                target = planned if cluster is not None else _links_of(planned, say)
+                target = _target(cluster, devices)
+                costs, like = _measure(command, target, target.devices, accept_noise, say)
+                if cluster is None:  # last, so that a script that fails does so at once
+                    from ronde.measure import default_cluster
+
+                    target = default_cluster(target.devices, tell=say)
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching")
@@ -177,7 +173,7 @@ def register(app: typer.Typer) -> None:
 
             explanation = answer(costs, target, target.devices, like, optimize)
         try:
-            # first: what is printed may go to a pipe that is closed
+            # First, because standard output may be a closed pipe.
             drawn = _write(explanation, costs, target, file, picture, save)
         finally:
             _print(console, explanation, costs, target, verbose)
@@ -195,10 +191,10 @@ def register(app: typer.Typer) -> None:
             )
 
 
-def _elsewhere(
+def _estimate(
     command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any
 ) -> tuple[Any, Any, Any]:
-    """Measured here, on all cores, and scaled to a device from its data sheet."""
+    """Measure here, on all cores, and scale to a device by its data sheet."""
     from ronde.predict import Cluster, cluster_of, device_named
 
     kind = device_named(device)
@@ -208,50 +204,37 @@ def _elsewhere(
         raise ArgumentError(
             f"--devices {count} does not divide into nodes of {per_node} {kind.name}."
         )
-    costs, like = _measured(command, Cluster(), count, accept_noise, say)
-    return costs, cluster_of(device, count // per_node, per_node, costs), like
+    costs, like = _measure(command, Cluster(), count, accept_noise, say)
+    return cluster_of(device, count // per_node, per_node, costs), costs, like
 
 
 def _target(file: Path | None, devices: int | None) -> Any:
-    """The cluster that is planned for; without a file it is this machine, whose links are not known
-    yet.
-    """
+    """The cluster to plan for: the file's, or this machine with unknown links."""
     from ronde.predict import Cluster
 
-    if file is not None:
-        found = Cluster.load(file)
-        if devices is not None and devices != found.devices:
-            per_node = min(devices, found.devices_per_node)
-            if devices % per_node:
-                raise ArgumentError(
-                    f"--devices {devices} does not divide into nodes of "
-                    f"{found.devices_per_node}, as {file} has them."
-                )
-            found = dataclasses.replace(found, nodes=devices // per_node, devices_per_node=per_node)
-        return found
-    import socket
+    if file is None:
+        from ronde.launch import resolve_workers
+        from ronde.measure import has_cuda
 
-    from ronde.launch import resolve_workers
-    from ronde.measure import has_cuda
-
-    device = "cuda" if has_cuda() else "cpu"
-    return Cluster(
-        name=socket.gethostname(),
-        devices_per_node=devices or max(2, resolve_workers("auto")),
-        device=device,
-    )
+        return Cluster(
+            name=socket.gethostname(),
+            devices_per_node=devices or max(2, resolve_workers("auto")),
+            device="cuda" if has_cuda() else "cpu",
+        )
+    cluster = Cluster.load(file)
+    if devices is None or devices == cluster.devices:
+        return cluster
+    per_node = min(devices, cluster.devices_per_node)
+    if devices % per_node:
+        raise ArgumentError(
+            f"--devices {devices} does not divide into the nodes of {cluster.devices_per_node} in "
+            f"{file}."
+        )
+    return dataclasses.replace(cluster, nodes=devices // per_node, devices_per_node=per_node)
 
 
-def _links_of(machine: Any, say: Any) -> Any:
-    from ronde.measure import default_cluster
-
-    return default_cluster(machine.devices, tell=say)
-
-
-def _measured(command: list[str], target: Any, devices: int, accept_noise: bool, say: Any) -> Any:
-    """The script's costs, measured in processes of its own, for the batch that ``devices`` would
-    train.
-    """
+def _measure(command: list[str], target: Any, devices: int, accept_noise: bool, say: Any) -> Any:
+    """Measure the script's costs in other processes, for the batch that ``devices`` train."""
     from ronde.measure import load_costs, threads_on
 
     def failed(error: str) -> str:
@@ -261,61 +244,38 @@ def _measured(command: list[str], target: Any, devices: int, accept_noise: bool,
 
     say(f"starting {command[0] if command[0] != '-m' else command[1]}")
     threads = threads_on(target)
-    environment = {
-        "RONDE_PLAN": "replicate",
-        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
-    }
+    environment = {"RONDE_PLAN": "replicate"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     options = json.dumps({"threads": threads, "accept_noise": accept_noise, "devices": devices})
+    # CPUs of this machine measure together, as they will train.
+    here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
+    workers = max(1, min(target.devices_per_node, usable_cores())) if here else 1
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
+        place = Path(folder)
         return load_costs(
-            examine(
-                "plan", command, _at_once(target), Path(folder), options, say, failed, environment
-            )
+            examine("plan", command, workers, place, options, say, failed, environment)
         )
 
 
-def _at_once(target: Any) -> int:
-    """Workers that measure together, as they will train, where it is this machine's CPUs that are
-    planned for.
-    """
-    import socket
-
-    from ronde.world import usable_cores
-
-    here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
-    return max(1, min(target.devices_per_node, usable_cores())) if here else 1
-
-
 def _print(console: Any, explanation: Any, costs: Any, target: Any, verbose: bool) -> None:
-    from ronde.predict import render_answer
+    from ronde.predict import render_answer, terminal
 
     console.print(render_answer(explanation, verbose=verbose))
-    timeline = _timeline(explanation, costs, target)
-    if timeline is not None:
-        from ronde.predict import terminal
-
-        best = _best_pipeline(explanation)
+    best = _best_pipeline(explanation)
+    if best is not None:
         console.print()
         console.print(f"one step of {best.plan.spec}:", highlight=False)
-        console.print(terminal(timeline, min(console.width, 100)))
+        console.print(terminal(_timeline(best, costs, target), min(console.width, 100)))
 
 
 def _best_pipeline(explanation: Any) -> Any:
-    return next(
-        (
-            p
-            for p in [explanation.found.best, *explanation.found.families.values()]
-            if p.plan.pipeline > 1
-        ),
-        None,
-    )
+    ranked = [explanation.found.best, *explanation.found.families.values()]
+    return next((p for p in ranked if p.plan.pipeline > 1), None)
 
 
-def _timeline(explanation: Any, costs: Any, target: Any) -> Any:
-    """One step of the best pipeline, as it was simulated; None where no plan has one."""
-    best = _best_pipeline(explanation)
-    if best is None:
-        return None
+def _timeline(best: Any, costs: Any, target: Any) -> Any:
+    """One simulated step of a pipeline."""
     from ronde.predict import Predictor
 
     return Predictor(costs, target).timeline(best.plan)
@@ -329,7 +289,7 @@ def _write(
     picture: Path | None,
     save: Path | None,
 ) -> bool:
-    """Write the files that were asked for; false where there is no schedule to draw."""
+    """Write the requested files; false if there is no schedule to draw."""
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
@@ -337,12 +297,9 @@ def _write(
         from ronde.measure import with_predicted_cut
 
         with_predicted_cut(explanation.found.best).save(save)
-    if picture is None:
-        return True
-    timeline = _timeline(explanation, costs, target)
-    if timeline is None:
-        return False
-    from ronde.predict import svg
+    best = _best_pipeline(explanation)
+    if picture is not None and best is not None:
+        from ronde.predict import svg
 
-    write_whole(picture, svg(timeline, _best_pipeline(explanation).plan.spec))
-    return True
+        write_whole(picture, svg(_timeline(best, costs, target), best.plan.spec))
+    return picture is None or best is not None
