@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.adapt.feed_settings import apply_settings, asked_settings, read_settings
+    from ronde.adapt.feed_settings import apply_settings, read_settings
     from ronde.cache.cached import (
         CachedDataset,
         CachedSource,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Resize,
         Transform,
     )
-    from ronde.loader.from_dataloader import Taken, default_workers, settings_of, take_over
+    from ronde.loader.from_dataloader import default_workers, settings_of, take_over
     from ronde.loader.loader import Feed, die_with_parent
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
@@ -77,11 +77,9 @@ __all__ = [
     "Source",
     "Step",
     "Synthetic",
-    "Taken",
     "Transform",
     "apply_settings",
     "arrays",
-    "asked_settings",
     "cached",
     "cached_dataset",
     "clear_cache",
@@ -116,7 +114,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.adapt.feed_settings": "apply_settings asked_settings read_settings",
+            "ronde.adapt.feed_settings": "apply_settings read_settings",
             "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset "
             "clear_cache report_cache",
             "ronde.data.contract": "Source Step",
@@ -136,7 +134,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.text": "text",
             "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
             "RandomResizedCrop Resize Transform",
-            "ronde.loader.from_dataloader": "Taken default_workers settings_of take_over",
+            "ronde.loader.from_dataloader": "default_workers settings_of take_over",
             "ronde.loader.loader": "Feed die_with_parent",
             "ronde.loader.reader": "other_classes pipeline_in",
             "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",

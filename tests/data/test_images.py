@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ronde import feed
 from ronde.data import image_decoders
-from ronde.data.images import retuned
+from ronde.data.images import with_settings
 from ronde.data.named_stages import sample_key
 from ronde.feed import (
     CenterCrop,
@@ -521,16 +521,16 @@ def test_decode_to_size_takes_the_same_crop(tmp_path):
 
 def test_settings_can_be_changed_afterwards(folder):
     data = feed.images(folder, size=24)
-    changed = retuned(data, decoder="pillow", on_device=True)
+    changed = with_settings(data, decoder="pillow", on_device=True)
     before = image_decoders.counts().decoded.get("pillow", 0)
     assert float((batch(changed)[0] - batch(data)[0]).abs().max()) < 0.02
     assert image_decoders.counts().decoded["pillow"] == before + 12
     mapped = data.map(lambda sample: sample)
-    assert torch.equal(batch(retuned(mapped, decoder="pillow"))[0], batch(data)[0])
+    assert torch.equal(batch(with_settings(mapped, decoder="pillow"))[0], batch(data)[0])
     with pytest.raises(ArgumentError, match="your own steps follow"):
-        retuned(mapped, on_device=True)
+        with_settings(mapped, on_device=True)
     with pytest.raises(ArgumentError, match=r"feed\.images pipelines only"):
-        retuned(feed.Pipeline(feed.dataset([1, 2])), decoder="pillow")
+        with_settings(feed.Pipeline(feed.dataset([1, 2])), decoder="pillow")
 
 
 def test_tars_packs_and_images_without_labels(folder, tmp_path):

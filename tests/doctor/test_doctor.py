@@ -26,7 +26,7 @@ from ronde.cli.doctor_apply import apply_prescriptions, check_writable
 from ronde.doctor import prescribe
 from ronde.doctor.doctor import _files_in
 from ronde.doctor.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
-from ronde.doctor.verdict import Measurements, StageSeen, judge
+from ronde.doctor.verdict import Measurements, TimedStage, judge
 from ronde.feed import FeedSettings
 from ronde.measure.throughput import _per_rank
 from ronde.predict.input_capacity import predict
@@ -54,10 +54,10 @@ def rounds(n=3, **arms):
 
 
 STAGES = (
-    StageSeen("read", wall_seconds=0.0002, cpu_seconds=0.0001),
-    StageSeen("decode", wall_seconds=0.004, cpu_seconds=0.004),
-    StageSeen("augment", wall_seconds=0.0003, cpu_seconds=0.0003),
-    StageSeen("python", wall_seconds=0.0001, cpu_seconds=0.0001, removable=False),
+    TimedStage("read", wall_seconds=0.0002, cpu_seconds=0.0001),
+    TimedStage("decode", wall_seconds=0.004, cpu_seconds=0.004),
+    TimedStage("augment", wall_seconds=0.0003, cpu_seconds=0.0003),
+    TimedStage("python", wall_seconds=0.0001, cpu_seconds=0.0001, removable=False),
 )
 
 
@@ -84,7 +84,7 @@ def test_the_stage_whose_removal_closes_the_gap_is_the_cause():
 
 def test_two_stages_that_each_close_the_gap_keep_it_between_them():
     both = rounds(synthetic=1000, real=500, without__decode=990, without__read=930, beside=1000)
-    stages = (StageSeen("read", wall_seconds=0.002), StageSeen("decode", wall_seconds=0.0025))
+    stages = (TimedStage("read", wall_seconds=0.002), TimedStage("decode", wall_seconds=0.0025))
     rows = {r["name"]: r for r in judge(seen(both, stages)).values["stages"]}
     assert rows["decode"]["lost_points"] + rows["read"]["lost_points"] <= 51
     assert rows["read"]["alone_points"] == pytest.approx(43, abs=2)
@@ -93,7 +93,7 @@ def test_two_stages_that_each_close_the_gap_keep_it_between_them():
 
 def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     stages = [
-        StageSeen(n, wall_seconds=t)
+        TimedStage(n, wall_seconds=t)
         for n, t in (("read", 0.001), ("decode", 0.006), ("augment", 0.003))
     ]
     rates = rounds(
@@ -108,7 +108,7 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     assert rows["decode"]["lost_points"] == pytest.approx(55, abs=5)
     assert "11 if it alone were free" in rows["decode"]["note"]
     # Where their times do not account for what is lost, nothing is laid at their door.
-    short = [StageSeen(s.name, wall_seconds=s.wall_seconds / 4) for s in stages]
+    short = [TimedStage(s.name, wall_seconds=s.wall_seconds / 4) for s in stages]
     rows = {
         r["name"]: r for r in judge(seen(rates, short, loaders=0, executor="none")).values["stages"]
     }
@@ -116,7 +116,7 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
 
 
 def test_the_largest_of_small_costs_is_not_called_the_cause():
-    stages = [StageSeen("python", wall_seconds=4e-6), StageSeen("collate", wall_seconds=5e-6)]
+    stages = [TimedStage("python", wall_seconds=4e-6), TimedStage("collate", wall_seconds=5e-6)]
     found = judge(
         seen(
             rounds(synthetic=36000, real=18000, without__collate=19100),
@@ -153,7 +153,7 @@ def test_loaders_are_not_prescribed_where_they_would_share_an_open_file():
 
 
 def test_what_waits_for_a_core_is_not_taken_for_idle():
-    stages = [StageSeen("python", wall_seconds=8e-3, cpu_seconds=3e-3)]
+    stages = [TimedStage("python", wall_seconds=8e-3, cpu_seconds=3e-3)]
     found = judge(seen(rounds(synthetic=1000, real=400, replayed=990), stages)).values
     # it waits for something, threads would too
     assert "threads" not in {r.id for r in remedies(found, Facts(1, 2, "processes", 2))}
@@ -302,7 +302,7 @@ def test_one_window_without_the_threads_is_enough_where_it_is_faster_by_far():
         {"synthetic": 772.7, "real": 75.4},
         {"synthetic": 775.8, "real": 63.4, "beside": 758.3, "limited": 764.4},
     ]
-    stages = (*STAGES, StageSeen("collate", wall_seconds=0.03, cpu_seconds=0.06))
+    stages = (*STAGES, TimedStage("collate", wall_seconds=0.03, cpu_seconds=0.06))
     found = judge(seen(slow, stages)).values
     assert found["cause"]["stage"] == "oversubscription" and found["cause"][
         "points"
@@ -370,8 +370,8 @@ def test_what_is_lost_between_workers_counts_as_much_less_as_they_wait_for_their
     lose a fifth.
     """
     stages = [
-        StageSeen("decode", wall_seconds=0.0015, cpu_seconds=0.0015),
-        StageSeen("augment", wall_seconds=0.0008, cpu_seconds=0.0008),
+        TimedStage("decode", wall_seconds=0.0015, cpu_seconds=0.0015),
+        TimedStage("augment", wall_seconds=0.0008, cpu_seconds=0.0008),
     ]
     found = judge(
         seen(
@@ -395,7 +395,7 @@ def test_what_is_lost_between_workers_counts_as_much_less_as_they_wait_for_their
 
 
 def test_a_rank_whose_loaders_are_slow_is_a_straggler():
-    stages = (StageSeen("decode", wall_seconds=0.0025, wall_by_rank=(0.0005, 0.0045)),)
+    stages = (TimedStage("decode", wall_seconds=0.0025, wall_by_rank=(0.0005, 0.0045)),)
     found = judge(
         seen(
             rounds(synthetic=1000, real=440, without__decode=990, beside=1000),
@@ -411,8 +411,8 @@ def test_a_rank_whose_loaders_are_slow_is_a_straggler():
 
 def test_a_stage_that_cannot_be_taken_out_counts_by_its_time_and_never_more_than_is_waited():
     stages = (
-        StageSeen("parse", wall_seconds=0.004, removable=False),
-        StageSeen("read", wall_seconds=0.0001),
+        TimedStage("parse", wall_seconds=0.004, removable=False),
+        TimedStage("read", wall_seconds=0.0001),
     )
     found = judge(seen(rounds(synthetic=1000, real=500), stages, waits=((0.016,),) * 3)).values
     assert found["cause"]["stage"] == "parse"
@@ -447,8 +447,8 @@ def outlook_of(
         seen(
             rounds(synthetic=1000, real=real),
             (
-                StageSeen("python", wall_seconds=5e-5, cpu_seconds=5e-5),
-                StageSeen(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3),
+                TimedStage("python", wall_seconds=5e-5, cpu_seconds=5e-5),
+                TimedStage(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3),
             ),
         )
     ).values
@@ -510,8 +510,8 @@ def test_a_remedy_of_little_use_here_is_not_promised_to_close_the_gap_at_scale()
     changes nothing, however many devices.
     """
     stages = [
-        StageSeen("read", wall_seconds=7e-5, cpu_seconds=7e-5),
-        StageSeen("python", wall_seconds=1.7e-3, cpu_seconds=1.7e-3),
+        TimedStage("read", wall_seconds=7e-5, cpu_seconds=7e-5),
+        TimedStage("python", wall_seconds=1.7e-3, cpu_seconds=1.7e-3),
     ]
     values = judge(
         seen(rounds(synthetic=455, real=301, replayed=450), stages, loaders=0, executor="none")
@@ -603,7 +603,7 @@ def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
     values = judge(
         seen(
             rounds(synthetic=1000, real=400, without__read=990, beside=1000),
-            (StageSeen("read", wall_seconds=0.005),),
+            (TimedStage("read", wall_seconds=0.005),),
         )
     ).values
     facts = Facts(1, 2, "processes", 8)

@@ -49,16 +49,16 @@ from ronde.feed import (
     Order,
     Pipeline,
     apply_settings,
-    asked_settings,
     cached,
     cached_dataset,
     key_of,
     read_settings,
+    requested_settings,
     rng,
     rngs,
     take_over,
 )
-from ronde.introspect.open_handles import held_open
+from ronde.introspect.open_handles import describe_open
 from ronde.loader.loader import is_own
 from ronde.loader.receiver import Receiver
 from ronde.loader.thread_workers import Threads, parts_of
@@ -627,7 +627,7 @@ def test_samples_that_a_plan_looks_at_leave_nothing_open(tmp_path, monkeypatch):
         loss=torch.nn.functional.mse_loss,
     )
     assert run._work.sample(4).shape == (4,) and data.file is None
-    assert held_open(data) is None and held_open([zipfile.ZipInfo("a")]) is None
+    assert describe_open(data) is None and describe_open([zipfile.ZipInfo("a")]) is None
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])
@@ -1485,7 +1485,7 @@ def test_a_finished_response_is_no_open_file():
             data.last = data.connection._HTTPConnection__response
             with pytest.raises(AttributeError):
                 data.last.fileno()
-            assert held_open(data) is None
+            assert describe_open(data) is None
             data.connection.close()
             taken = with_executor(take_over_(data, shuffle=False), "processes", workers=1)
             assert torch.cat(read(taken)).tolist() == list(range(6))
@@ -1644,15 +1644,15 @@ def test_only_ronde_run_reads_the_file_beside_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.feed.yaml").write_text("workers: 2\nprefetch: 3\n")
     monkeypatch.setattr("sys.argv", ["train.py"])
-    assert asked_settings(None) == FeedSettings() and asked_settings(
+    assert requested_settings(None) == FeedSettings() and requested_settings(
         {"workers": 1}
     ) == FeedSettings(workers=1)
     monkeypatch.setenv("RONDE_FEED", str(tmp_path / "train.feed.yaml"))
-    assert asked_settings({"workers": 1, "threads": 4}) == FeedSettings(
+    assert requested_settings({"workers": 1, "threads": 4}) == FeedSettings(
         workers=2, prefetch=3, threads=4
     )
     monkeypatch.setenv("RONDE_FEED", "none")
-    assert asked_settings({"workers": 1}) == FeedSettings(workers=1)
+    assert requested_settings({"workers": 1}) == FeedSettings(workers=1)
 
 
 def test_which_settings_ronde_run_takes(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from ronde import ArgumentError
 from ronde.feed import Feed, LoaderSettings, Order, key_of, permute, take_over
-from ronde.introspect.open_handles import apart
+from ronde.introspect.open_handles import detached_copy
 from ronde.plan import epoch_steps, shares, split
 
 # -- the order -------------------------------------------------------------------------
@@ -780,11 +780,11 @@ def test_every_worker_reads_a_stream_as_far_as_one_process_does():
 
 def test_what_is_read_beforehand_of_a_stream_is_read_of_a_copy():
     data = Goes()
-    other = apart(data)
+    other = detached_copy(data)
     assert (
         list(other) == list(range(10)) and data.at == data.passes == 0 and other.large is data.large
     )
     data.lock = threading.Lock()  # cannot be copied
-    assert list(apart(data)) == list(range(10)) and data.passes == 0
+    assert list(detached_copy(data)) == list(range(10)) and data.passes == 0
     numbers = Numbers()
-    assert apart(numbers) is numbers
+    assert detached_copy(numbers) is numbers

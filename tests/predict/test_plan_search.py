@@ -33,7 +33,7 @@ from ronde.predict.collectives import Group, collective, groups, scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.datasheets import cluster_of, device_named, speed_of
-from ronde.predict.partition import ALPHA, Held, cut, cut_at, cut_equal
+from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at, cut_equal
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
 from ronde.predict.schedule_picture import svg, terminal
@@ -228,7 +228,7 @@ def test_the_cut_is_as_good_as_the_best_of_all():
         micro, optimize = dice.randint(1, 8), dice.choice(["speed", "memory"])
         cap, held = (
             dice.choice([None, dice.uniform(100, 900)]),
-            Held(1.0, 1.0, dice.choice([1.0, 0.25])),
+            HeldShare(1.0, 1.0, dice.choice([1.0, 0.25])),
         )
         wire = dice.choice([0.0, 0.3])
         schedule = dice.choice(["1f1b", "gpipe"])
@@ -299,7 +299,7 @@ def test_stages_of_a_worker_share_its_memory():
     made = cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4)
     assert [s.worker for s in made.stages] == [0, 1, 1, 0]
     whole = 8 * 400
-    assert sum(s.memory_bytes(Held()) for s in made.stages if s.worker == 0) == whole / 2
+    assert sum(s.memory_bytes(HeldShare()) for s in made.stages if s.worker == 0) == whole / 2
     assert cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2)
     with pytest.raises(ArgumentError, match=r"below .* GiB"):
         cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2 - 1)

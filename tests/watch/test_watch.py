@@ -34,7 +34,7 @@ from ronde.watch import (
     Warned,
     Watcher,
     check_name,
-    claim,
+    claim_run_dir,
     clock,
     curve,
     latest,
@@ -321,42 +321,48 @@ def test_names_that_are_no_folder_names_are_refused(tmp_path, name):
         check_name(name)
     for resume in (False, True):
         with pytest.raises(ArgumentError):
-            claim(tmp_path / "runs", name, "s", resume)
+            claim_run_dir(tmp_path / "runs", name, "s", resume)
     assert [p for p in tmp_path.rglob("*") if p != tmp_path / "runs"] == []
 
 
 def test_claim(tmp_path):
     runs = tmp_path / "runs"
-    assert [claim(runs, None, "gpt", False).name for _ in range(3)] == ["gpt-1", "gpt-2", "gpt-3"]
-    assert claim(runs, None, "other", False).name == "other-1"
-    named = claim(runs, "big.run_1", "gpt", False)
+    assert [claim_run_dir(runs, None, "gpt", False).name for _ in range(3)] == [
+        "gpt-1",
+        "gpt-2",
+        "gpt-3",
+    ]
+    assert claim_run_dir(runs, None, "other", False).name == "other-1"
+    named = claim_run_dir(runs, "big.run_1", "gpt", False)
     # empty still: nothing is lost
-    assert named.path == runs / "big.run_1" and claim(runs, "big.run_1", "gpt", False) == named
+    assert (
+        named.path == runs / "big.run_1" and claim_run_dir(runs, "big.run_1", "gpt", False) == named
+    )
     (named.path / "x").write_text("mine")
     with pytest.raises(
         CheckpointError,
         match=r"big\.run_1 exists already\. Continue it with --resume, choose another --name",
     ):
-        claim(runs, "big.run_1", "gpt", False)
+        claim_run_dir(runs, "big.run_1", "gpt", False)
     assert (named.path / "x").read_text() == "mine"
     (runs / "file").write_text("")
     with pytest.raises(CheckpointError, match="exists already"):
-        claim(runs, "file", "gpt", False)
+        claim_run_dir(runs, "file", "gpt", False)
     with pytest.raises(CheckpointError, match=r"nothing to resume: .*nope does not exist"):
-        claim(runs, "nope", "gpt", True)
+        claim_run_dir(runs, "nope", "gpt", True)
     with pytest.raises(CheckpointError, match="nothing to resume: no run of 'gpt'"):
-        claim(runs, None, "gpt", True)  # none of them has begun
+        claim_run_dir(runs, None, "gpt", True)  # none of them has begun
     for name in ("gpt-1", "gpt-2", "gpt-large-9"):
         (runs / name).mkdir(exist_ok=True)
         (runs / name / "record.jsonl").write_text("")
     for when, name in enumerate(("gpt-2", "gpt-1", "gpt-large-9")):
         os.utime(runs / name / "record.jsonl", (when, when))
     # the last of this script's, not of one with a longer name
-    assert claim(runs, None, "gpt", True).name == "gpt-1"
+    assert claim_run_dir(runs, None, "gpt", True).name == "gpt-1"
     assert latest(runs).name == "gpt-large-9" and latest(tmp_path / "none") is None
     (tmp_path / "blocked").write_text("a file")
     with pytest.raises(CheckpointError, match="cannot be made"):
-        claim(tmp_path / "blocked", None, "gpt", False)
+        claim_run_dir(tmp_path / "blocked", None, "gpt", False)
 
 
 @pytest.mark.parametrize(

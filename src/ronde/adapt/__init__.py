@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.adapt.feed_settings import apply_settings, asked_settings, sentence
+    from ronde.adapt.feed_settings import apply_settings, requested_settings, summarize
     from ronde.adapt.remedies import dataset_facts
 
-__all__ = ["apply_settings", "asked_settings", "dataset_facts", "sentence"]
+__all__ = ["apply_settings", "requested_settings", "dataset_facts", "summarize"]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.adapt.feed_settings": "apply_settings asked_settings sentence",
+            "ronde.adapt.feed_settings": "apply_settings requested_settings summarize",
             "ronde.adapt.remedies": "dataset_facts",
         },
     )

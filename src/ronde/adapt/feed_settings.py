@@ -11,10 +11,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ronde.data import Pipeline, echoed
-from ronde.loader import FeedSettings, Taken, default_workers
+from ronde.loader import FeedSettings, TakenOver, default_workers
 from ronde.world import ArgumentError
 
-__all__ = ["apply_settings", "asked_settings", "read_settings", "sentence"]
+__all__ = ["apply_settings", "requested_settings", "read_settings", "summarize"]
 
 
 def read_settings(
@@ -44,7 +44,7 @@ def read_settings(
     )
 
 
-def asked_settings(
+def requested_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> FeedSettings:
     """The script's settings, overridden by the file in ``RONDE_FEED`` (from ``ronde run
@@ -55,11 +55,11 @@ def asked_settings(
     return found if file in ("", "none") else found.merged(FeedSettings.load(Path(file)))
 
 
-def sentence(settings: FeedSettings) -> str:
+def summarize(settings: FeedSettings) -> str:
     """Summarize settings: ``executor threads, workers 2``.
 
     Example:
-        >>> sentence(FeedSettings(executor="threads", workers=2, pin_memory=True))
+        >>> summarize(FeedSettings(executor="threads", workers=2, pin_memory=True))
         'executor threads, workers 2, pin_memory'
     """
     shown = []
@@ -70,7 +70,9 @@ def sentence(settings: FeedSettings) -> str:
     return ", ".join(shown) or "nothing set"
 
 
-def apply_settings(taken: Taken, settings: FeedSettings, local_size: int | None = None) -> Taken:
+def apply_settings(
+    taken: TakenOver, settings: FeedSettings, local_size: int | None = None
+) -> TakenOver:
     """Apply feed settings to a data source. Samples and order stay; ``echo`` repeats batches.
 
     Args:

@@ -26,10 +26,10 @@ from ronde.cache import CacheReport
 from ronde.cache.cached import _Cache
 from ronde.data import DECODERS, encode_sample, named_stages, stage
 from ronde.data import decode_sample as decoded
-from ronde.introspect import held
-from ronde.profile import ByName, HeldFile, beneath, dressed, exchange, monkeypatch
+from ronde.introspect import stored_functions
+from ronde.profile import ByName, HeldFile, monkeypatch, original_of, swap_attribute, wrap_raw
 
-__all__ = ["FileCache", "RedirectPlan", "Remedied", "Seen", "traced"]
+__all__ = ["FileCache", "RedirectPlan", "Remedied", "Observation", "trace_reads"]
 
 PLACES = 4  # files of one sample that are kept
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
@@ -39,7 +39,7 @@ _local = threading.local()
 
 
 @dataclass
-class Seen:
+class Observation:
     """What making some samples involved.
 
     Attributes:
@@ -177,12 +177,14 @@ class RedirectPlan:
 class _Making:
     """The sample this thread is making."""
 
-    __slots__ = ("files", "index", "plan", "seen")
+    __slots__ = ("files", "index", "observation", "plan")
 
-    def __init__(self, plan: RedirectPlan, index: int | None, seen: Seen | None) -> None:
+    def __init__(
+        self, plan: RedirectPlan, index: int | None, observation: Observation | None
+    ) -> None:
         self.plan = plan
         self.index = index
-        self.seen = seen
+        self.observation = observation
         self.files = 0
 
 
@@ -193,11 +195,11 @@ def _now() -> _Making | None:
 
 @contextlib.contextmanager
 def _making(
-    plan: RedirectPlan | None, index: int | None, seen: Seen | None = None
+    plan: RedirectPlan | None, index: int | None, observation: Observation | None = None
 ) -> Iterator[None]:
     """Make a sample; without a plan, reads are not redirected."""
     before = _now()
-    _local.making = None if plan is None else _Making(plan, index, seen)
+    _local.making = None if plan is None else _Making(plan, index, observation)
     try:
         yield
     finally:
@@ -207,7 +209,7 @@ def _making(
 # -- files -----------------------------------------------------------------------------
 
 
-def _held(making: _Making, path: str, real: Callable[..., Any]) -> bytes | None:
+def _cached_bytes(making: _Making, path: str, real: Callable[..., Any]) -> bytes | None:
     """A file's bytes through the cache; None means read it normally."""
     cache, nth = making.plan.reads, making.files
     making.files += 1
@@ -250,15 +252,15 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         path = os.path.abspath(os.fsdecode(file))  # noqa: PTH100
-        if making.seen is not None:
-            making.seen.note_file(path)
+        if making.observation is not None:
+            making.observation.note_file(path)
         data = None
         if making.plan.reads is not None:
-            held = _held if named_stages.listener is None else stage("read")(_held)
+            held = _cached_bytes if named_stages.listener is None else stage("read")(_cached_bytes)
             data = held(making, path, original)
         if data is None:
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        return dressed(
+        return wrap_raw(
             HeldFile(data, os.fspath(file), original), mode, buffering, encoding, errors, newline
         )
 
@@ -268,7 +270,7 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- images ----------------------------------------------------------------------------
 
 
-def _whole(file: Any) -> bytes:
+def _all_bytes(file: Any) -> bytes:
     """All bytes of an open file, without moving its position."""
     at = file.tell()
     file.seek(0)
@@ -284,10 +286,12 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         making = _now()
         if making is None:
             return image
-        if making.seen is not None:
-            making.seen.images.append((str(image.format), image.width, image.height, image.mode))
+        if making.observation is not None:
+            making.observation.images.append(
+                (str(image.format), image.width, image.height, image.mode)
+            )
             if image.format == "JPEG" and image.tile:
-                making.seen.jpegs.append(_whole(image.fp))
+                making.observation.jpegs.append(_all_bytes(image.fp))
         if (
             making.plan.decoder is not None
             and type(image).__name__ == "JpegImageFile"
@@ -317,7 +321,7 @@ def _load_layer(original: Callable[..., Any]) -> Callable[..., Any]:
                 contextlib.suppress(Exception),
                 _making(None, None),
             ):
-                pixels = DECODERS[decoder].call(_whole(self.fp), 1)
+                pixels = DECODERS[decoder].call(_all_bytes(self.fp), 1)
                 if pixels.shape == (self.height, self.width, 3):
                     self.im = Image.frombytes(self.mode, self.size, pixels).im
                     self.tile = []
@@ -336,9 +340,9 @@ def _resize_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, size: Any, resample: Any = None, box: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         making = _now()
-        if making is not None and making.seen is not None and making.seen.images:
+        if making is not None and making.observation is not None and making.observation.images:
             before = self.size if box is None else (box[2] - box[0], box[3] - box[1])
-            making.seen.resized.append((tuple(before), tuple(size)))
+            making.observation.resized.append((tuple(before), tuple(size)))
         return original(self, size, resample, box, *args, **kwargs)
 
     return resize
@@ -349,10 +353,10 @@ def _imread_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
         image = original(filename, *args, **kwargs)
         making = _now()
-        if making is not None and making.seen is not None and image is not None:
-            making.seen.imread = True
-            making.seen.note_file(os.path.abspath(os.fsdecode(filename)))  # noqa: PTH100
-            making.seen.images.append(("OpenCV", image.shape[1], image.shape[0], "BGR"))
+        if making is not None and making.observation is not None and image is not None:
+            making.observation.imread = True
+            making.observation.note_file(os.path.abspath(os.fsdecode(filename)))  # noqa: PTH100
+            making.observation.images.append(("OpenCV", image.shape[1], image.shape[0], "BGR"))
         return image
 
     return imread
@@ -371,21 +375,23 @@ class _Layers:
         self.lock = threading.RLock()
         self.users = 0
         self.undo: list[Callable[[], None]] = []
-        self.laid: set[str] = set()
+        self.installed: set[str] = set()
 
     def use(self, dataset: Any) -> None:
         with self.lock:
             self.users += 1
             self.lay()
             below = {
-                (m, n): beneath(getattr(sys.modules[m], n)) for m, n in _MODULES if m in sys.modules
+                (m, n): original_of(getattr(sys.modules[m], n))
+                for m, n in _MODULES
+                if m in sys.modules
             }
-            for owner, name, value in list(held(dataset)):  # loader=PIL.Image.open
+            for owner, name, value in list(stored_functions(dataset)):  # loader=PIL.Image.open
                 for where, function in below.items():
                     if value is function:
                         # an object that cannot be changed keeps its function
                         with contextlib.suppress(Exception):
-                            self.undo.append(exchange(owner, name, ByName(*where)))
+                            self.undo.append(swap_attribute(owner, name, ByName(*where)))
 
     def leave(self) -> None:
         with self.lock:
@@ -394,27 +400,29 @@ class _Layers:
                 while self.undo:
                     with contextlib.suppress(Exception):  # one failure must not stop the others
                         self.undo.pop()()
-                self.laid.clear()
+                self.installed.clear()
 
     @property
     def whole(self) -> bool:
         """Whether every module imported so far is covered."""
-        return "files" in self.laid and ("pillow" in self.laid or "PIL.Image" not in sys.modules)
+        return "files" in self.installed and (
+            "pillow" in self.installed or "PIL.Image" not in sys.modules
+        )
 
     def lay(self) -> None:
         with self.lock:
             import builtins
 
-            if "files" not in self.laid:
-                self.laid.add("files")
+            if "files" not in self.installed:
+                self.installed.add("files")
                 self.undo += [
                     monkeypatch.put(module, "open", _open_layer, 1) for module in (builtins, io)
                 ]
-            if "pillow" not in self.laid and "PIL.Image" in sys.modules:
+            if "pillow" not in self.installed and "PIL.Image" in sys.modules:
                 from PIL import Image as image
                 from PIL import ImageFile as file
 
-                self.laid.add("pillow")
+                self.installed.add("pillow")
                 self.undo += [
                     monkeypatch.put(image, "open", _image_open_layer, 1),
                     monkeypatch.put(file.ImageFile, "load", _load_layer, 1),
@@ -466,13 +474,13 @@ class Remedied(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "plan") or (name.startswith("__") and name != "__getitems__"):
             raise AttributeError(name)
-        if name == "__getitems__" and loops(self.dataset):
+        if name == "__getitems__" and only_loops(self.dataset):
             raise AttributeError(name)
         value = getattr(self.dataset, name)
         return functools.partial(self._many, value) if name == "__getitems__" else value
 
 
-def loops(dataset: Any) -> bool:
+def only_loops(dataset: Any) -> bool:
     """Whether a Dataset's ``__getitems__`` only loops over ``__getitem__``, like ``Subset``'s."""
     from torch.utils.data import Subset
 
@@ -486,13 +494,13 @@ def loops(dataset: Any) -> bool:
 _WATCHED = (("PIL.Image", "Image", "resize", _resize_layer), ("cv2", "", "imread", _imread_layer))
 
 
-def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
+def trace_reads(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
     """Make some samples and observe.
 
     Returns:
         What was seen, and the samples.
     """
-    seen = Seen(own_many=hasattr(dataset, "__getitems__") and not loops(dataset))
+    observation = Observation(own_many=hasattr(dataset, "__getitems__") and not only_loops(dataset))
     watched = Remedied(dataset, RedirectPlan())
     imported = [w for w in _WATCHED if w[0] in sys.modules]
     undo = [
@@ -502,18 +510,18 @@ def traced(dataset: Any, ids: list[int]) -> tuple[Seen, list[Any]]:
     samples = []
     try:
         for i in ids:
-            with _making(watched.plan, None, seen):
-                many = getattr(dataset, "__getitems__", None) if seen.own_many else None
+            with _making(watched.plan, None, observation):
+                many = getattr(dataset, "__getitems__", None) if observation.own_many else None
                 samples.append(dataset[i] if many is None else many([i])[0])
-            seen.samples += 1
+            observation.samples += 1
             # the Dataset has just imported its decoder: again
             if imported != [w for w in _WATCHED if w[0] in sys.modules]:
-                return traced(dataset, ids)
+                return trace_reads(dataset, ids)
     finally:
         for take_away in undo:
             take_away()
         watched._leave()
-    return seen, samples
+    return observation, samples
 
 
 def folder_of(files: list[str]) -> str:

@@ -17,14 +17,21 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from ronde.adapt.redirect import FileCache, RedirectPlan, Remedied, Seen, folder_of, traced
+from ronde.adapt.redirect import (
+    FileCache,
+    Observation,
+    RedirectPlan,
+    Remedied,
+    folder_of,
+    trace_reads,
+)
 from ronde.data import AUTO, DECODERS, Pipeline, available, check_decoder
-from ronde.introspect import seed_all, unchanged
+from ronde.introspect import preserve_state, seed_all
 from ronde.loader import FeedSettings
-from ronde.profile import same, weight
+from ronde.profile import same_bits, size_of
 from ronde.world import ArgumentError
 
-__all__ = ["DatasetFacts", "Judged", "apply_remedies", "dataset_facts", "judge_decoder"]
+__all__ = ["DatasetFacts", "DecoderJudgment", "apply_remedies", "dataset_facts", "judge_decoder"]
 
 _LOOKED_AT = 8  # samples
 _MOST_PIXELS = 8_000_000
@@ -34,7 +41,7 @@ _MOST_PIXELS = 8_000_000
 
 
 @dataclass(frozen=True)
-class Judged:
+class DecoderJudgment:
     """A decoder compared with Pillow on some images.
 
     Attributes:
@@ -83,7 +90,7 @@ class DatasetFacts:
 
     pipeline: bool = False
     jpeg: bool = False
-    decoders: dict[str, Judged] = field(default_factory=dict)
+    decoders: dict[str, DecoderJudgment] = field(default_factory=dict)
     images: bool = False
     imread: bool = False
     shrink: int = 1
@@ -100,13 +107,13 @@ def _spread(n: int, count: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, n - 1, min(n, count))})
 
 
-def _look(dataset: Any, count: int) -> tuple[Seen, list[Any]]:
+def _make_samples(dataset: Any, count: int) -> tuple[Observation, list[Any]]:
     """Make some samples under fixed random numbers."""
     seed_all(1)
-    return traced(dataset, _spread(len(dataset), count))
+    return trace_reads(dataset, _spread(len(dataset), count))
 
 
-def judge_decoder(decoder: str, images: Sequence[bytes]) -> Judged:
+def judge_decoder(decoder: str, images: Sequence[bytes]) -> DecoderJudgment:
     """Decode JPEG images with a decoder and with Pillow, and compare.
 
     Args:
@@ -139,7 +146,7 @@ def judge_decoder(decoder: str, images: Sequence[bytes]) -> Judged:
         )
         spent.append([_cpu(call) for call in calls])
     means = (sum(times) / len(times) / 1e6 for times in zip(*spent or [[0, 0, 0]], strict=True))
-    return Judged(count, refused, equal and count > 0, total / max(1, pixels), *means)
+    return DecoderJudgment(count, refused, equal and count > 0, total / max(1, pixels), *means)
 
 
 class _Decoding(Dataset[Any]):
@@ -167,12 +174,12 @@ def _cpu(work: Callable[[], Any]) -> int:
     return min(times)
 
 
-def _some(seen: Seen) -> list[bytes]:
+def _some(observation: Observation) -> list[bytes]:
     """Images for judging a decoder, few enough to take well under a second."""
     found: list[bytes] = []
     pixels = 0
     for data, (_, width, height, _) in zip(
-        seen.jpegs, [i for i in seen.images if i[0] == "JPEG"], strict=False
+        observation.jpegs, [i for i in observation.images if i[0] == "JPEG"], strict=False
     ):
         if found and pixels + width * height > _MOST_PIXELS:
             break
@@ -196,39 +203,40 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         return DatasetFacts(error="it can only be iterated, or is empty")
     try:
         # once around both: generators of its own go on, so that what they draw shows
-        with unchanged(dataset):
-            seen, made = _look(dataset, samples)
+        with preserve_state(dataset):
+            observation, made = _make_samples(dataset, samples)
             seed_all(2)
-            again = traced(dataset, _spread(len(dataset), samples)[:2])[1]
+            again = trace_reads(dataset, _spread(len(dataset), samples)[:2])[1]
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
-    n = max(1, seen.samples)
-    jpegs = _some(seen)
+    n = max(1, observation.samples)
+    jpegs = _some(observation)
     others = [name for name in available() if name in AUTO and name != "pillow"]
     pipeline = isinstance(dataset, Pipeline)
     return DatasetFacts(
         pipeline=pipeline,
         jpeg=bool(jpegs),
         decoders={name: judge_decoder(name, jpegs) for name in others} if jpegs else {},
-        images=not pipeline and len(seen.images) == len(seen.files) == seen.samples,
-        imread=seen.imread,
-        shrink=_shrink(seen) if jpegs else 1,
-        files=len(seen.files) / n,
-        folder=folder_of([path for path, _ in seen.files]),
-        file_bytes=sum(size for _, size in seen.files) / n,
-        decoded_bytes=sum(w * h * 3 for _, w, h, _ in seen.images) / n,
-        sample_bytes=sum(map(weight, made)) / n,
-        draws=not all(same(a, b) for a, b in zip(made, again, strict=False)),
+        images=not pipeline
+        and len(observation.images) == len(observation.files) == observation.samples,
+        imread=observation.imread,
+        shrink=_shrink(observation) if jpegs else 1,
+        files=len(observation.files) / n,
+        folder=folder_of([path for path, _ in observation.files]),
+        file_bytes=sum(size for _, size in observation.files) / n,
+        decoded_bytes=sum(w * h * 3 for _, w, h, _ in observation.images) / n,
+        sample_bytes=sum(map(size_of, made)) / n,
+        draws=not all(same_bits(a, b) for a, b in zip(made, again, strict=False)),
     )
 
 
-def _shrink(seen: Seen) -> int:
+def _shrink(observation: Observation) -> int:
     """The largest reduction (1/2, 1/4, 1/8) that leaves most images enough pixels for their
     resize.
     """
     room = [
         min(before[0] / after[0], before[1] / after[1])
-        for before, after in seen.resized
+        for before, after in observation.resized
         if min(after) > 0
     ]
     return next((f for f in (8, 4, 2) if room and float(np.median(room)) >= f), 1)
@@ -293,7 +301,7 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
 
 
 def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
-    from ronde.data import retuned
+    from ronde.data import with_settings
 
     if settings.pack is not None:
         pipeline = dataclasses.replace(
@@ -304,7 +312,7 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
         or settings.decode_to_size is not None
         or settings.device_augment is not None
     ):
-        pipeline = retuned(
+        pipeline = with_settings(
             pipeline,
             decoder=settings.decoder,
             decode_to_size=settings.decode_to_size,
@@ -319,19 +327,19 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
 
 def _swapped(dataset: Any, settings: FeedSettings) -> Any:
     """A plain Dataset with another decoder or a cache."""
-    with unchanged(dataset):
-        seen, _ = _look(dataset, _LOOKED_AT)
+    with preserve_state(dataset):
+        observation, _ = _make_samples(dataset, _LOOKED_AT)
     what, plan = type(dataset).__name__, RedirectPlan()
-    looked = f"(looked at {seen.samples} samples of {what})"
+    looked = f"(looked at {observation.samples} samples of {what})"
     if settings.decoder not in (None, "pillow"):
         decoder = check_decoder(str(settings.decoder))
-        if not seen.jpegs:
+        if not observation.jpegs:
             raise ArgumentError(
                 f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so "
                 "there is nothing to decode otherwise."
             )
         if decoder != "pillow":
-            if not judge_decoder(decoder, _some(seen)).images:
+            if not judge_decoder(decoder, _some(observation)).images:
                 raise ArgumentError(
                     f"feed setting decoder: {decoder} can decode none of these images {looked}."
                 )
@@ -341,7 +349,7 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
         from ronde.cache import cached_dataset
 
         try:
-            with unchanged(dataset):
+            with preserve_state(dataset):
                 return cached_dataset(
                     dataset if plan.decoder is None else Remedied(dataset, plan), where, limit
                 )
@@ -352,31 +360,33 @@ def _swapped(dataset: Any, settings: FeedSettings) -> Any:
                 f'feed.images(FOLDER).cache("decode") instead: {error}'
             ) from None
     if settings.cache == "read":
-        plan.reads = _file_cache(dataset, seen, where, limit, looked)
+        plan.reads = _file_cache(dataset, observation, where, limit, looked)
     return Remedied(dataset, plan)
 
 
-def _file_cache(dataset: Any, seen: Seen, where: str, limit: int | None, looked: str) -> FileCache:
-    if seen.imread:
+def _file_cache(
+    dataset: Any, observation: Observation, where: str, limit: int | None, looked: str
+) -> FileCache:
+    if observation.imread:
         raise ArgumentError(
             f"feed setting cache: OpenCV reads the files by itself {looked}. Use "
             'feed.images(FOLDER).cache("read") instead, or decode '
             "with cv2.imdecode what open() reads."
         )
-    if not seen.files:
+    if not observation.files:
         raise ArgumentError(
             f"feed setting cache: no file is opened while a sample is made {looked}, so "
             "there is nothing to keep."
         )
     kind = type(dataset)
-    if seen.own_many:
+    if observation.own_many:
         raise ArgumentError(
             f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is "
             "not known which file belongs to which sample."
         )
     from ronde.introspect import digest
 
-    names = sorted(path for path, _ in seen.files)
+    names = sorted(path for path, _ in observation.files)
     key = digest("files of a data set", 2, kind.__module__, kind.__qualname__, len(dataset), names)
     about = {
         "dataset": kind.__qualname__,

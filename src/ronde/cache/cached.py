@@ -228,7 +228,7 @@ def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
 # -- reading through a cache -----------------------------------------------------------
 
 
-class _Made(NamedTuple):
+class _Sample(NamedTuple):
     """A sample, the source of random draws while it was made (or ""), and the files opened."""
 
     value: Any
@@ -236,7 +236,7 @@ class _Made(NamedTuple):
     files: Files
 
 
-def _divided(data: memoryview) -> tuple[memoryview, bytes]:
+def _split_record(data: memoryview) -> tuple[memoryview, bytes]:
     """A record's sample bytes, and its file dependencies.
 
     Raises:
@@ -251,7 +251,7 @@ def _divided(data: memoryview) -> tuple[memoryview, bytes]:
     return data[:start], bytes(data[start:end])
 
 
-def _tells(source: Any) -> bool:
+def _declares_files(source: Any) -> bool:
     """Whether one of Ronde's sources reads only what it declares, so that opened files need not be
     noted.
     """
@@ -291,7 +291,7 @@ class _Cache:
         self._folder, self._memory = _place(where, key)
         self._arena: Arena | None = None
         self._off = ""
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._opening = threading.Lock()
         if self._memory:
             remove_unused(_memory_folder(), _prefix(True))
@@ -345,13 +345,13 @@ class _Cache:
                 )
         return self._arena
 
-    def _say(self, what: str, before: int) -> None:
+    def _report_once(self, what: str, before: int) -> None:
         """Report once across all processes, as far as the counter allows."""
-        if not before and what not in self._said:
-            self._said.add(what)
+        if not before and what not in self._reported:
+            self._reported.add(what)
             warnings.warn(f"ronde: {what}", RuntimeWarning, stacklevel=2)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Sample]:
         """Make samples, with each one's dependencies.
 
         Args:
@@ -379,8 +379,8 @@ class _Cache:
                     missed.append(k)
                     continue
                 try:
-                    data, told = _divided(found.data)
-                    if not self._as_it_was(told, states):
+                    data, told = _split_record(found.data)
+                    if not self._is_unchanged(told, states):
                         changed += 1
                         entries[i] = found.entry
                         missed.append(k)
@@ -414,7 +414,7 @@ class _Cache:
             values[k] = each.value
         return values
 
-    def _asked(
+    def _make_together(
         self, many: Callable[[list[int]], Any], ids: list[int]
     ) -> tuple[list[Any], list[Files]]:
         """Make samples together, with each one's opened files."""
@@ -437,7 +437,7 @@ class _Cache:
         self._shared |= shared
         return made, files
 
-    def _told(self, files: Files) -> bytes:
+    def _files_in_record(self, files: Files) -> bytes:
         """The file dependencies in a record."""
         files = {**self._shared, **files}
         if len(files) > _MOST_FILES:
@@ -449,7 +449,7 @@ class _Cache:
         )
         return text + _TOLD.pack(len(text))
 
-    def _as_it_was(self, told: bytes, states: Files) -> bool:
+    def _is_unchanged(self, told: bytes, states: Files) -> bool:
         """Whether a sample's files are unchanged. ``states`` holds states read just now."""
         if not told:
             return True
@@ -469,7 +469,7 @@ class _Cache:
         if self._listed is None:
             self._listed, more = listing(self._folders) if self._folders else ("", "")
             if more:
-                self._say(
+                self._report_once(
                     f"{more} holds more than {MOST_LISTED:,} files, which are read without "
                     "Python's knowing: a change of one that was not looked at "
                     "is not noticed by the cache. Give another version= when files change",
@@ -490,7 +490,7 @@ class _Cache:
         arena: Arena,
         wanted: list[int],
         missed: list[int],
-        made: list[_Made],
+        made: list[_Sample],
         entries: dict[int, bytes],
         counts: dict[str, int],
     ) -> None:
@@ -508,23 +508,27 @@ class _Cache:
             else:
                 try:
                     # What shares memory with the sample is written before the sample is handed out.
-                    records[i] = (i, [*encode_sample(value), self._told(files)], entries[i])
+                    records[i] = (
+                        i,
+                        [*encode_sample(value), self._files_in_record(files)],
+                        entries[i],
+                    )
                 except CannotEncode as error:
                     left_out["not_kept"], told_kind = left_out["not_kept"] + 1, str(error)
         if records:
             arena.put(list(records.values()))
         before = arena.count(**left_out, **counts)
         if told_kind:
-            self._say(
+            self._report_once(
                 f"samples are not cached: {told_kind} would not come back as it was",
                 before["not_kept"],
             )
         if told_drawn:
-            self._say(
+            self._report_once(
                 f"samples are not cached: {told_drawn} draws random numbers", before["random"]
             )
 
-    def _first_look(self, what: str) -> None:
+    def _check_draws(self, what: str) -> None:
         """Make some samples twice under different random numbers before caching anything.
 
         Raises:
@@ -538,7 +542,7 @@ class _Cache:
             for i in sorted({0, self._n // 2, self._n - 1}):
                 if arena.get(i).data is not None:
                     continue
-                looked: list[_Made] = []
+                looked: list[_Sample] = []
                 for turn in (1, 2):
                     seed_all(secrets.randbits(64) if turn == 2 else turn)
                     try:
@@ -560,7 +564,7 @@ class _Cache:
                         for path, was in looked[0].files.items()
                         if path not in looked[1].files
                     }
-                if len(looked) == 2 and not _same(looked[0].value, looked[1].value):
+                if len(looked) == 2 and not _equal(looked[0].value, looked[1].value):
                     raise ArgumentError(
                         f"{what}: sample {i} came out differently when it was made twice, "
                         "so it cannot be kept. It depends on random "
@@ -595,7 +599,7 @@ class _Cache:
             arena.close(self)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     try:
         return b"".join(encode_sample(a)) == b"".join(encode_sample(b))
     except CannotEncode:
@@ -658,11 +662,11 @@ class CachedSource(_Cache, Dataset[Any]):
             "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         folders: set[str] = set()
-        of_source = None if _tells(source) else folders
+        of_source = None if _declares_files(source) else folders
         key = _key(
             lambda: [
                 _stamp(source, version, of_source),
-                [_described(s, version, folders) for s in steps],
+                [_describe(s, version, folders) for s in steps],
             ],
             len(source),
             version,
@@ -670,7 +674,7 @@ class CachedSource(_Cache, Dataset[Any]):
         )
         super().__init__(len(source), where, limit, reserve, key, about, folders)
         if check:
-            self._first_look("cached(…)")
+            self._check_draws("cached(…)")
 
     def __len__(self) -> int:
         return self._n
@@ -703,7 +707,7 @@ class CachedSource(_Cache, Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         return stage("read")(self.read)(ids)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Sample]:
         keys = current_keys()
         if keys is None:
             with _with_keys(batch):
@@ -711,10 +715,10 @@ class CachedSource(_Cache, Dataset[Any]):
         known = keys.n == batch and keys.at is None
         watch = _Watch()
         files: list[Files]
-        if _tells(self.source):
+        if _declares_files(self.source):
             samples, files = list(self.source.read(ids)), [{} for _ in ids]
         else:
-            samples, files = self._asked(self.source.read, ids)
+            samples, files = self._make_together(self.source.read, ids)
         drew = ["the source" if watch.drew() else ""] * len(ids)
         for step in self.steps:
             call = stage(step.name)(step.call)
@@ -746,7 +750,7 @@ class CachedSource(_Cache, Dataset[Any]):
                     if known:
                         keys.at = None
                 drew[j] = drew[j] or (name if watch.drew() else "")
-        return [_Made(*each) for each in zip(samples, drew, files, strict=True)]
+        return [_Sample(*each) for each in zip(samples, drew, files, strict=True)]
 
 
 class CachedDataset(_Cache, Dataset[Any]):
@@ -780,7 +784,7 @@ class CachedDataset(_Cache, Dataset[Any]):
         )
         super().__init__(len(dataset), where, limit, reserve, key, about, folders)
         if check:
-            self._first_look("cached_dataset(…)")
+            self._check_draws("cached_dataset(…)")
 
     def __len__(self) -> int:
         return self._n
@@ -796,7 +800,7 @@ class CachedDataset(_Cache, Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> list[Any]:
         return self._through(ids)
 
-    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Made]:
+    def _make(self, ids: list[int], at: list[int], batch: int) -> list[_Sample]:
         keys = current_keys()
         if keys is None:
             with _with_keys(batch):
@@ -804,10 +808,10 @@ class CachedDataset(_Cache, Dataset[Any]):
         many: Callable[[list[int]], Any] | None = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             watch = _Watch()
-            samples, files = self._asked(many, ids)
+            samples, files = self._make_together(many, ids)
             drew = "the data set" if watch.drew() else ""
             return [
-                _Made(sample, drew, opened) for sample, opened in zip(samples, files, strict=True)
+                _Sample(sample, drew, opened) for sample, opened in zip(samples, files, strict=True)
             ]
         known = keys.n == batch and keys.at is None
         made = []
@@ -821,11 +825,11 @@ class CachedDataset(_Cache, Dataset[Any]):
             finally:
                 if known:
                     keys.at = None
-            made.append(_Made(sample, "the data set" if watch.drew() else "", noting.files))
+            made.append(_Sample(sample, "the data set" if watch.drew() else "", noting.files))
         return made
 
 
-def _described(step: Step, version: str, folders: set[str]) -> str:
+def _describe(step: Step, version: str, folders: set[str]) -> str:
     # Which decoder is used may depend on what is installed.
     codecs = [
         installed_version(name)

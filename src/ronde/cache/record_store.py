@@ -166,7 +166,7 @@ class Arena:
         self._leave = Finalize(
             self, _leave, (str(folder), self._fds, memory, self.pid), exitpriority=-10
         )
-        with self._alone():
+        with self._exclusively():
             self.limit = self._found_or_made(limit, default, about)
 
     @property
@@ -196,7 +196,7 @@ class Arena:
             if cut:
                 os.ftruncate(self._index, self._index_bytes)
             if not self.memory:
-                self._mend_tail(head[1], head[2])
+                self._repair_end(head[1], head[2])
             return limit if limit is not None else head[2]
         # Without a beginning it is new, or whoever made it was killed: nobody has used it.
         # Otherwise it is damaged, or was cut short.
@@ -213,7 +213,7 @@ class Arena:
         self._set_head(0, chosen)
         return chosen
 
-    def _mend_tail(self, tail: int, limit: int) -> None:
+    def _repair_end(self, tail: int, limit: int) -> None:
         """Move the header's end behind the last entry: after a power loss the header may be older
         than entries.
 
@@ -258,7 +258,7 @@ class Arena:
         return True
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusively(self) -> Iterator[None]:
         """Exclusive access among threads and processes."""
         with self._lock:
             if self._lock_fd < 0:
@@ -283,7 +283,7 @@ class Arena:
         if entry == _NOTHING:
             return _missing(_NOTHING)
         if _entry_sum(entry, i) != _ENTRY.unpack(entry)[3]:
-            with self._alone():  # it was being written just now, or it is damaged
+            with self._exclusively():  # it was being written just now, or it is damaged
                 entry = self._entry(i)
             if _entry_sum(entry, i) != _ENTRY.unpack(entry)[3]:
                 self.count(corrupt=1)
@@ -346,7 +346,7 @@ class Arena:
         """
         placed: list[tuple[int, list[bytes | memoryview], bytes, int, int]] = []
         counts = {"full": 0, "no_room": 0}
-        with self._alone():
+        with self._exclusively():
             head = self._head()
             if head is None:  # damaged under our feet: room that is in use might be given out again
                 self._stopped_until = math.inf
@@ -403,7 +403,7 @@ class Arena:
         if not written and not any(counts.values()):
             return
         admitted = admitted_bytes = 0
-        with self._alone():
+        with self._exclusively():
             for i, entry, expected, length in written:
                 if self._entry(i) == expected:
                     try:
@@ -445,7 +445,7 @@ class Arena:
 
     def count(self, **amounts: int) -> dict[str, int]:
         """Add to the counters of all processes; returns the previous values."""
-        with self._alone():
+        with self._exclusively():
             return self._add(amounts)
 
     def _add(self, amounts: dict[str, int]) -> dict[str, int]:
@@ -461,7 +461,7 @@ class Arena:
 
     def totals(self) -> tuple[dict[str, int], int]:
         """The counters, and bytes the arena's files use."""
-        with self._alone():
+        with self._exclusively():
             tail = (self._head() or (0, 0, 0))[1]
             return self._add({}), self._index_bytes + tail + -tail % _PAGE
 

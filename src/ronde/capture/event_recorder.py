@@ -628,7 +628,7 @@ class EventRecorder(Interceptor):
             whole = (
                 None
                 if before is None
-                else self._whole(path, module, start, before, args, kwargs, result)
+                else self._merge_call(path, module, start, before, args, kwargs, result)
             )
         self.calls.append(Call(path, nth, module, start, len(self.events), whole))
         return result
@@ -659,7 +659,7 @@ class EventRecorder(Interceptor):
         ]
         return kept, own, snapshot(list(args), 4)[1], snapshot(list(kwargs.values()), 4)[1]
 
-    def _whole(
+    def _merge_call(
         self,
         path: str,
         module: nn.Module,

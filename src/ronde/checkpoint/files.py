@@ -255,23 +255,23 @@ def _manifest(path: Path) -> dict[str, Any]:
         text = (path / "manifest.json").read_text(encoding="utf-8")
         body = json.loads(text)
     except FileNotFoundError:
-        raise _broken(path, "manifest.json is missing") from None
+        raise _find_damage(path, "manifest.json is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise _broken(path, f"manifest.json cannot be read ({error})") from None
+        raise _find_damage(path, f"manifest.json cannot be read ({error})") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise _broken(path, "manifest.json is not of a Ronde checkpoint")
+        raise _find_damage(path, "manifest.json is not of a Ronde checkpoint")
     if body.get("version") not in (_WHOLE, _SHARDED):
-        raise _broken(
+        raise _find_damage(
             path,
             f"it has version {body.get('version')} of the format, this Ronde reads "
             f"{_WHOLE} and {_SHARDED}",
         )
     if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
-        raise _broken(path, "manifest.json does not match its own digest")
+        raise _find_damage(path, "manifest.json does not match its own digest")
     return body
 
 
-def _broken(path: Path, why: str) -> CheckpointError:
+def _find_damage(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a whole checkpoint: {why}")
 
 
@@ -295,15 +295,17 @@ def verify(path: Path) -> Checkpoint:
     body = _manifest(path)
     for name, entry in body["files"].items():
         if not _FILE.fullmatch(name):
-            raise _broken(path, f"its manifest names {name!r}, which is not a file of a checkpoint")
+            raise _find_damage(
+                path, f"its manifest names {name!r}, which is not a file of a checkpoint"
+            )
         file = path / name
         if not file.is_file() or file.is_symlink():
-            raise _broken(path, f"{name} is missing")
+            raise _find_damage(path, f"{name} is missing")
         size = file.stat().st_size
         if size != entry["bytes"]:
-            raise _broken(path, f"{name} has {size} bytes, expected {entry['bytes']}")
+            raise _find_damage(path, f"{name} has {size} bytes, expected {entry['bytes']}")
         if _digest(file) != entry["sha256"]:
-            raise _broken(
+            raise _find_damage(
                 path, f"{name} does not match its digest: a bit has changed since it was written"
             )
     try:
@@ -311,7 +313,7 @@ def verify(path: Path) -> Checkpoint:
         for part, entries in found.tensors.items():
             _verify_pieces(path, part, entries, found.files)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _broken(
+        raise _find_damage(
             path, f"manifest.json cannot be understood ({type(error).__name__}: {error})"
         ) from None
     return found
@@ -325,7 +327,7 @@ def _verify_pieces(
     """
     named = {file for entry in entries.values() for file in entry.pieces}
     for file in sorted(named - set(files)):
-        raise _broken(
+        raise _find_damage(
             path, f"its manifest says that {file} holds pieces of the {part}, and does not list it"
         )
     held: dict[str, dict[str, PieceEntry]] = {}
@@ -337,18 +339,18 @@ def _verify_pieces(
             found = held[file].get(name)
             if found is None or found.shape != box.sizes or found.dtype != entry.dtype:
                 there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                raise _broken(
+                raise _find_damage(
                     path,
                     f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} "
                     f"{list(box.sizes)}",
                 )
             if not box.fits(entry.shape):
-                raise _broken(
+                raise _find_damage(
                     path, f"{file} holds {box} of {name!r}, which has shape {list(entry.shape)}"
                 )
         total = sum(box.numel for box in entry.pieces.values())
         if total != Box.whole(entry.shape).numel or not entry.pieces:
-            raise _broken(
+            raise _find_damage(
                 path,
                 f"{name!r} of shape {list(entry.shape)} is not whole: "
                 f"{', '.join(entry.pieces) or 'no file'} hold {total} elements",

@@ -43,7 +43,7 @@ def laid_out(text: str) -> str:
     it to the left edge.
 
     Example:
-        >>> print(laid_out("One\nparagraph.\n\n  ronde run x.py     runs it"))
+        >>> print(laid_out("One\\nparagraph.\\n\\n  ronde run x.py     runs it"))
         One paragraph.
         <BLANKLINE>
           ronde run x.py

@@ -26,7 +26,7 @@ from ronde.watch import (
     Record,
     RunDir,
     check_name,
-    claim,
+    claim_run_dir,
     clock,
     curve,
     script_stem,
@@ -135,7 +135,7 @@ def register(app: typer.Typer) -> None:
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
         planned = None if plan is None else _plan(plan, count)
-        directory = claim(
+        directory = claim_run_dir(
             Path(temporary.name) if temporary else runs,
             name,
             script_stem(module or command[0]),

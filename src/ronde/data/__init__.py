@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ronde.data.contract import Bad, Source, Step
     from ronde.data.echo import Echoed, echoed
     from ronde.data.image_decoders import AUTO, DECODERS, available, check_decoder
-    from ronde.data.images import retuned
+    from ronde.data.images import with_settings
     from ronde.data.named_stages import current_keys, sample_key, sample_keys, stage
     from ronde.data.order import Order, key_of
     from ronde.data.pack import verify_pack
@@ -49,7 +49,7 @@ __all__ = [
     "encode_sample",
     "is_pack",
     "key_of",
-    "retuned",
+    "with_settings",
     "sample_key",
     "sample_keys",
     "stage",
@@ -64,7 +64,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.contract": "Bad Source Step",
             "ronde.data.echo": "Echoed echoed",
             "ronde.data.image_decoders": "AUTO DECODERS available check_decoder",
-            "ronde.data.images": "retuned",
+            "ronde.data.images": "with_settings",
             "ronde.data.named_stages": "current_keys sample_key sample_keys stage",
             "ronde.data.order": "Order key_of",
             "ronde.data.pack": "verify_pack",

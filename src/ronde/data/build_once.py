@@ -22,7 +22,7 @@ from pathlib import Path
 from ronde.data.sources.byte_ranges import is_remote, local_path
 from ronde.world import ArgumentError
 
-__all__ = ["built", "cache_root", "files_of", "gone", "identity"]
+__all__ = ["build_once", "cache_root", "files_of", "missing_message", "identity"]
 
 _LIST = "ronde-built.json"
 _END_BYTES = 64 << 10
@@ -35,7 +35,7 @@ def cache_root(given: str | os.PathLike[str] | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde"
 
 
-def _described(file: Path) -> list[int]:
+def _summarize_file(file: Path) -> list[int]:
     """A file's size, and a checksum of its first and last bytes."""
     with open(file, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -44,16 +44,16 @@ def _described(file: Path) -> list[int]:
         return [size, zlib.crc32(opened.read(_END_BYTES), found)]
 
 
-def _whole(folder: Path) -> bool:
-    """Whether a folder from :func:`built` is complete, according to its list."""
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder from :func:`build_once` is complete, according to its list."""
     try:
         files = json.loads((folder / _LIST).read_bytes())
-        return all(_described(folder / name) == described for name, described in files.items())
+        return all(_summarize_file(folder / name) == described for name, described in files.items())
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
+def missing_message(folder: Path, what: str, error: Exception) -> ArgumentError:
     """The message for a folder that was complete and can no longer be read."""
     return ArgumentError(
         f"{folder}, where {what} are kept, is missing or damaged ({error}). Run again to rebuild "
@@ -61,7 +61,7 @@ def gone(folder: Path, what: str, error: Exception) -> ArgumentError:
     )
 
 
-def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
+def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
     """Return ``root/key``, and call ``make(folder)`` first if it is missing or damaged.
 
     Other processes on this machine that want the same folder wait. If ``make`` fails, nothing is
@@ -71,7 +71,7 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         ArgumentError: nothing can be written below ``root``, or not all of it.
     """
     final = root / key
-    if _whole(final):
+    if _is_complete(final):
         return final
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -82,14 +82,16 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _whole(final):  # another process was faster
+        if _is_complete(final):  # another process was faster
             return final
         temporary = Path(tempfile.mkdtemp(prefix=f".{key}.", suffix=".writing", dir=root))
         damaged = temporary / "damaged"
         try:
             make(temporary)
             (temporary / _LIST).write_text(
-                json.dumps({file.name: _described(file) for file in sorted(temporary.iterdir())})
+                json.dumps(
+                    {file.name: _summarize_file(file) for file in sorted(temporary.iterdir())}
+                )
             )
             temporary.chmod(0o755)
             if final.exists():  # who reads it goes on with the files that it has open
@@ -97,8 +99,8 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
             temporary.rename(final)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not (isinstance(error, OSError) and _whole(final)):
-                if _is_full(error):
+            if not (isinstance(error, OSError) and _is_complete(final)):
+                if _is_disk_full(error):
                     raise ArgumentError(
                         f"{root}: the disk is full ({error}). Make room there, or give a "
                         "folder on another disk with cache=."
@@ -111,7 +113,7 @@ def built(root: Path, key: str, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for lack of space; numpy only reports how much it wrote."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, OSError) and (
@@ -131,7 +133,7 @@ def files_of(
 ) -> list[Path]:
     """The files of a path, a folder (recursive, not hidden, sorted), a glob, or a list of those.
 
-    Folders made by :func:`built` are skipped.
+    Folders made by :func:`build_once` are skipped.
 
     Args:
         path: as the user gave it.

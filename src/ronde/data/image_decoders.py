@@ -38,7 +38,7 @@ __all__ = [
 Pixels = npt.NDArray[np.uint8]
 
 
-def _no_inks(data: bytes) -> None:
+def _reject_cmyk(data: bytes) -> None:
     """Reject CMYK JPEGs: libjpeg-turbo converts their colors slightly differently from Pillow."""
     at = 2
     while at + 9 < len(data) and data[at] == 0xFF:
@@ -50,7 +50,7 @@ def _no_inks(data: bytes) -> None:
         at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
 
 
-def _ended(data: bytes) -> None:
+def _check_end(data: bytes) -> None:
     """Reject truncated JPEGs for decoders that fill in missing data silently."""
     if data.rfind(b"\xff\xd9", len(data) - 64) < 0:
         raise ValueError("no end of image")
@@ -59,7 +59,7 @@ def _ended(data: bytes) -> None:
 def _simplejpeg(data: bytes, shrink: int) -> Pixels:
     import simplejpeg
 
-    _no_inks(data)
+    _reject_cmyk(data)
     found: Pixels
     if shrink == 1:
         found = simplejpeg.decode_jpeg(data)
@@ -75,16 +75,16 @@ def _simplejpeg(data: bytes, shrink: int) -> Pixels:
 def _torchcodec(data: bytes, shrink: int) -> Pixels:
     from torchcodec.decoders import decode_jpeg
 
-    _no_inks(data)
-    _ended(data)
+    _reject_cmyk(data)
+    _check_end(data)
     return np.ascontiguousarray(decode_jpeg(data, mode="RGB").permute(1, 2, 0).numpy())
 
 
 def _opencv(data: bytes, shrink: int) -> Pixels:
     import cv2
 
-    _no_inks(data)
-    _ended(data)
+    _reject_cmyk(data)
+    _check_end(data)
     flags = {
         1: cv2.IMREAD_COLOR,
         2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -239,7 +239,7 @@ def format_of(data: bytes) -> str | None:
     """``jpeg``, ``png`` or ``webp`` from the first bytes, or None.
 
     Example:
-        >>> format_of(b"\xff\xd8\xff\xe0"), format_of(b"GIF89a")
+        >>> format_of(b"\\xff\\xd8\\xff\\xe0"), format_of(b"GIF89a")
         ('jpeg', None)
     """
     if data[:3] == b"\xff\xd8\xff":
@@ -283,7 +283,7 @@ def image_size(data: bytes, name: str = "") -> tuple[int, int]:
         raise _error(name, data, error) from None
 
 
-def _upright(pixels: Pixels, data: bytes) -> Pixels:
+def _apply_orientation(pixels: Pixels, data: bytes) -> Pixels:
     """Apply the EXIF orientation, as ``PIL.ImageOps.exif_transpose`` does."""
     from PIL import Image
 
@@ -349,7 +349,7 @@ def decode_image(
         try:
             pixels = entry.call(data, shrink)
             _tally.decoded[chosen] += 1
-            return _upright(pixels, data) if orient else pixels
+            return _apply_orientation(pixels, data) if orient else pixels
         except Exception as error:
             _tally.fallbacks[chosen] += 1
             _tally.reasons[chosen] = f"{name}: {error}" if name else str(error)
@@ -364,4 +364,4 @@ def decode_image(
     except Exception as error:
         raise _error(name, data, error) from None
     _tally.decoded["pillow"] += 1
-    return _upright(pixels, data) if orient else pixels
+    return _apply_orientation(pixels, data) if orient else pixels

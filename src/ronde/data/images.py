@@ -28,7 +28,7 @@ from ronde.data.transforms import (
 )
 from ronde.world import ArgumentError
 
-__all__ = ["Images", "images", "retuned"]
+__all__ = ["Images", "images", "with_settings"]
 
 SUFFIXES = (
     ".jpg",
@@ -54,7 +54,7 @@ class _Decoded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _DeferredImage:
     """An image finished on the device: the pixels needed, and what to do to them.
 
     Not a tuple: collation must not look inside, and sizes may differ.
@@ -223,7 +223,7 @@ class DevicePlacement:
 
     spec: Images
 
-    def __call__(self, sample: _Decoded) -> _Seen:
+    def __call__(self, sample: _Decoded) -> _DeferredImage:
         image, label, name, first = sample
         view = View.whole(image.shape[1], image.shape[2])
         numbers: list[float] = []
@@ -238,7 +238,7 @@ class DevicePlacement:
         pixels = image.permute(1, 2, 0)[
             view.top : view.top + view.height, view.left : view.left + view.width
         ]
-        return _Seen(pixels, (*view.numbers(), *numbers), label, name)
+        return _DeferredImage(pixels, (*view.numbers(), *numbers), label, name)
 
 
 def _new(shape: tuple[int, ...]) -> Tensor:
@@ -290,8 +290,8 @@ class CollateImages:
 class CollateViews:
     """Collates rectangles of different sizes to one byte array: ``[pixels, numbers, labels]``."""
 
-    def __call__(self, samples: Sequence[_Seen]) -> Any:
-        if not isinstance(samples[0], _Seen):
+    def __call__(self, samples: Sequence[_DeferredImage]) -> Any:
+        if not isinstance(samples[0], _DeferredImage):
             raise ArgumentError(
                 "on_device=True: your own step after the images' would receive unfinished pixels. "
                 "Use Pipeline.on_device."
@@ -523,7 +523,7 @@ def images(
     return spec.pipeline(_source(path, labels, options))
 
 
-def retuned(
+def with_settings(
     pipeline: Pipeline,
     *,
     decoder: str | None = None,

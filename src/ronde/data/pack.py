@@ -95,7 +95,7 @@ def _write_whole(path: Path, raw: bytes) -> None:
     _sync_folder(path.parent)
 
 
-class _Summed:
+class _DigestedFile:
     """A file with a running digest and size."""
 
     def __init__(self, path: Path) -> None:
@@ -170,7 +170,7 @@ class _Shard:
 
     def __init__(self, path: Path, keys: _Keys, labels: Any) -> None:
         self.path = path
-        self.out = _Summed(path)
+        self.out = _DigestedFile(path)
         self._keys = keys
         self._labelled = labels is not None
         # Of all labels, not of this shard's own: every shard holds them in the same way.
@@ -270,11 +270,11 @@ class _Task:
                 f"bytes before, {len(data):,} now."
             )
         if self.resize is not None:
-            data, suffix = _smaller(data, self.source.file(i), self.resize, self.quality), "jpg"
+            data, suffix = _resize_jpeg(data, self.source.file(i), self.resize, self.quality), "jpg"
         return _Item(i, sample.name, sample.label, data, suffix)
 
 
-def _smaller(data: bytes, file: str, side: int, quality: int) -> bytes:
+def _resize_jpeg(data: bytes, file: str, side: int, quality: int) -> bytes:
     """Re-encode an image as a JPEG with a shorter side of at most so many pixels."""
     from PIL import Image, ImageOps
 
@@ -367,10 +367,10 @@ def pack(
         need("PIL", "images", "resize")
     place = Path(out)
     if not isinstance(source, FolderSource):
-        _apart(Path(source), place)
+        _differing(Path(source), place)
         source = folder(source, labels=labels, suffixes=suffixes, pattern=pattern)
     else:
-        _apart(Path(source.path), place)
+        _differing(Path(source.path), place)
     task = _Task(source, shard_bytes, resize, quality)
     if isinstance(source.labels, list):
         odd = next(
@@ -392,14 +392,14 @@ def pack(
         raise ArgumentError(
             f"{place} cannot be made: {error.strerror or error}. Choose a writable folder."
         ) from error
-    with _alone(place):
+    with _lock(place):
         try:
             return _Packing(place, task, progress).run()
         except OSError as error:
-            raise _said(error, place) from error
+            raise _as_message(error, place) from error
 
 
-def _apart(source: Path, out: Path) -> None:
+def _differing(source: Path, out: Path) -> None:
     if out.resolve().is_relative_to(source.resolve()):
         raise ArgumentError(
             f"{out} is inside {source}, the folder to pack. Choose a folder outside it."
@@ -408,7 +408,7 @@ def _apart(source: Path, out: Path) -> None:
         raise ArgumentError(f"{out} is a file. Choose a new or empty folder.")
 
 
-def _said(error: OSError, place: Path) -> RondeError:
+def _as_message(error: OSError, place: Path) -> RondeError:
     import errno
 
     where = error.filename or place
@@ -435,12 +435,12 @@ def _done(place: Path, task: _Task) -> Packed | None:
     manifest = read_manifest(str(place), Store())
     wanted = task.described()
     if manifest is not None:
-        _same(manifest, wanted, place, "a pack")
+        _is_same(manifest, wanted, place, "a pack")
         # A command that was killed at the very end leaves these.
         (place / PARTIAL).unlink(missing_ok=True)
         (place / _LOCK).unlink(missing_ok=True)
         for shard in manifest["shards"]:
-            broken = _broken(place, shard)
+            broken = _find_damage(place, shard)
             if broken is not None:
                 raise ArgumentError(
                     f"{place} is a complete pack, but {broken}: remove {place} and pack again."
@@ -454,7 +454,7 @@ def _done(place: Path, task: _Task) -> Packed | None:
             raise ArgumentError(
                 f"{partial} cannot be read: remove {place} and pack again."
             ) from None
-        _same(begun, wanted, place, "an unfinished pack")
+        _is_same(begun, wanted, place, "an unfinished pack")
     else:
         foreign = sorted(
             p.name for p in place.iterdir() if p.name not in (_LOCK, PARTIAL + _WRITING)
@@ -467,7 +467,7 @@ def _done(place: Path, task: _Task) -> Packed | None:
     return None
 
 
-def _broken(place: Path, shard: dict[str, Any]) -> str | None:
+def _find_damage(place: Path, shard: dict[str, Any]) -> str | None:
     """What is visibly wrong with a finished shard, without reading it; None if nothing."""
     path = place / shard["name"]
     if not path.is_file() or path.stat().st_size != shard["bytes"]:
@@ -482,7 +482,7 @@ def _broken(place: Path, shard: dict[str, Any]) -> str | None:
     return None
 
 
-def _same(found: dict[str, Any], wanted: dict[str, Any], place: Path, what: str) -> None:
+def _is_same(found: dict[str, Any], wanted: dict[str, Any], place: Path, what: str) -> None:
     for name, value in wanted.items():
         if found.get(name) != value:
             if name == "fingerprint":
@@ -510,7 +510,7 @@ def _packed(place: Path, manifest: dict[str, Any], **more: Any) -> Packed:
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
+def _lock(place: Path) -> Iterator[None]:
     """Lock the folder against other packs. The system releases a killed process's lock."""
     lock = place / _LOCK
     try:
@@ -549,7 +549,7 @@ class _Packing:
             # with the same bytes.
             self.shards = list(
                 takewhile(
-                    lambda shard: _broken(self.place, shard) is None,
+                    lambda shard: _find_damage(self.place, shard) is None,
                     json.loads(partial.read_bytes())["shards"],
                 )
             )
@@ -703,7 +703,7 @@ def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
             if right
             else [f"{MANIFEST}: its fingerprint, {given}, does not say how the pixels were changed"]
         )
-    names, sizes, labels = _packed_files(place, manifest)
+    names, sizes, labels = _list_pack(place, manifest)
     files = FolderSource(str(place), names, labels, manifest["classes"], Store())
     files._sizes = sizes
     if files.fingerprint == given:
@@ -714,7 +714,7 @@ def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
-def _packed_files(
+def _list_pack(
     place: Path, manifest: dict[str, Any]
 ) -> tuple[Names, np.ndarray[Any, np.dtype[np.int64]], Any]:
     """Names, sizes and labels of the files in a pack."""
@@ -770,7 +770,7 @@ def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> l
             return found
         if size != shard["bytes"]:
             found.append(f"{shard['name']}: {size:,} bytes, {shard['bytes']:,} were written")
-        damaged = _damaged(path, index) if index is not None else []
+        damaged = _damaged_names(path, index) if index is not None else []
         named = f": {', '.join(damaged[:5])}{', …' if len(damaged) > 5 else ''}" if damaged else ""
         what = (
             f"{len(damaged):,} of its {shard['samples']:,} samples"
@@ -785,7 +785,7 @@ def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> l
     return found
 
 
-def _damaged(path: Path, index: TarIndex) -> list[str]:
+def _damaged_names(path: Path, index: TarIndex) -> list[str]:
     """Names of the samples whose checksum differs."""
     names = Names(index.more["names"].tobytes(), index.more["name_ends"])
     found: list[str] = []

@@ -33,7 +33,7 @@ class CannotEncode(TypeError):
     """The value would not round-trip."""
 
 
-def _found(module: str, name: str) -> type | None:
+def _find_class(module: str, name: str) -> type | None:
     """Look up a tuple or dict class: a NamedTuple of a loaded module, or one of Ronde's.
 
     Its constructor is never called, so a damaged file cannot run code.
@@ -86,9 +86,9 @@ class _Writer:
         if kind is torch.Tensor:
             return self._tensor(value)
         # a NamedTuple, or a row of a table
-        if isinstance(value, tuple) and _found(kind.__module__, kind.__qualname__) is kind:
+        if isinstance(value, tuple) and _find_class(kind.__module__, kind.__qualname__) is kind:
             return ["N", kind.__module__, kind.__qualname__, *(self.tree(v) for v in value)]
-        if isinstance(value, dict) and _found(kind.__module__, kind.__qualname__) is kind:
+        if isinstance(value, dict) and _find_class(kind.__module__, kind.__qualname__) is kind:
             return ["D", kind.__module__, kind.__qualname__, *self.tree(dict(value))[1:]]
         image = sys.modules.get("PIL.Image")
         if image is not None and kind is image.Image and value.mode in _IMAGE_MODES:
@@ -192,7 +192,7 @@ class _Reader:
         if letter == "b":
             return bytes(self.buffer(node[1], node[2]))
         if letter in ("N", "D"):
-            kind = _found(node[1], node[2])
+            kind = _find_class(node[1], node[2])
             if kind is None:
                 raise ValueError(f"{node[1]}.{node[2]} is not there")
             if letter == "N":
@@ -206,7 +206,7 @@ class _Reader:
             if dtype.hasobject:
                 raise ValueError("a NumPy array of Python objects")
             # Never read-only, and never shared: an augmentation may work in place.
-            shape, order = _laid_out(node)
+            shape, order = _memory_shape(node)
             array = np.ndarray(
                 shape,
                 dtype,
@@ -220,7 +220,7 @@ class _Reader:
             count = _count(node[2])
             if not count:
                 return torch.empty(node[2], dtype=made)
-            shape, order = _laid_out(node)
+            shape, order = _memory_shape(node)
             tensor = torch.frombuffer(
                 self.buffer(node[3], count * made.itemsize), dtype=made, count=count
             ).reshape(shape)
@@ -252,7 +252,7 @@ def _undone(order: list[int]) -> list[int]:
     return found
 
 
-def _laid_out(node: list[Any]) -> tuple[list[int], list[int]]:
+def _memory_shape(node: list[Any]) -> tuple[list[int], list[int]]:
     """The shape in memory, and the order of its dimensions there."""
     order: list[int] = node[4] if len(node) > 4 else []
     if order and sorted(order) != list(range(len(node[2]))):

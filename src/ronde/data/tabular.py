@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.data.build_once import built, cache_root, files_of, gone, identity
+from ronde.data.build_once import build_once, cache_root, files_of, identity, missing_message
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.arrays import arrow_batches, open_arrow
 from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values, need
@@ -156,7 +156,7 @@ def _without_empty(column: Any) -> Any:
     )
 
 
-def _padded(file: Path, target: str) -> bool:
+def _has_leading_zeros(file: Path, target: str) -> bool:
     """Whether a CSV column writes integers like 007: such class names must stay text."""
     import pyarrow as pa
     import pyarrow.compute as compute
@@ -189,7 +189,7 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
             raise ArgumentError(f"{file} has {list(names).count(column)} columns named {column!r}.")
 
 
-def _numbers(column: Any, name: str, file: Path) -> Matrix:
+def _as_float64(column: Any, name: str, file: Path) -> Matrix:
     """A column as float64, with NaN for missing values."""
     import pyarrow as pa
 
@@ -215,7 +215,7 @@ def _numbers(column: Any, name: str, file: Path) -> Matrix:
         raise SampleError(f"{file}: the column {name!r}: {error}") from None
 
 
-def _known(values: Matrix) -> npt.NDArray[np.bool_]:
+def _finite_mask(values: Matrix) -> npt.NDArray[np.bool_]:
     """Mask of finite float32 values: one infinity, or 1e300, would dominate a column's mean and
     spread.
     """
@@ -223,7 +223,7 @@ def _known(values: Matrix) -> npt.NDArray[np.bool_]:
         return np.isfinite(values.astype(np.float32))
 
 
-def _texts(column: Any, name: str, file: Path) -> Any:
+def _as_strings(column: Any, name: str, file: Path) -> Any:
     """A column as an Arrow string array."""
     import pyarrow as pa
 
@@ -268,7 +268,7 @@ def _whole_numbers(values: Sequence[str]) -> Any:
     return pa.array(plain, type=pa.string())
 
 
-def _truths(values: Iterable[str]) -> bool:
+def _are_booleans(values: Iterable[str]) -> bool:
     """Whether all values are booleans, which Arrow and pandas spell differently."""
     return {value.lower() for value in values} <= {"true", "false"}
 
@@ -345,14 +345,14 @@ def _first_pass(
                 if kind == "class" and like is None:
                     classes.update(
                         v
-                        for v in _texts(batch.column(found.target), found.target, file)
+                        for v in _as_strings(batch.column(found.target), found.target, file)
                         .unique()
                         .to_pylist()
                         if v is not None
                     )
             for k, name in enumerate(found.numeric):
-                values = _numbers(batch.column(name), name, file)
-                good = values[_known(values)]
+                values = _as_float64(batch.column(name), name, file)
+                good = values[_finite_mask(values)]
                 found.missing[name] = found.missing.get(name, 0) + len(values) - len(good)
                 moments.add(k, good)
             for name in found.categorical:
@@ -360,7 +360,9 @@ def _first_pass(
                 found.missing[name] = found.missing.get(name, 0) + column.null_count
                 if like is None:
                     words[name].update(
-                        v for v in _texts(column, name, file).unique().to_pylist() if v is not None
+                        v
+                        for v in _as_strings(column, name, file).unique().to_pylist()
+                        if v is not None
                     )
     if like is not None:
         found.mean, found.std, found.vocabularies, found.classes = (
@@ -373,7 +375,7 @@ def _first_pass(
         return
     found.mean, found.std = moments.mean.tolist(), moments.std().tolist()
     found.vocabularies = {
-        name: _sorted({v.lower() for v in values} if _truths(values) else values)
+        name: _sorted({v.lower() for v in values} if _are_booleans(values) else values)
         for name, values in words.items()
     }
     found.classes = _sorted(classes) if found.target_kind == "class" else None
@@ -388,7 +390,7 @@ def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
     return _batches(file, columns, texts, frozenset(found.numeric))
 
 
-def _mapped(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
+def _reserve_array(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
     """A new array on disk with its space reserved: a full disk under a memory map kills the process
     (SIGBUS).
     """
@@ -409,7 +411,7 @@ def _build(
     if found.target is not None and (
         like.target_kind == "class"
         if like is not None
-        else any(_padded(f, found.target) for f in files if f.suffix.lower() == ".csv")
+        else any(_has_leading_zeros(f, found.target) for f in files if f.suffix.lower() == ".csv")
     ):
         texts |= {found.target}  # of CSV files: the others say what they hold
     _first_pass(files, found, like, texts)
@@ -419,10 +421,14 @@ def _build(
         found.mean if fill == "mean" else [np.nan if fill == "nan" else fill] * len(found.numeric),
         dtype=np.float64,
     )
-    numeric = _mapped(folder / "numeric.npy", np.float32, (found.rows, len(found.numeric)))
-    codes = _mapped(folder / "categorical.npy", np.int32, (found.rows, len(found.categorical)))
+    numeric = _reserve_array(folder / "numeric.npy", np.float32, (found.rows, len(found.numeric)))
+    codes = _reserve_array(
+        folder / "categorical.npy", np.int32, (found.rows, len(found.categorical))
+    )
     kind = np.float32 if found.target_kind == "float" else np.int64
-    target = _mapped(folder / "target.npy", kind, (found.rows if found.target is not None else 0,))
+    target = _reserve_array(
+        folder / "target.npy", kind, (found.rows if found.target is not None else 0,)
+    )
     vocabularies = {
         name: pa.array(values, type=pa.string()) for name, values in found.vocabularies.items()
     }
@@ -432,11 +438,11 @@ def _build(
         for batch in _read(file, found, texts):
             end = at + batch.num_rows
             for k, name in enumerate(found.numeric):
-                values = _numbers(batch.column(name), name, file)
-                numeric[at:end, k] = np.where(_known(values), values, fills[k])
+                values = _as_float64(batch.column(name), name, file)
+                numeric[at:end, k] = np.where(_finite_mask(values), values, fills[k])
             for k, name in enumerate(found.categorical):
-                values = _texts(batch.column(name), name, file)
-                if _truths(found.vocabularies[name]):
+                values = _as_strings(batch.column(name), name, file)
+                if _are_booleans(found.vocabularies[name]):
                     values = compute.utf8_lower(values)
                 where = compute.index_in(values, value_set=vocabularies[name], skip_nulls=True)
                 # 2, 2.0 and " 2" are one, as they are to whoever wrote them
@@ -477,7 +483,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     if column.null_count:
         refuse(column.is_null().to_numpy(zero_copy_only=False), "is missing")
     if found.target_kind == "class":
-        texts = _texts(column, str(found.target), file)
+        texts = _as_strings(column, str(found.target), file)
         values = compute.fill_null(
             compute.index_in(texts, value_set=pa.array(found.classes, type=pa.string())), -1
         ).to_numpy(zero_copy_only=False)
@@ -495,7 +501,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     if found.target_kind == "float":
         if np.isnan(numbers).any():
             refuse(np.isnan(numbers), "is NaN")
-        if not (known := _known(numbers)).all():
+        if not (known := _finite_mask(numbers)).all():
             refuse(~known, f"is infinite as float32 ({numbers[np.argmin(known)]:g})")
     if found.target_kind == "int":
         given = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -572,7 +578,7 @@ class TableSource(BaseSource):
                     for p in paths
                 )
             except (OSError, ValueError) as error:
-                raise gone(self._folder, "the matrices of a table", error) from error
+                raise missing_message(self._folder, "the matrices of a table", error) from error
             self._arrays = (numeric, codes, target)
         return self._arrays
 
@@ -660,7 +666,7 @@ def table(
     Example:
         >>> import pathlib, tempfile
         >>> here = pathlib.Path(tempfile.mkdtemp())
-        >>> _ = (here / "t.csv").write_text("age,city,y\n30,Rome,1\n,Oslo,0\n50,Rome,1\n")
+        >>> _ = (here / "t.csv").write_text("age,city,y\\n30,Rome,1\\n,Oslo,0\\n50,Rome,1\\n")
         >>> data = table(here / "t.csv", numeric=["age"], categorical=["city"], target="y",
         ...     cache=here / "cache")
         >>> (ages, cities), y = data.collate(data.__getitems__([0, 1, 2]))
@@ -714,5 +720,7 @@ def table(
         known.__dict__ if known else None,
     )
     make: Callable[[Path], None] = lambda into: _build(files, found, known, missing, into)  # noqa: E731
-    folder = built(cache_root(cache) / "tables" if cache is None else cache_root(cache), key, make)
+    folder = build_once(
+        cache_root(cache) / "tables" if cache is None else cache_root(cache), key, make
+    )
     return Pipeline(TableSource(folder, key, bool(normalize), missing), collate=default_collate)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.data.build_once import built, cache_root, files_of, gone, identity
+from ronde.data.build_once import build_once, cache_root, files_of, identity, missing_message
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.introspect import fingerprint as describe
@@ -74,7 +74,7 @@ class _Given:
             self.size = int(tokenizer.get_vocab_size())
         elif hasattr(tokenizer, "__len__"):
             self.size = len(tokenizer)
-        self.name = _described(tokenizer) if name is None else f"named {name}"
+        self.name = _describe(tokenizer) if name is None else f"named {name}"
         self._settled = name is not None
 
     def __call__(self, piece: str) -> Any:
@@ -83,7 +83,7 @@ class _Given:
             # One that keeps what it has done (a cache of words, a counter) would have another name
             # the next time, or on another rank.
             self._settled = True
-            if _described(self.tokenizer) != self.name:
+            if _describe(self.tokenizer) != self.name:
                 raise ArgumentError(
                     "feed.text: the tokenizer changes with its first text, like a counter: "
                     f"{_NAME_IT}."
@@ -143,7 +143,7 @@ class _Description(describe.Digest):
             super()._object(value, where)
 
 
-def _described(tokenizer: Any) -> str:
+def _describe(tokenizer: Any) -> str:
     """A digest that tells tokenizers apart, the same in every process."""
     found = _Description(files=False)
     try:
@@ -189,7 +189,9 @@ def _refuse_others(file: Path) -> None:
         )
 
 
-def _pieces(file: Path, field: str, whole: bool, raw: bool = False) -> Iterator[tuple[Any, bool]]:
+def _iterate_text(
+    file: Path, field: str, whole: bool, raw: bool = False
+) -> Iterator[tuple[Any, bool]]:
     """Text in order, each with whether a document ends there; ``whole`` keeps documents whole,
     ``raw`` yields bytes.
     """
@@ -286,7 +288,7 @@ def _end_of(end: Any, tokenizer: Any) -> int | bool:
     return False if own is None else int(own)
 
 
-def _encoded(encoder: Any, piece: Any, which: str) -> Tokens:
+def _encode(encoder: Any, piece: Any, which: str) -> Tokens:
     """Tokens of a piece; ``which`` names its place for errors."""
     try:
         given = encoder(piece)
@@ -317,7 +319,7 @@ def _tokenize(
     if encoder is None:
         points = np.empty(0, dtype=np.uint32)
         for file in files:
-            for piece, _ in _pieces(file, field, whole=False):
+            for piece, _ in _iterate_text(file, field, whole=False):
                 points = np.union1d(points, _points(piece))
         encoder = _Characters(points)
         about["characters"] = points.astype("<u4").tobytes().decode("utf-32-le")
@@ -336,8 +338,8 @@ def _tokenize(
     with open(raw, "wb") as out:
         for file in files:
             before = len(ends)
-            for piece, ended in _pieces(file, field, whole, isinstance(encoder, _Bytes)):
-                found = _encoded(encoder, piece, f"{file}, document {len(ends) - before + 1:,}")
+            for piece, ended in _iterate_text(file, field, whole, isinstance(encoder, _Bytes)):
+                found = _encode(encoder, piece, f"{file}, document {len(ends) - before + 1:,}")
                 if len(found):
                     low, high = int(found.min()), int(found.max())
                     if low < 0 or high > np.iinfo(kind).max:
@@ -424,7 +426,7 @@ class TextSource(BaseSource):
                     self._folder / "tokens.raw", dtype=self._dtype, mode="r", shape=(self.total,)
                 ).view(np.ndarray)
             except (OSError, ValueError) as error:
-                raise gone(self._folder, "tokens", error) from error
+                raise missing_message(self._folder, "tokens", error) from error
         return cast("Tokens", self._tokens)
 
     def read(self, ids: Sequence[int]) -> Batch:
@@ -522,7 +524,7 @@ def text(
     key = digest_values(
         "text", _VERSION, identity(files), "chars" if encoder is None else encoder.name, last, field
     )
-    folder = built(
+    folder = build_once(
         cache_root(cache) / "text" if cache is None else cache_root(cache),
         key,
         lambda into: _tokenize(files, field, encoder, last, into),

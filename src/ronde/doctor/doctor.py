@@ -22,9 +22,9 @@ import torch
 
 from ronde.adapt import apply_settings
 from ronde.data import Pipeline
-from ronde.doctor.prescribe import Facts, Remedy, crowded, outlook, prescriptions, remedies
-from ronde.doctor.verdict import Diagnosis, Measurements, StageSeen, ceiling_shares, judge
-from ronde.introspect import held_open, unchanged
+from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
+from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
+from ronde.introspect import describe_open, preserve_state
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench, Timed
 from ronde.run import hooks
@@ -215,19 +215,19 @@ class _Study:
         into.pop("alone", None)
         self.found.append(into)
 
-    def look(self) -> None:
+    def time_stages(self) -> None:
         """Time each stage once, where samples are read."""
         self.tell("timing the stages")
         self.timed = self.measure("timed", Arm("real", timed=True), None)
 
-    def basic(self) -> dict[str, Arm]:
+    def basic_arms(self) -> dict[str, Arm]:
         """Measure the ceiling and the real rate."""
         arms = {"synthetic": Arm("synthetic"), "real": Arm("real")}
         if self.bench.can_be_alone:
             arms["alone"] = Arm("alone")
         return arms
 
-    def further(self, verdict: Diagnosis) -> dict[str, Arm]:
+    def promising_arms(self, verdict: Diagnosis) -> dict[str, Arm]:
         """Arms worth adding, most promising first."""
         assert self.timed is not None
         executor = self.bench.executor
@@ -275,7 +275,7 @@ class _Study:
         if executor != "none":
             found.append(
                 (
-                    5e2 if found and max(f[0] for f in found) >= 1e3 else _second(found),
+                    5e2 if found and max(f[0] for f in found) >= 1e3 else _after_first(found),
                     "beside",
                     Arm("beside"),
                 )
@@ -283,7 +283,7 @@ class _Study:
         found.sort(key=lambda f: -f[0])
         return {name: arm for _, name, arm in found}
 
-    def stages(self) -> list[StageSeen]:
+    def stages(self) -> list[TimedStage]:
         """Stage times of the loaders and of the step."""
         assert self.timed is not None
         found = []
@@ -293,7 +293,7 @@ class _Study:
             seen = [rank[name] for rank in by_rank if name in rank]
             walls = tuple(rank[name].wall_seconds if name in rank else 0.0 for rank in by_rank)
             found.append(
-                StageSeen(
+                TimedStage(
                     name,
                     "loading",
                     statistics.fmean(t.cpu_seconds for t in seen),
@@ -309,7 +309,7 @@ class _Study:
             if name in names:
                 continue
             found.append(
-                StageSeen(
+                TimedStage(
                     name,
                     "step",
                     t.cpu_seconds / per_rank,
@@ -331,7 +331,7 @@ class _Study:
             if name in self.bench.in_step.blocks
         }
 
-    def look_at_collate(self) -> None:
+    def time_collate(self) -> None:
         """Time collation in this process, without the loading processes' shared memory."""
         taken = self.run.port.data
         stages = [s for s in self.stages() if s.where == "loading"]
@@ -406,21 +406,21 @@ class _Study:
         share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
         return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
 
-    def go(self) -> Diagnosis:
+    def reach_verdict(self) -> Diagnosis:
         """Measure until the result is clear or the time is over."""
         self.tell("reading batches to recycle")
         assert self.bench.batches
-        self.look()
-        basic = self.basic()
-        self.round(basic, False)
+        self.time_stages()
+        basic_arms = self.basic_arms()
+        self.round(basic_arms, False)
         arms: dict[str, Arm] = {}
         wanted = self.rounds
         while True:
             verdict = judge(self.seen())
             done = len(self.found)
             if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
-                arms = self.further(verdict)
-            price = sum(self.costs.get(n, 3 * self.window) for n in (*basic, *arms))
+                arms = self.promising_arms(verdict)
+            price = sum(self.costs.get(n, 3 * self.window) for n in (*basic_arms, *arms))
             clear = verdict.refused is None or done >= 4 * self.rounds
             if clear and self._is_wide(verdict):
                 clear = (
@@ -437,9 +437,9 @@ class _Study:
                     break
                 self.clock.extend(self.patience)
                 left, self.patience = left + self.patience, 0.0
-            self.round({**basic, **self._affordable(arms, basic, left)}, done % 2 == 1)
+            self.round({**basic_arms, **self._affordable(arms, basic_arms, left)}, done % 2 == 1)
         if not verdict.healthy:
-            self.look_at_collate()
+            self.time_collate()
             self.tell("loading alone")
             self.measure("loading", Arm("loading"), None)
             verdict = judge(self.seen())
@@ -451,11 +451,11 @@ class _Study:
         return not verdict.healthy and max(real) - min(real) > _WIDE
 
     def _affordable(
-        self, arms: Mapping[str, Arm], basic: Mapping[str, Arm], left: float
+        self, arms: Mapping[str, Arm], basic_arms: Mapping[str, Arm], left: float
     ) -> dict[str, Arm]:
         """The arms that fit into the remaining time, most promising first; at least two."""
         rounds = max(1, self.rounds - len(self.found))
-        left = left / rounds - sum(self.costs.get(n, 0.0) for n in basic)
+        left = left / rounds - sum(self.costs.get(n, 0.0) for n in basic_arms)
         chosen: dict[str, Arm] = {}
         for name, arm in arms.items():
             cost = self.costs.get(name, 3 * self.window)
@@ -502,7 +502,7 @@ class _Study:
             queued=self.timed.queued if self.timed is not None else 0.0,
             loading_sweep=tuple(self.asked),
             stream=self.bench.is_stream,
-            held="" if self.bench.is_stream else held_open(taken.dataset) or "",
+            held="" if self.bench.is_stream else describe_open(taken.dataset) or "",
         )
         if sick and not self.bench.is_stream:
             from ronde.adapt import dataset_facts
@@ -553,16 +553,16 @@ class _Study:
     def _opened(self) -> str:
         """What the dataset opens with its first sample, or ""."""
         taken = self.run.port.data
-        with unchanged(taken.dataset):
+        with preserve_state(taken.dataset):
             try:
                 taken.dataset[int(taken.order.ids(self.run.state.epoch, 0, 1)[0])]
             except (
                 Exception
             ):  # a bad sample, which the training may skip: what it would have opened is not known
                 return ""
-            return held_open(taken.dataset) or ""
+            return describe_open(taken.dataset) or ""
 
-    def look_at_storage(self) -> dict[str, Any] | None:
+    def measure_storage(self) -> dict[str, Any] | None:
         """Measure the storage on the files that were read, from memory and from disk. Rank 0
         measures.
         """
@@ -593,7 +593,7 @@ class _Study:
         told: dict[str, Any] | None = broadcast_json(self.run.port.world, found)
         return told
 
-    def ask_for_more(self, values: Mapping[str, Any], to: int) -> None:
+    def find_plateau(self, values: Mapping[str, Any], to: int) -> None:
         """Add loaders, without training, until they reach what ``to`` devices need.
 
         Two well-fed devices say nothing about storage that sixteen will share. If samples never
@@ -632,12 +632,12 @@ class _Study:
             ).samples_per_second
             self.asked.append((workers * more, now))
             if now < 1.1 * rate:
-                self.asked_all = not crowded(self.asked)
+                self.asked_all = not is_crowded(self.asked)
                 return
             rate, more = now, 2 * more
         self.asked_all = rate >= wanted
 
-    def try_out(self, values: Mapping[str, Any], found: list[Remedy]) -> list[Remedy]:
+    def try_remedies(self, values: Mapping[str, Any], found: list[Remedy]) -> list[Remedy]:
         """Try each quick remedy for a moment, except those the dataset rules out."""
         tried = []
         for remedy in found:
@@ -702,7 +702,7 @@ def _files_in(folder: str, most: int) -> int:
     return count
 
 
-def _second(found: list[tuple[float, str, Arm]]) -> float:
+def _after_first(found: list[tuple[float, str, Arm]]) -> float:
     """The position right after the most promising arm."""
     ordered = sorted((f[0] for f in found), reverse=True)
     return (ordered[0] + ordered[1]) / 2 if len(ordered) > 1 else -1.0
@@ -736,19 +736,19 @@ def examine(
     to = int(options.get("to") or _TO)
     with Bench(run) as bench:
         study = _Study(run, bench, options, tell)
-        verdict = study.go()
+        verdict = study.reach_verdict()
         values = verdict.values
         found: list[Remedy] = []
         if verdict.refused is None and not options.get("verify"):
-            study.ask_for_more(values, max(to, run.world_size))
+            study.find_plateau(values, max(to, run.world_size))
         values["loading_samples_per_second"] = study.seen().loading
         if options.get("cold") and not options.get("verify"):
-            values["cold"] = study.look_at_storage()
+            values["cold"] = study.measure_storage()
         facts = study.facts(
             not verdict.healthy and verdict.refused is None and not options.get("verify")
         )
         if not options.get("verify"):
-            found = study.try_out(values, remedies(values, facts))
+            found = study.try_remedies(values, remedies(values, facts))
     told: dict[str, Any] = {}
     if run.is_main:
         values["device"] = (

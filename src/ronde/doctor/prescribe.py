@@ -25,7 +25,7 @@ __all__ = [
     "Facts",
     "Remedy",
     "capacities_of",
-    "crowded",
+    "is_crowded",
     "outlook",
     "prescriptions",
     "remedies",
@@ -436,7 +436,7 @@ def _gained(values: Mapping[str, Any], points: float) -> float:
     )
 
 
-def crowded(sweep: Sequence[tuple[int, float]]) -> bool:
+def is_crowded(sweep: Sequence[tuple[int, float]]) -> bool:
     """Whether the last of ``(concurrent loaders, samples per second)`` fell clearly below fewer
     loaders.
 
@@ -472,7 +472,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     sweep: Sequence[tuple[int, float]] = facts.storage_sweep
     if not sweep and len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
-        ended = ended and not crowded(facts.loading_sweep)
+        ended = ended and not is_crowded(facts.loading_sweep)
         # Threads of one process may wait for its interpreter, which other devices' processes do not
         # share.
         cores = facts.workers if facts.executor == "threads" else facts.cores
@@ -522,7 +522,7 @@ def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
     return c if nodes is None else replace(c, devices_per_node=max(1, -(-to // nodes)))
 
 
-def _as_tried(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[str, Any]:
+def _from_trial(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[str, Any]:
     """The measurements expected with a remedy that speeds up no single stage (threads, executor,
     prefetch).
 
@@ -716,7 +716,9 @@ def prescriptions(
         gap_here = max(0.0, 1.0 - rate / synthetic)
         if remedy.tried and not remedy.faster and remedy.loaders == 1 and remedy.echo == 1:
             altered = _on_nodes(
-                capacities_of(_as_tried(values, facts, min(rate, synthetic)), facts), largest, nodes
+                capacities_of(_from_trial(values, facts, min(rate, synthetic)), facts),
+                largest,
+                nodes,
             )
         else:
             altered = _altered(c, values, remedy)

@@ -21,7 +21,7 @@ __all__ = [
     "HEALTHY_POINTS",
     "Interval",
     "Measurements",
-    "StageSeen",
+    "TimedStage",
     "Diagnosis",
     "judge",
     "ceiling_shares",
@@ -83,7 +83,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class StageSeen:
+class TimedStage:
     """One timed stage.
 
     Attributes:
@@ -145,7 +145,7 @@ class Measurements:
     cores: int
     batch: int
     rounds: tuple[Mapping[str, float], ...]
-    stages: tuple[StageSeen, ...] = ()
+    stages: tuple[TimedStage, ...] = ()
     alone: tuple[tuple[float, ...], ...] = ()
     waits: tuple[tuple[float, ...], ...] = ()
     arm_waits: Mapping[str, float] = field(default_factory=dict)
@@ -294,7 +294,7 @@ class _Judge:
 
     # -- the input ---------------------------------------------------------------------
 
-    def modelled(self, stage: StageSeen) -> float:
+    def modelled(self, stage: TimedStage) -> float:
         """Points a stage would gain, from its share of sample time, if it was not or cannot be
         removed.
         """
@@ -357,7 +357,7 @@ class _Judge:
             )
         return rows
 
-    def _python(self, stage: StageSeen, by_time: float) -> float:
+    def _python(self, stage: TimedStage, by_time: float) -> float:
         """The rest of sample making cannot be removed alone: it gets what the other stages do not
         explain.
         """
@@ -539,7 +539,7 @@ class _Judge:
         }
 
 
-def _settle(rows: list[dict[str, Any]], gap: float) -> None:
+def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
     """Settle overlapping gains: the largest keeps its own, the others share the rest of the gap."""
     ordered = sorted(rows, key=lambda r: -r["alone_points"])
     if not ordered:
@@ -607,7 +607,7 @@ def judge(seen: Measurements) -> Diagnosis:
     Example:
         >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i,
         ...     "without:decode": 995.0} for i in range(4))
-        >>> stages = (StageSeen("decode", wall_seconds=0.003), StageSeen("read",
+        >>> stages = (TimedStage("decode", wall_seconds=0.003), TimedStage("read",
         ...     wall_seconds=0.0001))
         >>> found = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
         >>> found["healthy"], found["cause"]["stage"], round(found["gap"], 2)
@@ -624,7 +624,7 @@ def judge(seen: Measurements) -> Diagnosis:
                 row["alone_points"] = row["lost_points"] = max(
                     row["alone_points"], min(100 * gap, 100 * seconds * j.real / seen.batch)
                 )
-    _settle(rows, 100 * gap)
+    _settle_overlaps(rows, 100 * gap)
     neighbour = j.neighbour()
     limited = j.lift("limited")
     slow_loader = j.slow_loader(rows) if straggler is None else None
@@ -726,7 +726,7 @@ def _cause(
     slows = neighbour["points"] if neighbour is not None else 0.0
     if (
         limited is not None
-        and _surely(seen, limited)
+        and _is_surely_faster(seen, limited)
         and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2, slows))
     ):
         points = min(gap, limited.value)
@@ -785,7 +785,7 @@ def _cause(
     return {"stage": top["name"], "points": best}
 
 
-def _surely(seen: Measurements, limited: Interval) -> bool:
+def _is_surely_faster(seen: Measurements, limited: Interval) -> bool:
     """Whether fewer threads are faster.
 
     Contending threads vary a lot, so few rounds give a wide interval. It suffices that each of at

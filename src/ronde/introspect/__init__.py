@@ -20,29 +20,34 @@ if TYPE_CHECKING:
         user_modules,
     )
     from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
-    from ronde.introspect.object_graph import attributes, held, nested, walk
-    from ronde.introspect.open_handles import apart, held_open, reopened, unchanged
+    from ronde.introspect.object_graph import attributes, nested_datasets, stored_functions, walk
+    from ronde.introspect.open_handles import (
+        describe_open,
+        detached_copy,
+        preserve_state,
+        reopen_files,
+    )
     from ronde.introspect.random_state import Marks, restore_states, seed_all, states
 
 __all__ = [
     "CannotDescribe",
     "LIBRARY_FOLDERS",
     "Marks",
-    "apart",
+    "detached_copy",
     "attributes",
     "digest",
-    "held",
-    "held_open",
+    "stored_functions",
+    "describe_open",
     "installed_version",
     "is_ronde",
     "is_user_file",
     "is_user_module",
-    "nested",
-    "reopened",
+    "nested_datasets",
+    "reopen_files",
     "restore_states",
     "seed_all",
     "states",
-    "unchanged",
+    "preserve_state",
     "user_modules",
     "walk",
 ]
@@ -54,8 +59,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module "
             "user_modules",
             "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
-            "ronde.introspect.object_graph": "attributes held nested walk",
-            "ronde.introspect.open_handles": "apart held_open reopened unchanged",
+            "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
+            "ronde.introspect.open_handles": "detached_copy describe_open reopen_files preserve_state",
             "ronde.introspect.random_state": "Marks restore_states seed_all states",
         },
     )

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from ronde.introspect.code_owner import is_user_module
 
-__all__ = ["attributes", "children", "held", "nested", "walk"]
+__all__ = ["attributes", "children", "stored_functions", "nested_datasets", "walk"]
 
 _INNER = (
     "dataset",
@@ -111,18 +111,18 @@ def _wrapped(one: Any) -> Iterator[Any]:
                 yield item
 
 
-def nested(dataset: Any) -> list[Any]:
+def nested_datasets(dataset: Any) -> list[Any]:
     """A dataset and those inside it: ``Subset``, ``ConcatDataset`` and any wrapper that stores what
     it wraps.
     """
     return [one for one in walk(dataset, _wrapped) if hasattr(one, "__dict__")]
 
 
-def held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
+def stored_functions(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
     """Plain functions stored by a dataset and user objects in it (``loader=PIL.Image.open``):
     owner, name, value.
     """
-    datasets = nested(dataset)
+    datasets = nested_datasets(dataset)
     for one in walk(dataset):
         if any(one is d for d in datasets) or is_user_module(type(one).__module__):
             for name, value in list(attributes(one).items()):

@@ -20,7 +20,7 @@ from ronde.introspect.code_owner import is_ronde, user_modules
 from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 
-__all__ = ["apart", "held_open", "reopened", "unchanged"]
+__all__ = ["detached_copy", "describe_open", "reopen_files", "preserve_state"]
 
 _FEW = 1000  # entries of what is copied
 
@@ -51,7 +51,7 @@ def _is_open(value: Any) -> bool:
         return False
 
 
-def held_open(dataset: Any) -> str | None:
+def describe_open(dataset: Any) -> str | None:
     """What a dataset or its parts hold open, as text: ``"Volumes.file (BufferedReader)"``; None if
     nothing.
 
@@ -74,7 +74,7 @@ def held_open(dataset: Any) -> str | None:
     return None
 
 
-def apart(dataset: Any) -> Any:
+def detached_copy(dataset: Any) -> Any:
     """The dataset to take samples from in advance: a copy of a stream, whose first sample belongs
     to the script; else itself.
 
@@ -111,7 +111,7 @@ def _is_large(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def reopened(dataset: Any) -> Iterator[None]:
+def reopen_files(dataset: Any) -> Iterator[None]:
     """Make a dataset reopen, in each process, what it opened within the block."""
     before = [(space, dict(space)) for one in walk(dataset) if (space := _space(one))]
     try:
@@ -145,7 +145,7 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 
 
 @contextlib.contextmanager
-def unchanged(dataset: Any) -> Iterator[None]:
+def preserve_state(dataset: Any) -> Iterator[None]:
     """Undo the block's random draws (process, dataset and user generators) and the files the
     dataset opened.
     """
@@ -155,7 +155,7 @@ def unchanged(dataset: Any) -> Iterator[None]:
         found for one in (*walk(dataset), *of_modules) if (found := _undo_draws(one)) is not None
     ]
     try:
-        with reopened(dataset):
+        with reopen_files(dataset):
             yield
     finally:
         for put_back in undo:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.loader.from_dataloader import Taken, default_workers, take_over
+    from ronde.loader.from_dataloader import TakenOver, default_workers, take_over
     from ronde.loader.loader import Feed, first_few, too_many
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import Executor, FeedSettings, LoaderSettings, settings_file
@@ -22,7 +22,7 @@ __all__ = [
     "Feed",
     "FeedSettings",
     "LoaderSettings",
-    "Taken",
+    "TakenOver",
     "default_workers",
     "first_few",
     "other_classes",
@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.loader.from_dataloader": "Taken default_workers take_over",
+            "ronde.loader.from_dataloader": "TakenOver default_workers take_over",
             "ronde.loader.loader": "Feed first_few too_many",
             "ronde.loader.reader": "other_classes pipeline_in",
             "ronde.loader.settings": "Executor FeedSettings LoaderSettings settings_file",

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from ronde.introspect import Marks, held_open, reopened, unchanged
+from ronde.introspect import Marks, describe_open, preserve_state, reopen_files
 from ronde.loader.reader import Ask, Reader
 from ronde.loader.thread_workers import limit_compute_threads, limit_process_threads
 from ronde.world.tensors import parts
 
-__all__ = ["Trial", "choose_executor", "try_out"]
+__all__ = ["Trial", "choose_executor", "try_samples"]
 
 _TRIAL_SECONDS = 0.25
 _FEWEST = 4
@@ -68,12 +68,12 @@ class Trial:
     collate_seconds: float = 0.0
 
 
-def try_out(reader: Reader, ask: Ask) -> Trial:
+def try_samples(reader: Reader, ask: Ask) -> Trial:
     """Read some samples for at most a quarter of a second; the script's generators are restored.
 
     Errors are left to the real read.
     """
-    with unchanged(reader.dataset):  # its own generators too
+    with preserve_state(reader.dataset):  # its own generators too
         times: list[float] = []
         samples: list[Any] = []
         start = time.perf_counter()
@@ -271,12 +271,12 @@ def choose_executor(
 
     Args:
         ask: some samples as they will be read.
-        trial: what :func:`try_out` found of them.
+        trial: what :func:`try_samples` found of them.
         batch: samples of a micro-batch.
     """
     if workers < 1:
         return "none", "no loading threads or processes are asked for"
-    if (held := held_open(reader.dataset)) is not None:
+    if (held := describe_open(reader.dataset)) is not None:
         return "none", (
             f"the data set holds {held} open, whose place in it threads and forked "
             "processes would share; open it when the first "
@@ -293,7 +293,7 @@ def choose_executor(
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "threads", "this Python has no global lock"
     n = max(2, min(workers, _MOST_THREADS))
-    with reopened(reader.dataset):
+    with reopen_files(reader.dataset):
         found, why, values = _by_threads(reader, ask, each, n, compute_threads)
     if values and not _alike_in_processes(reader, ask, values, n):
         return "none", f"{why}, and when several processes did"

@@ -29,7 +29,7 @@ from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world
 
-__all__ = ["Taken", "default_workers", "settings_of", "take_over"]
+__all__ = ["TakenOver", "default_workers", "settings_of", "take_over"]
 
 _OPTIONS = (
     "pin_memory",
@@ -42,7 +42,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenOver:
     """A data source as Ronde reads it.
 
     Attributes:
@@ -86,7 +86,7 @@ def _length(dataset: Any, argument: str) -> int:
     return int(n)
 
 
-def _draws(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
+def _sampler_order(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
     """The user's sampler as a function of (seed, epoch), the same on every rank."""
 
     def draw(epoch: int) -> Sequence[int]:
@@ -158,7 +158,7 @@ def _order_of(
         n,
         seed,
         True,
-        draw=_draws(sampler, seed),
+        draw=_sampler_order(sampler, seed),
         length=len(sampler),
         sampler=type(sampler).__qualname__,
     ), []
@@ -206,7 +206,7 @@ def take_over(
     drop_last: bool,
     argument: str = "data",
     evaluate: bool = False,
-) -> Taken:
+) -> TakenOver:
     """Read what the user passed as data.
 
     Args:
@@ -228,7 +228,7 @@ def take_over(
             )
         chosen = shuffle_dataset if shuffle is None else shuffle
         order = _order(data, n, seed, chosen and not isinstance(data, IterableDataset))
-        return Taken(
+        return TakenOver(
             data, order, settings_of(data), batch_size, drop_last, fingerprint=_fingerprint(data)
         )
 
@@ -286,7 +286,7 @@ def take_over(
     if collate is not default_collate or settings.collate is default_collate:
         settings = dataclasses.replace(settings, collate=collate)
     leave_out = drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
-    return Taken(
+    return TakenOver(
         data.dataset,
         order,
         settings,

@@ -26,8 +26,8 @@ from torch.utils.data import (
 )
 
 from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
-from ronde.introspect import Marks, held_open, is_ronde, unchanged, walk
-from ronde.loader.autotune import choose_executor, try_out
+from ronde.introspect import Marks, describe_open, is_ronde, preserve_state, walk
+from ronde.loader.autotune import choose_executor, try_samples
 from ronde.loader.process_workers import batches as from_processes
 from ronde.loader.process_workers import end as end_processes
 from ronde.loader.reader import Ask, Reader, StreamReader
@@ -36,7 +36,7 @@ from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.loader.thread_workers import Threads, limit_process_threads, parts_of
 from ronde.plan.batch import Share
-from ronde.profile import copied
+from ronde.profile import deep_copy
 from ronde.world import FeedError, RondeError
 
 __all__ = ["Feed", "is_own", "die_with_parent"]
@@ -260,7 +260,7 @@ class Feed:
             **options,
         )
 
-    def _settle(self, share: Share) -> None:
+    def _inspect_samples(self, share: Share) -> None:
         """Inspect samples before threads read them, and choose the executor if asked."""
         assert self._reader is not None
         self._tried = True
@@ -272,9 +272,9 @@ class Feed:
         low = min(low, self.order.epoch_samples - count)
         ask = Ask(share.epoch, low, self.order.ids(share.epoch, low, low + count).tolist())
         workers, threads = self.settings.num_workers, self._compute_threads
-        trial = try_out(self._reader, ask)
+        trial = try_samples(self._reader, ask)
         if self.executor == "auto":
-            with unchanged(self._reader.dataset):
+            with preserve_state(self._reader.dataset):
                 found, why = choose_executor(self._reader, ask, trial, size, workers, threads)
             self.executor = cast("Executor", found)
             self._say(
@@ -292,7 +292,7 @@ class Feed:
 
     def _warn_of_what_is_open(self) -> None:
         dataset = self._reader.dataset if self._reader is not None else None
-        if dataset is not None and (held := held_open(dataset)) is not None:
+        if dataset is not None and (held := describe_open(dataset)) is not None:
             self._say(
                 f"feed: the data set holds {held} open. Loading {self.executor} share its "
                 "place in it, and may be given each other's "
@@ -359,19 +359,19 @@ class Feed:
         if self.executor in ("auto", "threads") and not self._tried:
             if (first := next(shares(), None)) is None:
                 return iter(())
-            self._settle(first)
+            self._inspect_samples(first)
         found = (
             self._read(shares, after)
             if not isinstance(self.order, Echoed)
-            else self._echoed(self.order, shares)
+            else self._repeat(self.order, shares)
         )
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
-        found = self._counted(found) if self._tolerant else found
+        found = self._count_skipped(found) if self._tolerant else found
         self._reading = weakref.ref(cast("Generator[Any, None, None]", found))
         return found
 
-    def _echoed(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
+    def _repeat(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Read each batch once and yield copies for all its turns, because scripts may modify
         them.
         """
@@ -390,7 +390,7 @@ class Feed:
             if last is None or not order.again(last, share):
                 _, micros = next(batches)
             last = share
-            yield share, copied(micros)
+            yield share, deep_copy(micros)
 
     def _probed(
         self, found: Iterator[tuple[Share, list[Any]]]
@@ -405,15 +405,15 @@ class Feed:
         self, shares: Shares, after: Shares | None = None
     ) -> Iterator[tuple[Share, list[Any]]]:
         if self.executor == "threads":
-            return self._from_threads(shares, after if self._goes_ahead else None)
+            return self._read_in_threads(shares, after if self._may_read_ahead else None)
         if self._direct:
             return self._from_here(shares)
         if self._loader is None:
             self._make_loader()
-        return self._from_loader(shares, after if self._goes_ahead else None)
+        return self._from_loader(shares, after if self._may_read_ahead else None)
 
     @property
-    def _goes_ahead(self) -> bool:
+    def _may_read_ahead(self) -> bool:
         """Whether reading may start the next epoch early: only if nothing the script does in
         between could matter.
 
@@ -425,7 +425,7 @@ class Feed:
             self._loader is not None and bool(self._loader.persistent_workers)
         )
 
-    def _continued(self, shares: Shares) -> RequestLine | None:
+    def _continue_ahead(self, shares: Shares) -> RequestLine | None:
         """The reading in progress, if it matches the request."""
         line, self._line = self._line, None
         if line is None:
@@ -436,7 +436,7 @@ class Feed:
         line.end()
         return None
 
-    def _kept(self, line: RequestLine) -> bool:
+    def _keep_ahead(self, line: RequestLine) -> bool:
         """Keep the next epoch's reading in progress after an epoch was handed out."""
         if line.road.entered():
             self._line = line
@@ -456,7 +456,7 @@ class Feed:
         self, shares: Shares, after: Shares | None
     ) -> Iterator[tuple[Share, list[Any]]]:
         assert self._loader is not None
-        line = self._continued(shares)
+        line = self._continue_ahead(shares)
         if line is None:
             road = RequestQueue(self.order, shares)
             self._asks.source = road.__iter__
@@ -476,7 +476,7 @@ class Feed:
                 line.road.hand_out(share)
                 yield share, micros
                 del micros
-            kept = self._kept(line)
+            kept = self._keep_ahead(line)
         finally:
             if not kept:
                 line.end()
@@ -484,7 +484,7 @@ class Feed:
                 # are not told to end, and waited for.
                 self._asks.source = lambda: iter(())
 
-    def _from_threads(
+    def _read_in_threads(
         self, shares: Shares, after: Shares | None
     ) -> Iterator[tuple[Share, list[Any]]]:
         """Read ahead in threads while nothing draws from the global generators.
@@ -535,7 +535,7 @@ class Feed:
                 batch = _pinned(batch)
             return batch, moved
 
-        line = self._continued(shares)
+        line = self._continue_ahead(shares)
         if line is None:
             road = RequestQueue(self.order, shares)
             line = RequestLine(road, self._pool().run(iter(road), cut, read, join))
@@ -559,7 +559,7 @@ class Feed:
                 yield share, micros
                 del micros
             else:
-                kept = self._kept(line)
+                kept = self._keep_ahead(line)
                 return
         finally:
             if not kept:
@@ -572,7 +572,7 @@ class Feed:
 
     # -- what is done to a batch -------------------------------------------------------
 
-    def _counted(
+    def _count_skipped(
         self, found: Iterator[tuple[Share, list[Any]]]
     ) -> Iterator[tuple[Share, list[Any]]]:
         """Remove the skipped samples' reports from the batches, and check their share."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ronde.loader.reader import Raised
+from ronde.loader.reader import CarriedError
 from ronde.loader.receiver import Reading, Receiver
 from ronde.world import FeedError, world
 
@@ -88,7 +88,7 @@ def _advice(code: int) -> str:
     )
 
 
-def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
+def _death_message(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
     """The message if a process has ended, or None.
 
     Args:
@@ -112,11 +112,11 @@ def _died(workers: Sequence[Any], failed: bool = False) -> FeedError | None:
     return None
 
 
-def _who_died(workers: Sequence[Any], error: Exception) -> FeedError | None:
+def _find_dead(workers: Sequence[Any], error: Exception) -> FeedError | None:
     """The process behind an error; a dying process takes a moment to be dead."""
     suspicious = not isinstance(error, RuntimeError) or str(error).startswith("DataLoader worker")
     until = time.monotonic() + (_DYING_SECONDS if suspicious else 0.0)
-    while (dead := _died(workers, True)) is None and time.monotonic() < until:
+    while (dead := _death_message(workers, True)) is None and time.monotonic() < until:
         time.sleep(0.01)
     return dead
 
@@ -144,7 +144,7 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
     reading: Reading | None = None
     try:
         while True:
-            if (dead := _died(workers)) is not None:
+            if (dead := _death_message(workers)) is not None:
                 raise dead
             try:
                 _waiting += 1
@@ -159,7 +159,7 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                if (dead := _who_died(workers, error)) is not None:
+                if (dead := _find_dead(workers, error)) is not None:
                     raise dead from error
                 raise
             yield _checked(batch)
@@ -195,7 +195,7 @@ def _begin(loader: DataLoader[Any]) -> Any:
         except RuntimeError:  # they ended just now
             if not stayed:
                 raise
-    dead = _died(stayed)
+    dead = _death_message(stayed)
     end(loader)
     if dead is not None:
         raise dead
@@ -211,6 +211,6 @@ def end(loader: DataLoader[Any] | None) -> None:
 
 
 def _checked(batch: Any) -> Any:
-    if type(batch) is Raised:
+    if type(batch) is CarriedError:
         raise batch.error()
     return batch

@@ -39,7 +39,7 @@ from ronde.world import ArgumentError, RondeError, SampleError
 if TYPE_CHECKING:
     from ronde.loader.settings import LoaderSettings
 
-__all__ = ["Ask", "Raised", "Reader", "StreamReader", "pipeline_in", "sendable"]
+__all__ = ["Ask", "CarriedError", "Reader", "StreamReader", "pipeline_in", "picklable_error"]
 
 _MOST_STAND_INS = 16
 _JUDGES = 5
@@ -67,7 +67,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Raised:
+class CarriedError:
     """An error that keeps its type and one-line text on its way out of a loading process.
 
     Attributes:
@@ -81,7 +81,7 @@ class Raised:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, error: RondeError) -> Raised:
+    def of(cls, error: RondeError) -> CarriedError:
         """Wrap an error caught in the loading process."""
         return cls(
             type(error),
@@ -107,14 +107,14 @@ class _InLoader(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
+class _Replacement:
     """A replacement sample, and the index it replaces."""
 
     sample: Any
     bad: Bad
 
 
-def sendable(error: Exception) -> Exception:
+def picklable_error(error: Exception) -> Exception:
     """The error, or an equivalent that can be pickled.
 
     torch pickles errors in a thread: a failure there sends nothing, and the training would wait
@@ -160,7 +160,7 @@ def _form(value: Any) -> Any:
     return type(value).__name__
 
 
-def _shown(form: Any) -> str:
+def _show_form(form: Any) -> str:
     """A readable form: ``(3, 32, 32) float32``."""
     if (
         isinstance(form, tuple)
@@ -170,7 +170,7 @@ def _shown(form: Any) -> str:
     ):
         return f"{list(form[0])} {form[1]}"
     if isinstance(form, tuple):
-        return "(" + ", ".join(_shown(f) for f in form) + ")"
+        return "(" + ", ".join(_show_form(f) for f in form) + ")"
     return str(form)
 
 
@@ -289,9 +289,9 @@ class Reader(Dataset[Any]):
         try:
             return self.batch(ask)
         except Exception as error:
-            sent = sendable(error)
+            sent = picklable_error(error)
             if isinstance(sent, RondeError):
-                return Raised.of(sent)
+                return CarriedError.of(sent)
             if sent is error:
                 raise
             raise sent  # noqa: B904  # with its cause
@@ -331,7 +331,7 @@ class Reader(Dataset[Any]):
                 try:
                     samples = many(ids)
                 except StopIteration as error:
-                    raise self._ended(ids) from error
+                    raise self._stop_iteration(ids) from error
                 except Exception as error:
                     self._note(error, ids)
                     raise
@@ -348,7 +348,7 @@ class Reader(Dataset[Any]):
                     at.at = j
                     samples.append(dataset[i])
             except StopIteration as error:
-                raise self._ended([i]) from error
+                raise self._stop_iteration([i]) from error
             except Exception as error:
                 self._note(error, [i])
                 raise
@@ -362,7 +362,7 @@ class Reader(Dataset[Any]):
                 f"{'were' if len(ids) > 1 else 'was'} read"
             )
 
-    def _ended(self, ids: Sequence[int]) -> RuntimeError:
+    def _stop_iteration(self, ids: Sequence[int]) -> RuntimeError:
         """Replaces StopIteration, which torch and generators take for a normal end."""
         error = RuntimeError("the data set, or its collate function, raised StopIteration")
         self._note(error, ids)
@@ -377,12 +377,12 @@ class Reader(Dataset[Any]):
                 if type(one) is Bad:
                     skipped.append((one.id, one.text))
                     continue
-                if type(one) is _Replaced:
+                if type(one) is _Replacement:
                     skipped.append((one.bad.id, one.bad.text))
                     one = one.sample
                 good.append(one)
             # nothing is left of it: something of a batch's shape, which counts for nothing
-            samples = good or [self._stand_in(ask, 0)]
+            samples = good or [self._replace(ask, 0)]
         try:
             with sample_keys(1, lambda _: key_of(self.seed, 2, ask.epoch, self._keys(ask)[0])):
                 batch = (
@@ -391,13 +391,13 @@ class Reader(Dataset[Any]):
                     else stage("collate")(self.collate)(samples)
                 )
         except StopIteration as error:
-            raise self._ended(ask.ids) from error
+            raise self._stop_iteration(ask.ids) from error
         except Exception as error:
-            self._explain(error, ask, samples)
+            self._name_refused(error, ask, samples)
             raise
         return (batch, skipped) if self.skip else batch
 
-    def _explain(self, error: Exception, ask: Ask, samples: Any) -> None:
+    def _name_refused(self, error: Exception, ask: Ask, samples: Any) -> None:
         """Name the samples a collate function refused."""
         if (
             isinstance(error, RondeError)
@@ -419,8 +419,8 @@ class Reader(Dataset[Any]):
         )
         text = (
             f"sample {ask.ids[odd[0]]}{f' ({name})' if name else ''}, stage collate: it is "
-            f"{_shown(forms[odd[0]])}, where the others are "
-            f"{_shown(usual)}"
+            f"{_show_form(forms[odd[0]])}, where the others are "
+            f"{_show_form(usual)}"
         )
         if pipeline is not None:
             raise SampleError(f"{text}: {error}") from error
@@ -447,7 +447,7 @@ class Reader(Dataset[Any]):
         return found
 
     def _tolerant(self, ask: Ask, at: sample_keys) -> Any:
-        usual = self._usual_form() if self.stacks else None
+        usual = self._common_form() if self.stacks else None
         samples = None
         if not self.one_by_one or len(ask.ids) == 1:
             samples = self._attempt(ask.ids)
@@ -461,7 +461,7 @@ class Reader(Dataset[Any]):
         for j, one in enumerate(samples):
             bad = one if type(one) is Bad else self._unusual(ask.ids[j], one, usual)
             if bad is not None:
-                samples[j] = bad if self.evaluate else _Replaced(self._stand_in(ask, j), bad)
+                samples[j] = bad if self.evaluate else _Replacement(self._replace(ask, j), bad)
         return samples
 
     def _unusual(self, i: int, sample: Any, usual: Any) -> Bad | None:
@@ -471,11 +471,11 @@ class Reader(Dataset[Any]):
         name = pipeline.name(i) if pipeline is not None and pipeline is self.dataset else None
         return Bad(
             i,
-            f"sample {i}{f' ({name})' if name else ''}: it is {_shown(form)}, where others "
-            f"are {_shown(usual)}",
+            f"sample {i}{f' ({name})' if name else ''}: it is {_show_form(form)}, where others "
+            f"are {_show_form(usual)}",
         )
 
-    def _usual_form(self) -> Any:
+    def _common_form(self) -> Any:
         """The most common form among the first few samples; the same for every reader."""
         if self._usual is None:
             before = states()
@@ -493,10 +493,10 @@ class Reader(Dataset[Any]):
                 restore_states(before)
         return self._usual or None
 
-    def _stand_in(self, ask: Ask, j: int) -> Any:
+    def _replace(self, ask: Ask, j: int) -> Any:
         """A replacement for sample j, a function of seed, epoch and that sample."""
         key, reasons = self._keys(ask)[j], []
-        usual = self._usual_form() if self.stacks else None
+        usual = self._common_form() if self.stacks else None
         for attempt in range(_MOST_STAND_INS):
             draw = key_of(self.seed, 6, ask.epoch, key, attempt)
             if self.order is None:
@@ -563,4 +563,4 @@ class StreamReader(IterableDataset[Any]):
         except Exception as error:
             if get_worker_info() is None:
                 raise
-            raise sendable(error)  # noqa: B904  (its cause is in it)
+            raise picklable_error(error)  # noqa: B904  (its cause is in it)

@@ -23,8 +23,8 @@ from torch.utils.data import (
 )
 
 from ronde.data import Pipeline, key_of, sample_key
-from ronde.introspect import seed_all, unchanged
-from ronde.profile import weight
+from ronde.introspect import preserve_state, seed_all
+from ronde.profile import size_of
 from ronde.world import ArgumentError, SampleError
 from ronde.world.tensors import is_named_tuple, leaves, map_leaves, parts, rebuild
 
@@ -99,13 +99,13 @@ class Synthetic(Pipeline):
 # -- samples ---------------------------------------------------------------------------
 
 
-def _real(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
+def _sample_dataset(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
     """Samples spread over a dataset, drawn as a run would; all randomness is restored."""
-    with unchanged(like):
-        return _drawn(like, n, wanted, seed)
+    with preserve_state(like):
+        return _draw(like, n, wanted, seed)
 
 
-def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
+def _draw(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
     read = like.read if not hasattr(like, "__getitem__") else None
     held: list[Any] = []
     size = bad = 0
@@ -125,7 +125,7 @@ def _drawn(like: Any, n: int, wanted: int, seed: int) -> list[Any]:
             if bad >= _BAD_IN_A_ROW:
                 break
             continue
-        size += weight(held[-1])
+        size += size_of(held[-1])
         if size > _MOST_BYTES and len(held) >= _FEWEST:
             break
     if not held and error is not None:
@@ -307,7 +307,7 @@ def _random(held: list[Any], wanted: int, seed: int) -> list[Any]:
 # -- the function ----------------------------------------------------------------------
 
 
-def _whole(value: Any, name: str, least: int = 1) -> None:
+def _is_whole(value: Any, name: str, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ArgumentError(
             f"synthetic({name}={value!r}): expected a whole number, {least} or more."
@@ -351,10 +351,10 @@ def synthetic(
         >>> len(data), data[999][0].shape, [b[1].shape for b in data.batches[:2]]
         (1000, torch.Size([3]), [torch.Size([8]), torch.Size([8])])
     """
-    _whole(batches, "batches")
+    _is_whole(batches, "batches")
     for name, value in (("n", n), ("batch_size", batch_size)):
         if value is not None:
-            _whole(value, name)
+            _is_whole(value, name)
     if values not in ("recycled", "random"):
         raise ArgumentError(f"synthetic(values={values!r}): expected 'recycled' or 'random'.")
     collate: Callable[[list[Any]], Any] = default_collate
@@ -393,10 +393,10 @@ def synthetic(
             length = 0
         wanted = max(_FEWEST, chosen * batches)
         if isinstance(data, IterableDataset):
-            held = _real(data, length, wanted, seed)
+            held = _sample_dataset(data, length, wanted, seed)
             length = length or len(held)
         else:
-            held = _real(data, length, min(wanted, length), seed) if length else []
+            held = _sample_dataset(data, length, min(wanted, length), seed) if length else []
         if not held:
             raise ArgumentError(f"synthetic(like={type(like).__name__}): it is empty.")
     if values == "random":

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 from ronde.adapt import apply_settings
 from ronde.data import Order
 from ronde.data import named_stages as stages
-from ronde.introspect import reopened
+from ronde.introspect import reopen_files
 from ronde.loader import Executor, Feed, FeedSettings, LoaderSettings
 from ronde.measure.arms import Arm, ArmResult, Timed
 from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
@@ -169,7 +169,7 @@ class Bench:
             settings = dataclasses.replace(settings, executor=self._executor)  # choose once
         with contextlib.ExitStack() as stack:
             # A connection may belong to the thread that opened it: each window opens its own.
-            stack.enter_context(reopened(data.dataset))
+            stack.enter_context(reopen_files(data.dataset))
             board: Path | None = None
             remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
             if remove or arm.timed or arm.threads is not None:

@@ -71,7 +71,7 @@ def coupling(optimizer: Optimizer) -> str:
     try:
         with torch.random.fork_rng([]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _tried(optimizer)
+            return _try_step(optimizer)
     except Exception as error:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}{': ' + lines[0] if lines else ''}"
@@ -147,19 +147,19 @@ def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]
     return found
 
 
-def _tried(optimizer: Optimizer) -> str:
+def _try_step(optimizer: Optimizer) -> str:
     together = _step(optimizer, None, 0)
-    if not _alike(together, _step(optimizer, None, 1)):
+    if not _close(together, _step(optimizer, None, 1)):
         return "random"
     alone = [_step(optimizer, i, 0)[i] for i in range(len(together))]
-    return "" if _alike(together, alone) else "coupled"
+    return "" if _close(together, alone) else "coupled"
 
 
 def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tensor]:
     """Small parameters after some steps of a similar optimizer that holds all of them, or ``only``
     one.
     """
-    made, chosen = _small(optimizer)
+    made, chosen = _shrink(optimizer)
     if only is not None:
         for group in made.param_groups:
             group["params"][:] = [p for p in group["params"] if p is chosen[only]]
@@ -179,7 +179,7 @@ def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tenso
     return [p.detach() for p in chosen]
 
 
-def _small(optimizer: Optimizer) -> tuple[Optimizer, list[torch.Tensor]]:
+def _shrink(optimizer: Optimizer) -> tuple[Optimizer, list[torch.Tensor]]:
     """A copy of an optimizer with small parameters in place of its own, and some of those."""
     draw = torch.Generator().manual_seed(2)
     memo: dict[int, Any] = {}
@@ -225,7 +225,7 @@ def _cut(value: Any, whole: torch.Tensor, small: torch.Tensor) -> Any:
     return copy.deepcopy(value)
 
 
-def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def _close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether they are equal up to rounding."""
     return all(
         torch.allclose(

@@ -121,7 +121,7 @@ class _Absent:
                 getattr(getattr(func, "__self__", None), "__name__", ""),
             )
             if name == "__get__" and attribute not in _VALUES:
-                return _alike(one, one) if attribute == "data" else func(*args)
+                return _same_shape(one, one) if attribute == "data" else func(*args)
             if (
                 name == "__set__"
                 and absent(args[0])
@@ -136,12 +136,12 @@ class _Absent:
                 return func(*args, **kwargs)
             if name in _ALIKE and one is args[0]:
                 made = func(element(one.dtype, one.device), *args[1:], **kwargs)
-                return _alike(one, made) if isinstance(made, torch.Tensor) else made
+                return _same_shape(one, made) if isinstance(made, torch.Tensor) else made
         raise _refusal(one)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            made = _alike(self, self)
+            made = _same_shape(self, self)
             if isinstance(self, nn.Parameter):
                 made = nn.Parameter(
                     made.as_subclass(torch.Tensor), requires_grad=self.requires_grad
@@ -215,7 +215,7 @@ def element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     )
 
 
-def _alike(one: Any, like: Any) -> Any:
+def _same_shape(one: Any, like: Any) -> Any:
     made = (
         element(like.dtype, like.device)
         .expand(one.shape)

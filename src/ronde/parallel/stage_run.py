@@ -245,7 +245,7 @@ class StageRun(Interceptor):
             self._stop == 0 or (self.stage and self._stop == self.program.bounds[self.stage - 1])
         ):
             return None  # nothing to do here
-        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
+        kept = [(m, name, _attribute(m, name)) for m, name in self.program.kept]
         try:
             with self:
                 self.result = call()
@@ -253,8 +253,8 @@ class StageRun(Interceptor):
             return None
         finally:
             for module, name, was in kept:
-                if isinstance(_held(module, name), FakeTensor):
-                    _put_back(module, name, was)
+                if isinstance(_attribute(module, name), FakeTensor):
+                    _restore(module, name, was)
         if self._at < (len(self._events) if self._last else self._stop):
             raise Diverged(
                 f"the forward pass ended where {self._events[self._at][1].where} was "
@@ -278,7 +278,7 @@ class StageRun(Interceptor):
             with self.pause():
                 return self._carry_out(event, module, args, kwargs)
         if event.leaves or event.changes:
-            return self._ghostly(event, args, kwargs)
+            return self._ghost_result(event, args, kwargs)
         return build([], event.shape)
 
     def on_function(
@@ -286,7 +286,9 @@ class StageRun(Interceptor):
     ) -> Any:
         """See :class:`Interceptor`."""
         name = what[0]
-        counted = what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values()))
+        counted = (
+            what[2] or self._is_traced(args) or (bool(kwargs) and self._is_traced(kwargs.values()))
+        )
         if self._at >= len(self._events):
             if counted:
                 raise Diverged(f"the forward pass calls {name} after where it ended. {_ADVICE}")
@@ -309,7 +311,7 @@ class StageRun(Interceptor):
         self._at += 1
         if stage == self.stage:
             return self._carry_out(event, function, args, kwargs)
-        return self._ghostly(event, args, kwargs)
+        return self._ghost_result(event, args, kwargs)
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """See :class:`Interceptor`. A stage without the tensor gets its current size."""
@@ -331,7 +333,7 @@ class StageRun(Interceptor):
         self._at += 1
         if stage == self.stage:
             return whole_size(self._carry_out(event, as_tuple(function), args, kwargs), name)
-        return whole_size(self._ghostly(event, args, kwargs), name)
+        return whole_size(self._ghost_result(event, args, kwargs), name)
 
     def _unknown_size(self, tensor: torch.Tensor) -> bool:
         """Whether its size depends on activation values."""
@@ -340,7 +342,7 @@ class StageRun(Interceptor):
             return value is not None and self._values[value].data_shaped
         return getattr(tensor, "_ronde_sized", 0) == self._token
 
-    def _counts(self, given: Any) -> bool:
+    def _is_traced(self, given: Any) -> bool:
         """Whether an argument was made by an event, or is a parameter."""
         token = self._token
         for value in given:
@@ -361,9 +363,9 @@ class StageRun(Interceptor):
                 if self._memory and _memory(value) in self._memory:
                     return True
             elif kind is tuple or kind is list:
-                if self._counts(value):
+                if self._is_traced(value):
                     return True
-            elif any(self._counts((t,)) for t in tensors_in(value)):
+            elif any(self._is_traced((t,)) for t in tensors_in(value)):
                 return True
         return False
 
@@ -458,7 +460,7 @@ class StageRun(Interceptor):
                 ):
                     raise Diverged(
                         f"{event.where} returns {leaf!r}; when the pass was followed it "
-                        f"was {_told(mark)}. {_ADVICE}"
+                        f"was {_describe_mark(mark)}. {_ADVICE}"
                     )
                 continue
             if isinstance(leaf, FakeTensor):
@@ -473,7 +475,7 @@ class StageRun(Interceptor):
                 if strict:
                     raise Diverged(
                         f"{event.where} returns a tensor; when the pass was followed it "
-                        f"was {_told(mark)}. {_ADVICE}"
+                        f"was {_describe_mark(mark)}. {_ADVICE}"
                     )
             elif value.data_shaped:
                 leaf._ronde_sized = self._token  # type: ignore[attr-defined]
@@ -519,7 +521,7 @@ class StageRun(Interceptor):
             self._memory.add(_memory(tensor))
             self._kept.append(tensor)
 
-    def _ghostly(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
+    def _ghost_result(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
         """What another stage's event would have returned."""
         if event.changes:
             inputs = _inputs(args, kwargs)
@@ -579,7 +581,7 @@ class Guards(StageRun):
 
     def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
         """What ``call()`` reads, as far as it takes the followed path."""
-        kept = [(m, name, _held(m, name)) for m, name in self.program.kept]
+        kept = [(m, name, _attribute(m, name)) for m, name in self.program.kept]
         try:
             with aside(), self:
                 call()
@@ -590,8 +592,8 @@ class Guards(StageRun):
             pass
         finally:
             for module, name, was in kept:
-                if isinstance(_held(module, name), FakeTensor):
-                    _put_back(module, name, was)
+                if isinstance(_attribute(module, name), FakeTensor):
+                    _restore(module, name, was)
         return tuple(self.found)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -610,7 +612,7 @@ class Guards(StageRun):
         name = what[0]
         told = name in NUMBERS or data_shaped(name, args)
         counted = told and (
-            what[2] or self._counts(args) or (bool(kwargs) and self._counts(kwargs.values()))
+            what[2] or self._is_traced(args) or (bool(kwargs) and self._is_traced(kwargs.values()))
         )
         result = super().on_function(function, args, kwargs, what)
         if told and not counted:
@@ -643,7 +645,7 @@ _ADVICE = (
 )
 
 
-def _told(mark: Any) -> str:
+def _describe_mark(mark: Any) -> str:
     return "a tensor" if isinstance(mark, Value | Given) else repr(mark)
 
 
@@ -655,11 +657,11 @@ def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
 
 
-def _held(module: nn.Module, name: str) -> Any:
+def _attribute(module: nn.Module, name: str) -> Any:
     return module._buffers[name] if name in module._buffers else module.__dict__.get(name)
 
 
-def _put_back(module: nn.Module, name: str, was: Any) -> None:
+def _restore(module: nn.Module, name: str, was: Any) -> None:
     if name in module._buffers:
         module._buffers[name] = was
     else:

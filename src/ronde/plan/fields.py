@@ -14,14 +14,14 @@ from ronde.world import ArgumentError
 
 __all__ = [
     "Reader",
-    "flag",
-    "known",
-    "mapping",
+    "read_flag",
+    "choose",
+    "read_mapping",
     "read_number",
     "read_bytes",
     "parse_bytes",
     "read_text",
-    "whole",
+    "read_whole",
 ]
 
 Reader = Callable[[str, Any], Any]
@@ -81,7 +81,7 @@ def read_number(
     return read
 
 
-def whole(least: int = 1) -> Reader:
+def read_whole(least: int = 1) -> Reader:
     """Read an integer of at least some value."""
 
     def read(where: str, value: Any) -> int:
@@ -104,7 +104,7 @@ def read_bytes(where: str, value: Any) -> float:
     return found
 
 
-def flag(where: str, value: Any) -> bool:
+def read_flag(where: str, value: Any) -> bool:
     """Read a boolean."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{where}={value!r} must be true or false.")
@@ -118,7 +118,7 @@ def read_text(where: str, value: Any) -> str:
     return str(value)
 
 
-def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
+def choose(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -> None:
     """Refuse unknown names and suggest a close one."""
     allowed = list(allowed)
     for name in names:
@@ -130,7 +130,7 @@ def known(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) -
             )
 
 
-def mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:
+def read_mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:
     """Read a mapping from names to values."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{where}={value!r} must be {expected}.")

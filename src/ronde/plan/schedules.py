@@ -214,7 +214,9 @@ def in_flight(
     if schedule in ("interleaved", "zero-bubble"):
         most = [0] * stages
         for worker in range(workers):
-            for turn, held in enumerate(_held(schedule, worker, workers, virtual, micro_batches)):
+            for turn, held in enumerate(
+                _most_held(schedule, worker, workers, virtual, micro_batches)
+            ):
                 most[turn * workers + worker] = held
         return tuple(most)
     if micro_batches > 2 * workers:
@@ -231,7 +233,7 @@ def in_flight(
     return tuple(most)
 
 
-def _held(
+def _most_held(
     schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int
 ) -> list[int]:
     """Largest number of micro-batches each stage holds, in torch's order, without building the
@@ -298,7 +300,7 @@ def _compute(
     if schedule == "1f1b":
         return tuple(_one_forward_one_backward(w, workers, micro_batches) for w in range(workers))
     return tuple(
-        tuple(_ours(a) for a in row if a is not None)
+        tuple(_own_schedules(a) for a in row if a is not None)
         for row in _torch_order(schedule, workers, virtual, micro_batches)
     )
 
@@ -353,8 +355,8 @@ def _with_sends(
     lowered = _add_send_recv(
         orders, lambda stage: worker_of(stage, workers, schedule), workers * virtual
     )
-    return tuple(tuple(_ours(a) for a in lowered[w]) for w in range(workers))
+    return tuple(tuple(_own_schedules(a) for a in lowered[w]) for w in range(workers))
 
 
-def _ours(action: Any) -> Action:
+def _own_schedules(action: Any) -> Action:
     return Action(action.stage_index, action.computation_type._value_, action.microbatch_index)

@@ -195,7 +195,7 @@ class Cluster:
             ArgumentError: a name is not known, or a value cannot be meant: it names ``source``, the
                 field, and what is expected.
         """
-        fields.known(source, "the field", values, _FIELDS)
+        fields.choose(source, "the field", values, _FIELDS)
         made: dict[str, Any] = {}
         for name, value in values.items():
             made[name] = _FIELDS[name](f"{source}: {name}", value)
@@ -230,27 +230,27 @@ def _links(where: str, value: Any) -> dict[str, dict[str, LinkFit]]:
     if value is None:  # "links:" with nothing below it
         return {}
     found: dict[str, dict[str, LinkFit]] = {}
-    by_kind = fields.mapping(
+    by_kind = fields.read_mapping(
         where, value, f"collectives with their fits: {', '.join(_COLLECTIVES)}"
     )
-    fields.known(where, "the collective", by_kind, _COLLECTIVES)
+    fields.choose(where, "the collective", by_kind, _COLLECTIVES)
     for kind, scopes in by_kind.items():
         at = f"{where}.{kind}"
-        by_scope = fields.mapping(at, scopes, "a fit under node, under cluster, or under both")
+        by_scope = fields.read_mapping(at, scopes, "a fit under node, under cluster, or under both")
         if not by_scope:
             raise ArgumentError(
                 f"{at} is empty: expected a fit under node, under cluster, or under both."
             )
-        fields.known(at, "the scope", by_scope, get_args(Scope))
+        fields.choose(at, "the scope", by_scope, get_args(Scope))
         found[kind] = {scope: _fit(f"{at}.{scope}", fit) for scope, fit in by_scope.items()}
     return found
 
 
 def _fit(where: str, value: Any) -> LinkFit:
-    given = fields.mapping(
+    given = fields.read_mapping(
         where, value, "a fit: alpha in seconds, beta in bytes a second, and the ranks it holds for"
     )
-    fields.known(where, "the field", given, _FIT)
+    fields.choose(where, "the field", given, _FIT)
     for name in ("alpha", "beta"):
         if name not in given:
             meaning = "seconds before the first byte" if name == "alpha" else "bytes per second"
@@ -261,13 +261,15 @@ def _fit(where: str, value: Any) -> LinkFit:
 def _added(where: str, value: Any) -> dict[str, Added]:
     if value is None:
         return {}
-    by_name = fields.mapping(where, value, f"names with call, tensor and byte: {', '.join(_ADDED)}")
-    fields.known(where, "the name", by_name, _ADDED)
+    by_name = fields.read_mapping(
+        where, value, f"names with call, tensor and byte: {', '.join(_ADDED)}"
+    )
+    fields.choose(where, "the name", by_name, _ADDED)
     found = {}
     for name, each in by_name.items():
         at = f"{where}.{name}"
-        given = fields.mapping(at, each, "call, tensor and byte, in seconds")
-        fields.known(at, "the field", given, [f.name for f in dataclasses.fields(Added)])
+        given = fields.read_mapping(at, each, "call, tensor and byte, in seconds")
+        fields.choose(at, "the field", given, [f.name for f in dataclasses.fields(Added)])
         found[name] = Added(
             **{part: _SECONDS(f"{at}.{part}", seconds) for part, seconds in given.items()}
         )
@@ -277,7 +279,7 @@ def _added(where: str, value: Any) -> dict[str, Added]:
 def _corrections(where: str, value: Any) -> dict[str, float]:
     if value is None:
         return {}
-    found = fields.mapping(where, value, "families of plans with a factor each")
+    found = fields.read_mapping(where, value, "families of plans with a factor each")
     return {str(family): _FACTOR(f"{where}.{family}", factor) for family, factor in found.items()}
 
 
@@ -292,18 +294,18 @@ _RATIO = fields.read_number("a number, 0 or more")
 _FIT: dict[str, fields.Reader] = {
     "alpha": _SECONDS,
     "beta": fields.read_number("a number of bytes a second, above 0", above=True),
-    "ranks": fields.whole(2),
+    "ranks": fields.read_whole(2),
     "residual": _RATIO,
-    "assumed": fields.flag,
+    "assumed": fields.read_flag,
 }
 _FIELDS: dict[str, fields.Reader] = {
     "name": fields.read_text,
-    "nodes": fields.whole(),
-    "devices_per_node": fields.whole(),
+    "nodes": fields.read_whole(),
+    "devices_per_node": fields.read_whole(),
     "device": fields.read_text,
     "memory_bytes": fields.read_bytes,
     "speed": _FACTOR,
-    "speed_is_estimate": fields.flag,
+    "speed_is_estimate": fields.read_flag,
     "links": _links,
     "overlap": _SHARE,
     "interference": fields.read_number("a number, 1 or more", least=1.0),

@@ -313,14 +313,17 @@ def _limits(
     return found
 
 
-def _alone(c: Capacities, devices: int) -> float:
+def _unlimited_rate(c: Capacities, devices: int) -> float:
     """Samples per second limited only by the devices and their exchange."""
     return devices * c.step_rate / (1.0 + c.exchange * (devices - 1) / devices)
 
 
 def _ceiling(c: Capacities, devices: int, nodes: int) -> float:
     return min(
-        [_alone(c, devices), *(limit for limit, _, _ in _limits(c, devices, nodes, real=False))]
+        [
+            _unlimited_rate(c, devices),
+            *(limit for limit, _, _ in _limits(c, devices, nodes, real=False)),
+        ]
     )
 
 

@@ -21,7 +21,7 @@ from ronde.predict.costs import Costs
 from ronde.predict.unit_arrays import Array, Chain, Recompute, chain, holders
 from ronde.world import ArgumentError
 
-__all__ = ["ALPHA", "Cut", "Held", "StageCost", "cut", "cut_at", "cut_chain", "cut_equal"]
+__all__ = ["ALPHA", "Cut", "HeldShare", "StageCost", "cut", "cut_at", "cut_chain", "cut_equal"]
 
 ALPHA = {"speed": 0.2, "memory": 0.8}
 """Weight of memory against time in a stage's cost."""
@@ -34,7 +34,7 @@ Seconds = Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldShare:
     """Fraction of its stage's states that a worker holds; 1 without sharding."""
 
     parameters: float = 1.0
@@ -83,7 +83,7 @@ class StageCost:
         """Forward plus backward of one micro-batch."""
         return self.forward_seconds + self.backward_seconds
 
-    def memory_bytes(self, held: Held) -> float:
+    def memory_bytes(self, held: HeldShare) -> float:
         """States plus activations."""
         return (
             self.parameter_bytes * held.parameters
@@ -132,7 +132,7 @@ def cut(
     micro_samples: float = 1.0,
     micro_batches: int | None = None,
     memory_bytes: float | None = None,
-    held: Held = Held(),
+    held: HeldShare = HeldShare(),
     recompute: Recompute = "none",
     tensor: int = 1,
     speed: float = 1.0,
@@ -205,7 +205,7 @@ def cut_chain(
     optimize: Literal["speed", "memory"] = "speed",
     micro_batches: int | None = None,
     memory_bytes: float | None = None,
-    held: Held = Held(),
+    held: HeldShare = HeldShare(),
     send_seconds: Seconds | None = None,
 ) -> Cut | None:
     """Like :func:`cut`, for an existing chain; None if there is no cut."""
@@ -259,7 +259,7 @@ def cut_equal(
         left = [c for c in made.cuts if c > bounds[-1]]
         left = left[: len(left) - (count - 1 - s)] or left[:1]
         bounds.append(min(left, key=lambda c: abs(c - s * len(made) / count)))
-    return _described(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
+    return _describe(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
 
 
 def cut_at(
@@ -311,14 +311,14 @@ def cut_at(
                 "the order in which they run."
             )
         bounds.append(at)
-    return _described(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
+    return _describe(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else ", ".join([*names[:6], "…", *names[-5:]])
 
 
-def _described(
+def _describe(
     made: Chain,
     bounds: tuple[int, ...],
     workers: int,
@@ -329,7 +329,7 @@ def _described(
     flights = _flights(schedule, workers, virtual, micro_batches)
     stages = _stages(made, bounds, workers, schedule, flights, None)
     places = np.array([0, *made.cuts, len(made)])
-    tables = _Sums(made, places, Held(), None, micro_batches or workers)
+    tables = _Sums(made, places, HeldShare(), None, micro_batches or workers)
     index = np.searchsorted(places, bounds)
     shares = [
         tables.block(ALPHA["speed"], n, None, int(j), int(j) + 1)[int(i), 0]
@@ -346,7 +346,7 @@ def _flights(
     )
 
 
-def _by_worker(stages: tuple[StageCost, ...], workers: int, held: Held) -> list[float]:
+def _by_worker(stages: tuple[StageCost, ...], workers: int, held: HeldShare) -> list[float]:
     total = [0.0] * workers
     for stage in stages:
         total[stage.worker] += stage.memory_bytes(held)
@@ -360,7 +360,7 @@ class _Sums:
         self,
         made: Chain,
         places: Array,
-        held: Held,
+        held: HeldShare,
         send_seconds: Seconds | None,
         micro_batches: int,
     ) -> None:

@@ -13,7 +13,7 @@ from ronde.plan.schedules import actions, in_flight
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
-from ronde.predict.partition import Held
+from ronde.predict.partition import HeldShare
 from ronde.predict.prediction import KINDS, StageRow, Verdict
 from ronde.predict.simulate import Timeline
 from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
@@ -54,7 +54,7 @@ class PredictionSource(Protocol):
         self,
         plan: Plan,
         made: Chain,
-        held: Held,
+        held: HeldShare,
         micro_batches: int,
         send: CollectiveCost,
         quick: bool,
@@ -89,7 +89,7 @@ class PeakMemory:
         parts = at["shard"].ranks
         level = ("none", "optimizer", "gradients", "parameters").index(plan.shard)
         self.parts = parts if level else 1
-        self.held = Held(
+        self.held = HeldShare(
             1 / parts if level >= 2 else 1.0,
             1 / parts if level >= 2 else 1.0,
             1 / parts if level >= 1 else 1.0,

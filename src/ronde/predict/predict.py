@@ -43,7 +43,7 @@ from ronde.plan.schedules import allowed, bubble, micro_batches_of
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
-from ronde.predict.partition import Cut, Held, cut_at, cut_chain
+from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
 from ronde.predict.simulate import Timeline
 from ronde.predict.step_time import StepPrediction
@@ -220,7 +220,7 @@ class Predictor:
         self,
         plan: Plan,
         made: Chain,
-        held: Held,
+        held: HeldShare,
         micro_batches: int,
         send: CollectiveCost,
         quick: bool,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.profile.function_hooks import ByName, HeldFile, beneath, dressed, exchange
+    from ronde.profile.function_hooks import ByName, HeldFile, original_of, swap_attribute, wrap_raw
     from ronde.profile.page_cache import cached_share, storage_sweep
     from ronde.profile.probe import Probe, read_files
-    from ronde.profile.replay import copied, same, weight
+    from ronde.profile.replay import deep_copy, same_bits, size_of
     from ronde.profile.shared_counters import StageTimes, read_board, read_notes
 
 __all__ = [
@@ -22,27 +22,27 @@ __all__ = [
     "HeldFile",
     "Probe",
     "StageTimes",
-    "beneath",
+    "original_of",
     "cached_share",
-    "copied",
-    "dressed",
-    "exchange",
+    "deep_copy",
+    "wrap_raw",
+    "swap_attribute",
     "read_board",
     "read_files",
     "read_notes",
-    "same",
+    "same_bits",
     "storage_sweep",
-    "weight",
+    "size_of",
 ]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.profile.function_hooks": "ByName HeldFile beneath dressed exchange",
+            "ronde.profile.function_hooks": "ByName HeldFile original_of wrap_raw swap_attribute",
             "ronde.profile.page_cache": "cached_share storage_sweep",
             "ronde.profile.probe": "Probe read_files",
-            "ronde.profile.replay": "copied same weight",
+            "ronde.profile.replay": "deep_copy same_bits size_of",
             "ronde.profile.shared_counters": "StageTimes read_board read_notes",
         },
     )

@@ -17,15 +17,15 @@ import numpy as np
 
 from ronde.profile.page_cache import in_cache
 from ronde.profile.replay import MISSING
-from ronde.profile.stage_timer import StageTimer, here, local
+from ronde.profile.stage_timer import StageTimer, current_timer, local
 
 __all__ = [
     "ByName",
     "HeldFile",
     "Named",
-    "beneath",
-    "dressed",
-    "exchange",
+    "original_of",
+    "wrap_raw",
+    "swap_attribute",
     "image_convert",
     "image_load",
     "image_open",
@@ -39,7 +39,7 @@ _WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones 
 _FILES = 256  # files that each thread writes down
 
 
-def suffix(path: Any) -> str:
+def suffix_of(path: Any) -> str:
     """The file name's suffix, which tells its kind."""
     if isinstance(path, str | os.PathLike):
         return os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122 - 0.5 µs, where a Path takes 3
@@ -67,7 +67,9 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
             return original(*args, **kwargs)
         if first == "path" or first == "name":
             kind = (
-                suffix(args[0 if first == "path" else 1]) if len(args) > (first == "name") else ""
+                suffix_of(args[0 if first == "path" else 1])
+                if len(args) > (first == "name")
+                else ""
             )
         elif first == "count":
             kind = str(args[1]) if len(args) > 1 else ""
@@ -95,7 +97,7 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
             if first == "count":
                 account.count_bytes(len(value))
             elif first == "path" and args:
-                noted(account, args[0], not kwargs.get("mmap_mode"))
+                note_read(account, args[0], not kwargs.get("mmap_mode"))
         if place is not None:
             probe.learn(account, place, value, args)
         return value
@@ -103,7 +105,7 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
     return function
 
 
-def noted(account: StageTimer, path: Any, all_of_it: bool) -> None:
+def note_read(account: StageTimer, path: Any, all_of_it: bool) -> None:
     """Note that another library's function has read this file."""
     try:
         size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
@@ -132,7 +134,7 @@ class _TimedFile(io.FileIO):
     ronde_large: str | None = None  # its kind, where it is too large to be replayed as a whole
 
     def readinto(self, buffer: Any, /) -> int:
-        account = here()
+        account = current_timer()
         if account is None or account.current == account.read:
             return self._count(account, super().readinto(buffer))
         probe = account.probe
@@ -153,7 +155,7 @@ class _TimedFile(io.FileIO):
         return self._count(account, n)
 
     def readall(self) -> bytes:
-        account = here()
+        account = current_timer()
         if account is None or account.current == account.read:
             data = super().readall()
         else:
@@ -232,7 +234,7 @@ class HeldFile(io.RawIOBase):
 
 def opener(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``open``: times the file's reads, not only its opening."""
-    theirs = not isinstance(beneath(original), BuiltinFunctionType | NoneType)
+    theirs = not isinstance(original_of(original), BuiltinFunctionType | NoneType)
 
     @functools.wraps(original)
     def open(
@@ -259,12 +261,14 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         name = os.fspath(file)
         probe = account.probe
         place = (
-            probe.place(account, "read", "open", suffix(file)) if "read" in probe.remove else None
+            probe.place(account, "read", "open", suffix_of(file))
+            if "read" in probe.remove
+            else None
         )
         if place is not None:
             data = probe.earlier(account, place)
             if data is not MISSING:
-                return dressed(HeldFile(data, name), mode, buffering, encoding, errors, newline)
+                return wrap_raw(HeldFile(data, name), mode, buffering, encoding, errors, newline)
         account.enter(account.read)
         try:
             if theirs:
@@ -283,7 +287,7 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
                         encoding = encoding or "utf-8"
                         data = data.encode(encoding)
                     probe.learn(account, place, bytes(data), final=True)
-                    return dressed(
+                    return wrap_raw(
                         HeldFile(bytes(data), name), mode, buffering, encoding, errors, newline
                     )
                 raw = found
@@ -308,8 +312,8 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
                 account.leave()
                 probe.learn(account, place, data, final=True)
             else:
-                raw.ronde_large = suffix(file)
-        return dressed(raw, mode, buffering, encoding, errors, newline)
+                raw.ronde_large = suffix_of(file)
+        return wrap_raw(raw, mode, buffering, encoding, errors, newline)
 
     return open
 
@@ -335,7 +339,7 @@ class _TimedObject:
         self._ronde_file = file
 
     def _ronde_read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        account = here()
+        account = current_timer()
         if account is None or account.current == account.read:
             return function(*args, **kwargs)
         account.enter(account.read)
@@ -372,7 +376,7 @@ class _TimedObject:
 _END = object()
 
 
-def dressed(
+def wrap_raw(
     raw: Any,
     mode: str,
     buffering: int,
@@ -432,7 +436,7 @@ def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        account = here()
+        account = current_timer()
         if account is None or account.current == account.decode:
             return original(*args, **kwargs)
         probe = account.probe
@@ -440,7 +444,7 @@ def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
         place: Any = None
         if removes:
             place = probe.place(
-                account, "decode", original, suffix(args[0] if args else kwargs.get("fp"))
+                account, "decode", original, suffix_of(args[0] if args else kwargs.get("fp"))
             )
             picture = probe.earlier(account, place)
             if picture is not MISSING:
@@ -467,7 +471,7 @@ def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        account = here()
+        account = current_timer()
         if account is None or (plain and not self.tile):
             return original(self, *args, **kwargs)
         if account.current == account.decode:
@@ -495,7 +499,7 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
 
     @functools.wraps(original)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        account = here()
+        account = current_timer()
         if account is None:
             return original(self, *args, **kwargs)
         file = isinstance(self, base)
@@ -535,7 +539,7 @@ def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
     def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
         flags = args[0] if args else kwargs.get("flags", 1)
         if (
-            here() is None
+            current_timer() is None
             or len(args) > 1
             or not isinstance(flags, int)
             or set(kwargs) - {"flags"}
@@ -555,7 +559,7 @@ def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
     return imread
 
 
-def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def swap_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set ``owner.name``, or an item if the owner is a dictionary.
 
     Returns:
@@ -588,7 +592,7 @@ def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return put_back
 
 
-def beneath(function: Any) -> Any:
+def original_of(function: Any) -> Any:
     """The function that was there before this package's replacements."""
     while isinstance(function, FunctionType) and str(
         function.__globals__.get("__name__")
@@ -606,7 +610,7 @@ class ByName:
 
     def __init__(self, module: str, name: str) -> None:
         self._ronde_module = importlib.import_module(module)
-        functools.update_wrapper(self, beneath(getattr(self._ronde_module, name)))
+        functools.update_wrapper(self, original_of(getattr(self._ronde_module, name)))
         self._ronde_name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -637,7 +641,7 @@ class Named:
         return type(self._ronde_value)
 
     def _ronde_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        account = here()
+        account = current_timer()
         if account is None:
             return function(*args, **kwargs)
         return account.probe.call(self._ronde_stage, function, args, kwargs)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, is_user_module, walk
 
-__all__ = ["FUNCTIONS", "places", "transforms"]
+__all__ = ["FUNCTIONS", "find_functions", "find_transforms"]
 
 # module, attribute (dotted for a class's method), stage, what the first argument is; "keep": it
 # changes its object and is never replayed
@@ -160,7 +160,7 @@ def _torchvision() -> Iterator[tuple[str, str, str, str]]:
             yield module, name, "augment", ""
 
 
-def places() -> Iterator[tuple[Any, str, str, str]]:
+def find_functions() -> Iterator[tuple[Any, str, str, str]]:
     """Known functions in the imported modules: owner (module or class), attribute, stage, type of
     the first argument.
     """
@@ -234,7 +234,7 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
                         waiting.append(value)
 
 
-def transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
+def find_transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
     """A dataset's own transforms, recognized by name: owner, attribute, stage.
 
     The owner is the dataset (``transform``, ``_augment``; ``decode``; ``read_frame``), a user's

@@ -25,19 +25,19 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from ronde.data import named_stages
-from ronde.introspect import held, nested, user_modules
+from ronde.introspect import nested_datasets, stored_functions, user_modules
 from ronde.profile import known_functions as found
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import (
     ByName,
     Named,
-    beneath,
-    exchange,
     image_convert,
     image_load,
     image_open,
     opener,
+    original_of,
     split_imread,
+    swap_attribute,
     timed_function,
 )
 from ronde.profile.replay import MISSING, Rings
@@ -253,12 +253,12 @@ class Probe:
             self.install()
             if not any(dataset is one for one in self._watched):
                 self._watched.append(dataset)
-                for one in nested(dataset):
-                    for owner, name, stage in found.transforms(one):
+                for one in nested_datasets(dataset):
+                    for owner, name, stage in found.find_transforms(one):
                         # an object that does not let itself be changed keeps what it has
                         with suppress(Exception):
                             self._name(owner, name, stage)
-                for owner, name, value in list(held(dataset)):
+                for owner, name, value in list(stored_functions(dataset)):
                     where = self._named.get(id(value))
                     if where is not None and where[0] is value:
                         with suppress(Exception):
@@ -269,7 +269,7 @@ class Probe:
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` (or a dictionary item), to be undone later."""
-        self._undo.append(exchange(owner, name, value))
+        self._undo.append(swap_attribute(owner, name, value))
 
     def _name(self, owner: Any, name: str, stage: str) -> None:
         value = owner[name] if isinstance(owner, dict) else getattr(owner, name)
@@ -305,7 +305,7 @@ class Probe:
             if (id(builtins), "open") not in self._patched:
                 for module in (builtins, io):
                     self._replace(module, "open", opener, replaced)
-            for owner, name, stage, first in found.places():
+            for owner, name, stage, first in found.find_functions():
                 self._replace(
                     owner,
                     name,
@@ -346,7 +346,7 @@ class Probe:
             )
             replaced[id(original)] = (original, getattr(owner, name))
             if isinstance(owner, ModuleType):
-                plain = beneath(original)
+                plain = original_of(original)
                 self._named[id(plain)] = (plain, owner.__name__, name)
 
     def _patch_pillow(self, replaced: dict[int, tuple[Any, Any]]) -> None:
@@ -548,7 +548,7 @@ class Probe:
         try:
             if limit is not None:
                 limit.begin()
-            return self._or_again(account, function, argument)
+            return self._call_or_stop_replay(account, function, argument)
         finally:
             account.leave()
             account.settle()
@@ -557,7 +557,9 @@ class Probe:
             if account.values[at] == before:
                 account.values[at] += samples
 
-    def _or_again(self, account: StageTimer, function: Callable[[Any], Any], argument: Any) -> Any:
+    def _call_or_stop_replay(
+        self, account: StageTimer, function: Callable[[Any], Any], argument: Any
+    ) -> Any:
         """Call it. If it fails only with replayed results, stop replaying."""
         try:
             return function(argument)
@@ -589,11 +591,11 @@ class Probe:
         account.enter(account.python, 0)
         try:
             if "sample" not in self.remove:
-                return self._or_again(account, function, argument)
+                return self._call_or_stop_replay(account, function, argument)
             kept = [self._rings.give("sample", account.turn + k) for k in range(n)]
             if not any(k is MISSING for k in kept):
                 return kept if many else kept[0]
-            made = self._or_again(account, function, argument)
+            made = self._call_or_stop_replay(account, function, argument)
             for k, sample in enumerate(made if many else [made]):
                 self._rings.keep("sample", account.turn + k, sample, final=True)
             return made

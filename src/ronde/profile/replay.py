@@ -17,7 +17,7 @@ import torch
 
 from ronde.world.tensors import map_leaves, parts
 
-__all__ = ["KEPT", "MISSING", "Rings", "copied", "same", "weight"]
+__all__ = ["KEPT", "MISSING", "Rings", "deep_copy", "same_bits", "size_of"]
 
 KEPT = 16
 """Earlier results at a place, at most."""
@@ -29,7 +29,7 @@ MISSING: Any = object()
 """There is nothing to give: do the work."""
 
 
-def weight(value: Any) -> int:
+def size_of(value: Any) -> int:
     """Approximate bytes of a result."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
@@ -38,7 +38,7 @@ def weight(value: Any) -> int:
     if isinstance(value, bytes | bytearray | memoryview | str):
         return len(value)
     if (held := parts(value)) is not None:
-        return sum(weight(v) for v in held.values()) + 64
+        return sum(size_of(v) for v in held.values()) + 64
     if isinstance(taken := getattr(value, "nbytes", None), int):
         return taken
     size = getattr(value, "size", None)
@@ -53,7 +53,7 @@ def _is_image(value: Any) -> bool:
     )
 
 
-def copied(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """A copy that later changes cannot reach."""
     return map_leaves(_copied, value)
 
@@ -68,7 +68,7 @@ def _copied(value: Any) -> Any:
     )
 
 
-def same(a: Any, b: Any) -> bool:
+def same_bits(a: Any, b: Any) -> bool:
     """Whether two values are equal bit for bit; incomparable ones are compared by identity."""
     if type(a) is not type(b):
         return False
@@ -86,7 +86,7 @@ def same(a: Any, b: Any) -> bool:
             and (a.tobytes() == b.tobytes() if a.dtype != object else a is b)
         )
     if (held := parts(a)) is not None and (other := parts(b)) is not None:
-        return held.keys() == other.keys() and all(same(v, other[k]) for k, v in held.items())
+        return held.keys() == other.keys() and all(same_bits(v, other[k]) for k, v in held.items())
     if _is_image(a):
         return bool(a.mode == b.mode and a.size == b.size and a.tobytes() == b.tobytes())
     if a is b:
@@ -104,13 +104,13 @@ class _Kept:
 
     def __init__(self, value: Any, final: bool) -> None:
         self.value = value
-        self.backup = None if final else copied(value)
+        self.backup = None if final else deep_copy(value)
         self.fresh = False
 
     def settle(self) -> None:
         """Check, after the sample, whether the result was modified."""
         try:
-            changed = self.backup is not self.value and not same(self.value, self.backup)
+            changed = self.backup is not self.value and not same_bits(self.value, self.backup)
         except Exception:  # an image that was closed since has nothing to compare
             changed = True
         if changed:
@@ -141,7 +141,7 @@ class Rings:
             kept = ring[list(ring)[turn % len(ring)]]
         if kept.backup is not None:
             return MISSING  # its own sample is still being made
-        return copied(kept.value) if kept.fresh else kept.value
+        return deep_copy(kept.value) if kept.fresh else kept.value
 
     def keep(self, place: Hashable, turn: int, value: Any, final: bool = False) -> _Kept | None:
         """Keep a result; None without room.
@@ -155,7 +155,7 @@ class Rings:
             turn = next((t for t in range(KEPT) if t not in ring), -1)
             if turn < 0:
                 return None
-        size = weight(value)
+        size = size_of(value)
         if self._memory + size > _MEMORY:
             self.full = True
             return None

@@ -21,7 +21,7 @@ from ronde.profile.shared_counters import (
     Slot,
 )
 
-__all__ = ["StageTimer", "here", "local"]
+__all__ = ["StageTimer", "current_timer", "local"]
 
 local = threading.local()
 
@@ -161,7 +161,7 @@ class StageTimer:
         self.values[self.read * FIELDS + BYTES] += n
 
 
-def here() -> StageTimer | None:
+def current_timer() -> StageTimer | None:
     """This thread's timer while it makes a sample, else None."""
     account: StageTimer | None = getattr(local, "account", None)
     return account if account is not None and account.current >= 0 else None

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.data import Order
-from ronde.loader import LoaderSettings, Taken
+from ronde.loader import LoaderSettings, TakenOver
 from ronde.prove.values import cast, draws_since, generators
 
 __all__ = ["NotedStream", "cut_epoch", "cut_order", "note_samples", "wide_loader"]
@@ -78,7 +78,7 @@ def _last_batch(samples: int, size: int, workers: int) -> int:
     return samples % size or min(uneven, key=lambda n: (abs(n - size // 2 - 0.5), -n), default=size)
 
 
-def cut_epoch(taken: Taken, size: int, steps: int, workers: int) -> int:
+def cut_epoch(taken: TakenOver, size: int, steps: int, workers: int) -> int:
     """Samples of an epoch so short that its last batch and its end are among the steps."""
     samples = taken.order.epoch_samples
     short = samples

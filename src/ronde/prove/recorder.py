@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ronde.capture import following
-from ronde.loader import Taken
+from ronde.loader import TakenOver
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
-from ronde.profile import copied
+from ronde.profile import deep_copy
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.recorded_data import NotedStream, cut_epoch, cut_order, note_samples, wide_loader
 from ronde.prove.values import (
@@ -81,7 +81,9 @@ class _RecordedLoss(LossCall):
             batch = cast(batch)
         if recorder.computes_twice():
             with torch.no_grad(), recorder.hidden():
-                super().arguments(model, copied([batch])[0])  # a forward function may work in place
+                super().arguments(
+                    model, deep_copy([batch])[0]
+                )  # a forward function may work in place
         half = self._of_half(model, batch) if recorder.computes_parts() else None
         values = super().arguments(model, batch)
         if half is not None:
@@ -95,7 +97,7 @@ class _RecordedLoss(LossCall):
         before = torch.get_rng_state()
         try:
             with torch.no_grad(), self._recorder.hidden():
-                return super().arguments(copy.deepcopy(model), half_of(copied([batch])[0]))
+                return super().arguments(copy.deepcopy(model), half_of(deep_copy([batch])[0]))
         except Exception:  # the batch cannot be cut, or the model cannot be copied
             return None
         finally:
@@ -654,7 +656,7 @@ class Recorder(hooks.Observer):
 
     # -- evaluation --------------------------------------------------------------------
 
-    def on_evaluation_data(self, run: RunView, taken: Taken) -> Taken:
+    def on_evaluation_data(self, run: RunView, taken: TakenOver) -> TakenOver:
         """Cut a large evaluation, and note its samples."""
         order = taken.order
         if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:

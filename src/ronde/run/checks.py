@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ronde.loader import Taken
+from ronde.loader import TakenOver
 from ronde.plan import Plan
 from ronde.run import lr_rules
 from ronde.world import ArgumentError, PlanError, World
@@ -179,7 +179,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def run_facts(
-    plan: Plan, taken: Taken, model: nn.Module, optimizer: Optimizer, scheduler: Any
+    plan: Plan, taken: TakenOver, model: nn.Module, optimizer: Optimizer, scheduler: Any
 ) -> dict[str, Any]:
     """Facts that must agree on all ranks before the first exchange."""
     shown = plan.to_dict()

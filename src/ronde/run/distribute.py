@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.adapt import apply_settings, asked_settings
+from ronde.adapt import apply_settings, requested_settings
 from ronde.data import Order
-from ronde.introspect import apart, reopened
-from ronde.loader import Feed, FeedSettings, Taken, take_over
+from ronde.introspect import detached_copy, reopen_files
+from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Work, carry_out, converted
 from ronde.parallel.meta_init import FILL_THEMSELVES, Init
 from ronde.plan import SPLIT_FIELDS, Plan, Share
@@ -35,7 +35,7 @@ from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_s
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
-from ronde.watch import Record, RunDir, Watcher, choose_display, claim, script_stem
+from ronde.watch import Record, RunDir, Watcher, choose_display, claim_run_dir, script_stem
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import agree, broadcast_json
@@ -228,12 +228,12 @@ def distribute(
 
 
 def _with_settings(
-    taken: Taken,
+    taken: TakenOver,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
     batch: str,
     me: World,
-) -> Taken:
-    taken = apply_settings(taken, asked_settings(feed), me.local_size)
+) -> TakenOver:
+    taken = apply_settings(taken, requested_settings(feed), me.local_size)
     if batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError(
             "feed setting echo cannot be used with batch='grow': which samples are repeated would "
@@ -331,11 +331,11 @@ def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
 
     def sample(n: int) -> Any:
         share = Share(0, 0, n, ((0, n),), n)
-        dataset = apart(taken.dataset)
+        dataset = detached_copy(taken.dataset)
         order = _repeat(taken.order, n)
         same = dataset is taken.dataset and order is taken.order
         feed = sampled if same else Feed(dataset, order, in_here, opening.seed)
-        with reopened(dataset):
+        with reopen_files(dataset):
             _, micros = next(feed.read(lambda: iter([share])))
             return on_device(feed, share, micros, me.device)[0]
 
@@ -387,7 +387,7 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
                 path.mkdir(exist_ok=True)
                 answer["path"] = str(path)
             else:
-                run = claim(Path(base), name, script_stem(), resume)
+                run = claim_run_dir(Path(base), name, script_stem(), resume)
                 answer["path"] = str(run.path.absolute())
         except (RondeError, OSError) as error:
             answer["error"] = str(error)

@@ -15,7 +15,7 @@ from ronde.data import stage
 from ronde.loader import (
     Feed,
     LoaderSettings,
-    Taken,
+    TakenOver,
     first_few,
     other_classes,
     pipeline_in,
@@ -142,7 +142,7 @@ class Evaluation:
     def __init__(
         self,
         data: Any,
-        taken: Taken,
+        taken: TakenOver,
         settings: LoaderSettings,
         plan: Plan,
         me: World,
@@ -309,7 +309,7 @@ def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) ->
     return evaluation
 
 
-def _settings_for(data: Any, taken: Taken, training: Taken) -> LoaderSettings:
+def _settings_for(data: Any, taken: TakenOver, training: TakenOver) -> LoaderSettings:
     """A DataLoader's own settings; for a bare data set, as many loaders as the training has."""
     if taken.dataset is not data:
         return taken.settings

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ronde.loader import Taken
+    from ronde.loader import TakenOver
     from ronde.parallel import Work
     from ronde.plan import Plan, Share
     from ronde.run.check_prediction import Forecast
@@ -34,7 +34,7 @@ class Opening:
     model: nn.Module
     optimizer: Optimizer
     scheduler: Any
-    taken: Taken
+    taken: TakenOver
     calls: LossCall
     precision: Any
     batch: Literal["keep", "grow"]
@@ -93,7 +93,7 @@ class Observer:
     def after_update(self, run: RunView, share: Share) -> None:
         """Optimizer and scheduler have stepped."""
 
-    def on_evaluation_data(self, run: RunView, taken: Taken) -> Taken:
+    def on_evaluation_data(self, run: RunView, taken: TakenOver) -> TakenOver:
         """The script evaluates a data set for the first time."""
         return taken
 

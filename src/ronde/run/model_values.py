@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ronde.data import Order
-from ronde.introspect import apart
-from ronde.loader import Feed, Taken
+from ronde.introspect import detached_copy
+from ronde.loader import Feed, TakenOver
 from ronde.parallel.meta_init import Init, materialise, weights_in
 from ronde.plan import Share
 from ronde.run import checks
@@ -21,13 +21,13 @@ from ronde.world.consensus import broadcast_json
 __all__ = ["filler", "shape_lazy"]
 
 
-def shape_lazy(model: nn.Module, forward: LossCall, taken: Taken, lazy: list[str]) -> None:
+def shape_lazy(model: nn.Module, forward: LossCall, taken: TakenOver, lazy: list[str]) -> None:
     """Shape lazy parameters by running one sample, without training."""
     was_training = model.training
     model.eval()
     try:
         feed = Feed(
-            apart(taken.dataset),
+            detached_copy(taken.dataset),
             Order(taken.order.n, 0, False),
             dataclasses.replace(taken.settings, num_workers=0),
             0,

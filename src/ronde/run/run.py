@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.data import key_of
-from ronde.loader import Feed, Taken
+from ronde.loader import Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import checks, hooks, lr_rules, persist

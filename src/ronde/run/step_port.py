@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.data import key_of
-from ronde.loader import Taken
+from ronde.loader import TakenOver
 from ronde.parallel import Replicate, Strategy, Work
 from ronde.plan import Plan, Share
 from ronde.run.losses import LossCall
@@ -74,7 +74,7 @@ class RunParts(RunView, Protocol):
     """A Run, for the other files of its room."""
 
     _me: World
-    _taken: Taken
+    _taken: TakenOver
     _strategy: Strategy
     _work: Work
     _loss: LossCall
@@ -124,7 +124,7 @@ class StepPort:
         return self._run._me
 
     @property
-    def data(self) -> Taken:
+    def data(self) -> TakenOver:
         """The training data: data set, order, loader settings."""
         return self._run._taken
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Warned,
         read,
     )
-    from ronde.watch.run_dir import RunDir, check_name, claim, latest, script_stem
+    from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, script_stem
     from ronde.watch.summary import Summary, summarise
     from ronde.watch.watcher import Watcher, recorded
 
@@ -69,7 +69,7 @@ __all__ = [
     "Watcher",
     "check_name",
     "choose_display",
-    "claim",
+    "claim_run_dir",
     "clock",
     "curve",
     "latest",
@@ -89,7 +89,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "Stream choose_display clock",
             "ronde.watch.record": "Checkpointed EVENTS Ended Epoch Evaluated Event Logged Record "
             "Resumed SCHEMA_VERSION Started StepRecorded Warned read",
-            "ronde.watch.run_dir": "RunDir check_name claim latest script_stem",
+            "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",
         },

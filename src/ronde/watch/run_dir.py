@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ronde.world import ArgumentError, CheckpointError
 
-__all__ = ["RunDir", "claim", "latest", "script_stem"]
+__all__ = ["RunDir", "claim_run_dir", "latest", "script_stem"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -79,7 +79,7 @@ def check_name(name: str) -> None:
         )
 
 
-def claim(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
+def claim_run_dir(runs: Path, name: str | None, stem: str, resume: bool) -> RunDir:
     """Create a run's directory, or find it to resume.
 
     Args:

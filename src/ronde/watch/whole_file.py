@@ -27,7 +27,7 @@ def _is_taken_directly(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _beside(path: Path) -> Path:
+def _temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.writing")
 
 
@@ -55,8 +55,8 @@ def check_target(path: Path) -> None:
             raise ArgumentError(f"{path}: there is no folder {real.parent}.")
         try:
             # os.access is not enough: root may write anywhere, and still cannot in /proc.
-            os.close(os.open(_beside(real), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            _beside(real).unlink()
+            os.close(os.open(_temporary_name(real), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            _temporary_name(real).unlink()
         except OSError as error:
             raise ArgumentError(
                 f"{path}: nothing can be written to {real.parent}: {error.strerror}."
@@ -83,7 +83,7 @@ def write_whole(path: Path, text: str) -> None:
                 out.write(text)
         else:
             real = path.resolve()  # a symbolic link stays one
-            temporary = _beside(real)
+            temporary = _temporary_name(real)
             try:
                 temporary.write_text(text, encoding="utf-8")
                 temporary.rename(real)

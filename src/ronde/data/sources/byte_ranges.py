@@ -284,7 +284,7 @@ class Store:
             left = [i for i in left if isinstance(found[i], BaseException) and not _final(found[i])]
         for place, data in zip(places, found, strict=True):
             if isinstance(data, BaseException):
-                raise SampleError(f"{place.path} cannot be read: {_said(data)}.") from data
+                raise SampleError(f"{place.path} cannot be read: {_reason(data)}.") from data
             if place.length is not None and len(data) > place.length:
                 raise SampleError(
                     f"{place.path} cannot be read in ranges: {place.length:,} bytes were requested "
@@ -326,7 +326,7 @@ class Store:
         try:
             info = fs.info(fs._strip_protocol(path))
         except Exception as error:  # every protocol has errors of its own
-            raise ArgumentError(f"{path} cannot be opened: {_said(error)}.") from error
+            raise ArgumentError(f"{path} cannot be opened: {_reason(error)}.") from error
         if info.get("size") is None:
             raise ArgumentError(
                 f"{path}: its server does not report a length, which random access needs."
@@ -354,7 +354,7 @@ class Store:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _said(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error).strip().rstrip(".")
     if isinstance(error, FileNotFoundError):
         return "no such file"

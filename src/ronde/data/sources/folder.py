@@ -113,13 +113,13 @@ class FolderSource(BaseSource):
                 self.names.blob,
                 self.names.ends,
                 self.sizes,
-                *_described(self.labels),
+                *_describe(self.labels),
                 self.classes,
             )
         return self._fingerprint
 
 
-def _described(labels: Any) -> tuple[Any, ...]:
+def _describe(labels: Any) -> tuple[Any, ...]:
     return (labels.dtype.str, labels) if isinstance(labels, np.ndarray) else (labels,)
 
 

@@ -32,7 +32,7 @@ from ronde.data.sources.byte_ranges import (
     is_remote,
     local_path,
 )
-from ronde.data.sources.tar import damaged, manifest_of
+from ronde.data.sources.tar import damage_message, manifest_of
 from ronde.world import ArgumentError, SampleError
 
 __all__ = [
@@ -612,7 +612,7 @@ class ParquetSource(BaseSource):
         if sums is not None:
             for i, d, sum_, which in zip(ids, values, sums.tolist(), names, strict=True):
                 if zlib.crc32(d or b"") != sum_:
-                    raise SampleError(damaged(self._path(i), which))
+                    raise SampleError(damage_message(self._path(i), which))
         for i, d, one in zip(ids, values, labels, strict=True):
             if d is None or (
                 label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))

@@ -38,7 +38,7 @@ __all__ = [
     "MANIFEST",
     "PARTIAL",
     "TarSource",
-    "damaged",
+    "damage_message",
     "is_pack",
     "manifest_of",
     "read_manifest",
@@ -421,7 +421,7 @@ class TarSource(BaseSource):
             )
         if self._manifest is not None:
             if self._sums is not None and zlib.crc32(data) != self._sums[i]:
-                raise SampleError(damaged(self.paths[self._shard(i)], key))
+                raise SampleError(damage_message(self.paths[self._shard(i)], key))
             return Sample(data, self.label(i), key)
         if self._label is None:
             return Sample(data, None, key)
@@ -462,7 +462,7 @@ class TarSource(BaseSource):
             ) from None
 
 
-def damaged(path: str, name: str) -> str:
+def damage_message(path: str, name: str) -> str:
     """The message for a packed sample with the wrong checksum."""
     folder = path.rpartition("/")[0]
     return (
