@@ -182,7 +182,7 @@ def test_what_would_not_come_back_is_refused(value):
         encode_sample((1, value))
     selfish: list = []
     selfish.append(selfish)
-    with pytest.raises(CannotEncode, match="holds itself"):
+    with pytest.raises(CannotEncode, match="contains itself"):
         encode_sample(selfish)
 
 

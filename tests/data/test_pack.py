@@ -298,13 +298,13 @@ def test_ctrl_c_is_clean(tmp_path):
 def test_ctrl_c_just_after_a_file_was_opened(tmp_path, monkeypatch):
     packing = sys.modules["ronde.data.pack"]  # the function has the module's name
     files = folder(tmp_path / "files", 50)
-    opened = packing._Summed.__init__
+    opened = packing._DigestedFile.__init__
 
     def interrupted(self, path):
         opened(self, path)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(packing._Summed, "__init__", interrupted)
+    monkeypatch.setattr(packing._DigestedFile, "__init__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack(files, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.writing"))

@@ -41,6 +41,7 @@ from torch.utils.data import (
 import ronde
 from processes import child, ronde_run
 from ronde import ArgumentError, CheckpointError, FeedError, SampleError
+from ronde.adapt import requested_settings
 from ronde.checkpoint.files import _manifest_digest, _manifest_text
 from ronde.data import named_stages
 from ronde.feed import (
@@ -53,7 +54,6 @@ from ronde.feed import (
     cached_dataset,
     key_of,
     read_settings,
-    requested_settings,
     rng,
     rngs,
     take_over,
@@ -835,7 +835,7 @@ def test_an_evaluation_leaves_bad_samples_out(executor):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda p: p.skip_bad(1.5), "from 0 to 1"),
+        (lambda p: p.skip_bad(1.5), "0 to 1"),
         (lambda p: Pipeline(p.source, on_error="drop"), "'raise' or 'skip'"),
     ],
 )
@@ -961,7 +961,7 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
 
 
 class Drawn(torch.utils.data.Sampler):
-    """A sampler of the script's own, which draws from torch's global generator."""
+    """A the script's own sampler, which draws from torch's global generator."""
 
     def __init__(self, n):
         self.n, self.threads = n, set()
@@ -2040,7 +2040,7 @@ def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
         assert Counts.read == 2 * (48 + 6)
     for offset in (8, 40):
         assert torch.cat(read(taken, 1, batch=8, offset=offset)).tolist() == expected[offset:]
-    with pytest.raises(ArgumentError, match="sampler of the script's own"):
+    with pytest.raises(ArgumentError, match="the script's own sampler"):
         with_executor(
             take_over_(
                 DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 60))

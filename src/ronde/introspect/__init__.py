@@ -60,7 +60,9 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "user_modules",
             "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
             "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
-            "ronde.introspect.open_handles": "detached_copy describe_open reopen_files preserve_state",
+            "ronde.introspect.open_handles": (
+                "detached_copy describe_open reopen_files preserve_state"
+            ),
             "ronde.introspect.random_state": "Marks restore_states seed_all states",
         },
     )
