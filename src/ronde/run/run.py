@@ -80,7 +80,7 @@ class Run:
         self.state = State()
         self.dir = directory
         self._me = me
-        self._taken: Taken = opening.taken
+        self._taken: TakenOver = opening.taken
         self._strategy = strategy
         self._work = work
         self._loss: LossCall = opening.calls
