@@ -8,10 +8,8 @@ __all__ = ["CAUSES", "Cause", "cause"]
 
 CAUSES: dict[str, tuple[str, str]] = {
     "unseeded-sampler": (
-        "The order of samples changes from run to run: the sampler draws from a generator that "
-        "was never seeded.",
-        "Draw from torch's, NumPy's, or random's global generators, which ronde seeds for the "
-        "sampler, or leave shuffling to ronde.",
+        "The order of samples changes from run to run: the sampler's generator was never seeded.",
+        "Draw from global generators, which ronde seeds for it, or leave shuffling to ronde.",
     ),
     "unseeded-data": (
         "The same sample has different values in each run or on each worker: the dataset is "
@@ -22,9 +20,9 @@ CAUSES: dict[str, tuple[str, str]] = {
         "create any other generator there, seeded from them.",
     ),
     "data-not-by-index": (
-        "A sample has different values on another worker. They depend on more than its index: on"
-        " samples read earlier (a counter, a generator, or a cache in the dataset, labels that "
-        "the loop writes) or on the process (the order of a set of strings).",
+        "A sample has different values on another worker. They depend on more than its index: on "
+        "samples read earlier (a counter, a generator, or a cache in the dataset, labels that the "
+        "loop writes) or on the process (the order of a set of strings).",
         "Compute each sample from its index alone. Within __getitem__, ronde seeds the global "
         "generators of torch, NumPy, and random for each sample; create any other generator "
         "there, seeded from them. Use sorted() to give a set an order.",
@@ -38,14 +36,12 @@ CAUSES: dict[str, tuple[str, str]] = {
         "network, targets, or a choice), so its values differ between workers or between runs.",
         "Call torch.manual_seed(0) at the top of the script, before the data, the model, or a "
         "second network is created (also numpy.random.seed and random.seed if you draw from "
-        "those). If two runs of one process still differ, look for the clock or a generator that"
-        " the script creates.",
+        "those). If two runs of one process still differ, look for the clock or a generator of "
+        "its own.",
     ),
     "nondeterministic-kernel": (
-        "Two runs of one process differ, with the same samples and the same weights: an "
-        "operation is not deterministic.",
-        "Look here for a nondeterministic kernel, a separate random generator, uninitialized "
-        "memory, or the clock.",
+        "Two equal runs of one process differ: an operation is not deterministic.",
+        "Look for nondeterministic kernels, separate generators, uninitialized memory, or a clock.",
     ),
     "data-depends-on-workers": (
         "The dataset depends on the number of workers.",
@@ -53,26 +49,23 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "data-depends-on-rank": (
         "The dataset depends on the rank: workers have different samples under the same index.",
-        "Give every worker the same dataset, with the same seed: ronde divides the samples among"
-        " them.",
+        "Give every worker the same dataset, with the same seed: ronde divides its samples.",
     ),
     "sampler-depends-on-workers": (
         "The order of samples depends on the rank or the number of workers.",
-        "Give every worker the same sampler over all samples: ronde divides them among the "
-        "workers.",
+        "Give every worker the same sampler over all samples: ronde divides them.",
     ),
     "init-depends-on-workers": (
         "The initial weights depend on the rank or the number of workers.",
         "Use the same seed on every worker, for any number of workers.",
     ),
     "reads-another-run": (
-        "The script reads a file that an earlier run of it wrote (a checkpoint to resume from, a"
-        " counter, a cache), so each run of this proof starts from what the previous one left.",
+        "The script reads a file that an earlier run of it wrote (a checkpoint to resume from, a "
+        "counter, a cache), so each run of this proof starts from what the previous one left.",
         "Let the script write to another folder, or prove it without resuming from a checkpoint.",
     ),
     "learning-rate-depends-on-workers": (
-        "The script scales the optimizer's learning rate by the number of workers, but the "
-        "global batch stays the same.",
+        "The script scales the learning rate by the number of workers, but the global batch stays.",
         "Leave the learning rate alone, or pass batch='grow', which scales both by a stated rule.",
     ),
     "scheduler-depends-on-workers": (
@@ -81,8 +74,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Create the scheduler as for one process.",
     ),
     "batch-size-depends-on-workers": (
-        "The script computes batch_size from the number of workers, but batch_size is already "
-        "global.",
+        "The script computes batch_size from the number of workers, but it is already global.",
         "Pass the global batch size, or batch='grow' with the size per worker.",
     ),
     "arguments-depend-on-workers": (
@@ -106,21 +98,18 @@ CAUSES: dict[str, tuple[str, str]] = {
         "eval() mode while its state must not change.",
     ),
     "batch-dependent-collate": (
-        "The collate function mixes samples (it standardizes or blends them), so a batch depends"
-        " on which samples share a worker.",
+        "The collate function mixes samples (it standardizes or blends them), so a batch depends "
+        "on which samples share a worker.",
         "Do it per sample in the dataset, or in the model, where sync_batchnorm can handle it.",
     ),
     "batch-changed-by-script": (
-        "Between run.batches() and the model, the script changes the batch in a way that depends"
-        " on the worker: it mixes samples, or draws from its own generator.",
-        "Draw from torch's, NumPy's, or random's global generators, which ronde seeds, and "
-        "change each sample independently.",
+        "Between run.batches() and the model, the script changes the batch in a way that depends "
+        "on the worker: it mixes samples, or draws from its own generator.",
+        "Draw from global generators, which ronde seeds, and change each sample independently.",
     ),
     "batch-dependent-layer": (
-        "A layer mixes the samples of its batch, so its output depends on which samples share a "
-        "worker.",
-        "Normalize or attend within a sample. A layer that must see the whole batch cannot be "
-        "split over workers or micro-batches.",
+        "A layer mixes the samples of its batch: its output depends on which share a worker.",
+        "Normalize or attend within a sample. A layer over the whole batch cannot be split.",
     ),
     "padding": (
         "Samples are padded to the longest one in their batch, and the padding changes the "
@@ -135,8 +124,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     "randomness": (
         "The step draws random numbers, and N workers draw different ones than one process. The "
         "results agree in distribution, not in value.",
-        "Nothing, if that is intended. To prove the rest, switch the randomness off with an "
-        "argument of the script.",
+        "Nothing, if intended. To prove the rest, switch it off with an argument of the script.",
     ),
     "loss-is-a-sum": (
         "The loss is a sum over samples, not a mean. ronde averages over workers and "
@@ -144,54 +132,49 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Use reduction='mean', or return (sum, 1 / scale) or (losses.sum(), number of samples).",
     ),
     "loss-is-a-weighted-mean": (
-        "The loss is a mean with unequal weights (tokens that are not padding, class weights), "
-        "so the mean of the workers' means is not the mean of all.",
+        "The loss is a mean with unequal weights (tokens that are not padding, class weights), so "
+        "the mean of the workers' means is not the mean of all.",
         "Return (sum of losses, sum of weights), for example (F.cross_entropy(…, "
         "reduction='sum'), (target != -100).sum()).",
     ),
     "loss-over-the-batch": (
-        "The loss is not a mean over samples: it relates the samples of a batch to each other (a"
-        " contrastive loss, or a root or maximum over all samples).",
-        "Return the mean of each sample's contribution. A loss that must see the whole batch "
-        "cannot be split over workers.",
+        "The loss is not a mean over samples: it relates the samples of a batch to each other (a "
+        "contrastive loss, or a root or maximum over all samples).",
+        "Return the mean of each sample's part. A loss over the whole batch cannot be split.",
     ),
     "state-outside-the-model": (
-        "The forward pass, the loss, or a metric depends on state outside the model's parameters"
-        " and buffers. Each worker changes it by its own calls and samples (a counter, a running"
-        " scale, a hidden state, a temperature, or centers with their own optimizer).",
-        "Make it a parameter or a buffer of the model, or update it from values that are the "
-        "same on all workers.",
+        "The forward pass, the loss, or a metric depends on state outside the model's parameters "
+        "and buffers. Each worker changes it by its own calls and samples (a counter, a running "
+        "scale, a hidden state, a temperature, or centers with their own optimizer).",
+        "Make it a parameter or buffer, or update it from values that are equal on all workers.",
     ),
     "loss-pair": (
-        "The loss returns (sum, weight), but these are not sums over samples. ronde adds both up"
-        " over workers and micro-batches, then divides.",
-        "Return the plain sum of the samples' losses and the sum of their weights, or the mean "
-        "alone.",
+        "The loss returns (sum, weight), but these are not sums over samples. ronde adds both up "
+        "over workers and micro-batches, then divides.",
+        "Return the plain sum of samples' losses and the sum of their weights, or the mean alone.",
     ),
     "accumulation": (
         "The loss is divided by the number of micro-batches twice: by the script and by ronde.",
         "Pass run.backward() the mean over the micro-batch's samples, unscaled.",
     ),
     "gradients-cleared": (
-        "The script clears gradients between the micro-batches of a step, so only the last ones "
-        "count.",
+        "The script clears gradients between micro-batches of a step, so only the last ones count.",
         "Remove zero_grad(): run.update() clears gradients.",
     ),
     "gradients-changed": (
         "The script changes gradients between the micro-batches of a step. They cover only part "
         "of the batch then, and accumulated gradients are changed again each time.",
-        "Change gradients after the last run.backward() of a step and before run.update(): there"
-        " they cover the global batch. Or let clip_norm= in ronde.distribute clip, and the "
+        "Change gradients after the last run.backward() of a step and before run.update(): there "
+        "they cover the global batch. Or let clip_norm= in ronde.distribute clip, and the "
         "optimizer's weight_decay= decay.",
     ),
     "gradient-hook": (
         "A hook changes the gradients of one worker's samples before they are averaged.",
-        "Change gradients after the all-reduce: between run.backward() and run.update(), or with"
-        " clip_norm=.",
+        "Change gradients after the all-reduce: between backward() and update(), or by clip_norm=.",
     ),
     "clipping": (
-        "The script clips gradients of only part of the batch: before the all-reduce, or for "
-        "each micro-batch.",
+        "The script clips gradients of part of the batch: before the all-reduce, or per "
+        "micro-batch.",
         "Use clip_norm= in ronde.distribute: it clips the global gradient once per step.",
     ),
     "rank-dependent-gradients": (
@@ -200,35 +183,28 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "exchange-by-script": (
         "The script exchanges tensors between workers within the step. "
-        "torch.distributed.all_gather passes no gradient back to other workers, and all_reduce "
-        "sums gradients that ronde averages as well.",
-        "Leave averaging to ronde. Gather outputs with "
-        "torch.distributed.nn.functional.all_gather, which is differentiable.",
+        "torch.distributed.all_gather passes no gradient back, and all_reduce sums gradients that "
+        "ronde averages as well.",
+        "Leave averaging to ronde. Gather with torch.distributed.nn.functional.all_gather.",
     ),
     "mean-of-means": (
-        "The script averages the workers' own results as if all workers had equally many "
-        "samples. In the last batch they do not, and a worker may have none (it gets one sample "
-        "that does not count).",
-        "Exchange sums and sample counts, then divide. Leave losses, gradients, and metrics to "
-        "ronde, which weights them.",
+        "The script averages the workers' results as if all had equally many samples. In the last "
+        "batch they do not, and a worker may have none (it gets one sample that does not count).",
+        "Exchange sums and sample counts, then divide. ronde weights losses and gradients itself.",
     ),
     "batch-dependent-gradients": (
-        "The backward pass mixes the samples of its batch (a custom autograd function, a "
-        "backward hook).",
+        "The backward pass mixes samples of its batch (a custom autograd function, a hook).",
         "Make the gradient of each sample independent of the others.",
     ),
     "replicas-drift": (
         "Each worker changes gradients or weights by different random numbers after the "
-        "all-reduce. The workers no longer train one model: their replicas drift apart, and only"
-        " one of them is saved.",
-        "Draw the same numbers on every worker, from a generator seeded by the step: "
-        "torch.Generator().manual_seed(run.state.step).",
+        "all-reduce. The workers no longer train one model: replicas drift apart, and only one is "
+        "saved.",
+        "Draw the same numbers everywhere: torch.Generator().manual_seed(run.state.step).",
     ),
     "tied-weights": (
-        "Two parameters share memory without being one parameter: a plan that moves or splits "
-        "them separates them.",
-        "Tie the parameter itself: decoder.weight = encoder.weight, not decoder.weight.data = "
-        "encoder.weight.data.",
+        "Two parameters share memory but are not one: plans that move or split them separate them.",
+        "Tie the parameter itself (decoder.weight = encoder.weight), not its .data.",
     ),
     "learning-rate": (
         "The learning rate differs, although the optimizers started alike.",
@@ -237,8 +213,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "scheduler": (
         "The scheduler was stepped a different number of times.",
-        "Pass it to ronde.distribute, which steps it once per optimizer step, and do not step it"
-        " yourself.",
+        "Pass it to ronde.distribute, which steps it once per optimizer step; do not step it.",
     ),
     "optimizer-randomness": (
         "The optimizer draws random numbers in its step, different ones on every worker.",
@@ -252,8 +227,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     "stale-optimizer": (
         "The optimizer does not hold the model's parameters: they were replaced or copied after "
         "it was built, so the model is never trained.",
-        "Build the optimizer from model.parameters() after the last change to the model's "
-        "layers, then call ronde.distribute.",
+        "Build the optimizer from model.parameters() after the last change to the model's layers.",
     ),
     "weights-changed-in-forward": (
         "The forward pass rewrites weights, and each worker rewrites those that its own samples "
@@ -262,45 +236,39 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "weights-changed-by-script": (
         "The script changes weights between steps, and not in the same way on every worker.",
-        "Change them by values that are the same on all workers: the weights and the global "
-        "loss, not this worker's samples or rank.",
+        "Change them by values that are the same on all workers: the weights and the global loss, "
+        "not this worker's samples or rank.",
     ),
     "buffers": (
         "A buffer is computed from this worker's samples, not the global batch.",
-        "Compute it from weights or constants, or average it over workers "
-        "(torch.distributed.all_reduce).",
+        "Compute it from weights or constants, or average it over workers (dist.all_reduce).",
     ),
     "metric-not-a-mean": (
-        "The metric is not a mean over samples: averaging its values over parts does not give "
-        "its value over all samples.",
+        "The metric is not a mean over samples: the mean of its parts is not its value over all.",
         "Return one value per sample or (sum, weight), or use a torchmetrics object.",
     ),
     "evaluation-depends-on-workers": (
         "The evaluation depends on the rank or the number of workers.",
-        "Call run.evaluate() on every worker with the whole dataset: ronde divides it and counts"
-        " each sample once.",
+        "Call run.evaluate() on every worker with the whole dataset: ronde divides it.",
     ),
     "evaluation-depends-on-batch": (
         "The model's output in evaluation depends on which samples are evaluated together.",
         "In eval mode, compute each sample independently of the others.",
     ),
     "dropout-in-evaluation": (
-        "Dropout is active during evaluation, so the result is random. F.dropout(x, p) is on by "
-        "default.",
+        "Dropout is active during evaluation: the result is random. F.dropout is on by default.",
         "Use F.dropout(x, p, training=self.training), or nn.Dropout.",
     ),
     "rank-dependent-loop": (
         "Workers do not run the same steps, exchanges, or evaluations as one process: the loop "
-        "depends on the rank, the number of workers, or a value that one worker computed alone "
-        "(the loss of its own samples).",
+        "depends on the rank, the number of workers, or a value that one worker computed alone.",
         "Run run.epochs, run.batches, run.step, and run.evaluate alike on every worker; use "
         "run.is_main only for output. Stop on the result of run.step(), run.update(), or "
         "run.evaluate(), which is the same on all workers.",
     ),
     "plan": (
         "Only this plan differs, replicate is equal: the plan does not train this model exactly.",
-        "Use another plan for this model, and report this: ronde should refuse the plan or get "
-        "it right.",
+        "Use another plan for this model, and report this: ronde should refuse it or get it right.",
     ),
     "unknown": ("The cause is not known.", "The names above say where to look."),
 }
