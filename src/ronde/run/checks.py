@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ronde.loader import TakenOver
 from ronde.plan import Plan
-from ronde.run import lr_rules
 from ronde.world import ArgumentError, PlanError, World
 
 __all__ = [
@@ -50,24 +49,21 @@ def check_init(init: Any, model: nn.Module) -> None:
     """``init`` for a model on meta, and only there."""
     meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if init is None:
-        if meta:
-            raise ArgumentError(
-                f"model is on the meta device ({meta[0]!r} has no values): give "
-                "ronde.distribute(…, init=…) what fills it: a function of a module, 'reset' for "
-                "each module's own reset_parameters(), or the path of a checkpoint or of "
-                "safetensors."
-            )
+        names = f"{meta[0]!r} has" if meta else ""
+        _require(
+            not meta,
+            f"model is on the meta device ({names} no values): give ronde.distribute(…, init=…) "
+            "what fills it: a function of a module, 'reset' for each module's own "
+            "reset_parameters(), or the path of a checkpoint or of safetensors.",
+        )
         return
-    if not callable(init) and not isinstance(init, str | os.PathLike):
-        raise ArgumentError(
-            f"init must be a function of a module, 'reset' or a path; found {type(init).__name__}."
-        )
-    if not meta:
-        raise ArgumentError(
-            "init is for a model that was built under torch.device('meta'), and this one "
-            f"({type(model).__name__}) has its values already: leave init out, or build the model "
-            "under meta."
-        )
+    fine, kind = callable(init) or isinstance(init, str | os.PathLike), type(init).__name__
+    _require(fine, f"init must be a function of a module, 'reset' or a path; found {kind}.")
+    _require(
+        bool(meta),
+        "init is for a model that was built under torch.device('meta'), and this one "
+        f"({type(model).__name__}) has its values already: leave init out, or build it under meta.",
+    )
 
 
 def check_model(model: Any, me: World) -> None:
@@ -210,20 +206,16 @@ def run_facts(
 
 def check_arguments(
     *,
-    choices: Mapping[str, tuple[Any, tuple[str, ...]]],
+    choices: Mapping[str, tuple[Any, tuple[str | None, ...]]],
     counts: Mapping[str, Any],
     keep: Any,
     seed: Any,
     warmup_steps: Any,
-    lr_rule: Any,
     loss: Any,
     clip_norm: Any,
 ) -> None:
     """The plain arguments. ``choices``: name -> (value, options); ``counts``: name -> count."""
-    for name, (value, options) in {
-        **choices,
-        "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
-    }.items():
+    for name, (value, options) in choices.items():
         known = ", ".join(repr(option) for option in options if option is not None)
         _require(value in options, f"{name}={value!r} is not known: choose one of {known}.")
     for name, count in counts.items():

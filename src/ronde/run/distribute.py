@@ -23,7 +23,7 @@ from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Work, carry_out, converted
 from ronde.parallel.meta_init import FILL_THEMSELVES, Init
 from ronde.plan import SPLIT_FIELDS, Plan, Share
-from ronde.run import checks, hooks
+from ronde.run import checks, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
@@ -159,12 +159,12 @@ def distribute(
             "batch": (batch, ("keep", "grow")),
             "precision": (precision, ("fp32", "bf16", "fp16")),
             "on_nan": (on_nan, ("error", "ignore")),
+            "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
         counts={"batch_size": batch_size, "micro_batch": micro_batch, "save_every": save_every},
         keep=keep,
         seed=seed,
         warmup_steps=warmup_steps,
-        lr_rule=lr_rule,
         loss=loss,
         clip_norm=clip_norm,
     )
