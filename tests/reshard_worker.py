@@ -126,7 +126,7 @@ def start(plan: str, norm: bool, where: Path, resume: bool, **options):
         }
     )
     where.mkdir(parents=True, exist_ok=True)
-    entry._made = 0
+    entry._runs = 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = options.pop("model", None) or Net(norm).double()
     named = dict(model.named_parameters())
