@@ -1291,9 +1291,9 @@ def test_weights_and_moments_are_copied_once(monkeypatch):
         batch_size=8,
     )
     run.fit(1)
-    copied, plain = [], snapshot._aside
+    copied, plain = [], snapshot._cpu_copy
     monkeypatch.setattr(
-        snapshot, "_aside", lambda tensor: copied.append(id(tensor)) or plain(tensor)
+        snapshot, "_cpu_copy", lambda tensor: copied.append(id(tensor)) or plain(tensor)
     )
     with run.port.as_found():
         pass
