@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 
-from ronde.plan.plan import Plan
 from ronde.plan.schedules import actions, in_flight
-from ronde.predict.cluster import Added, Cluster
-from ronde.predict.collectives import CollectiveCost, Group, collective
-from ronde.predict.costs import Costs
-from ronde.predict.partition import HeldShare
-from ronde.predict.prediction import KINDS, StageRow, Verdict
-from ronde.predict.simulate import Timeline
+from ronde.predict.plan_setup import PlanSetup
+from ronde.predict.prediction import KINDS, StageRow
 from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
-from ronde.predict.unit_arrays import Array, Chain, Gradients, holders
+from ronde.predict.unit_arrays import Array, holders
 
-__all__ = ["PeakMemory", "PredictionSource"]
+__all__ = ["PeakMemory"]
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
@@ -33,94 +26,26 @@ _Moment = dict[str, Array]
 """What is held at one moment beside the states, by kind: one number a unit, or one for all."""
 
 
-class PredictionSource(Protocol):
-    """What predictions of all plans for one model and cluster share."""
-
-    costs: Costs
-    cluster: Cluster
-    added: Mapping[str, Added]
-    tensors: Array
-    gradients: Gradients
-    action_seconds: float
-    base_bytes: float
-    trainable_bytes: float
-    simulated: Timeline | None
-    draws: bool
-
-    def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
-        """The units' costs under a plan."""
-
-    def bounds_of(
-        self,
-        plan: Plan,
-        made: Chain,
-        held: HeldShare,
-        micro_batches: int,
-        send: CollectiveCost,
-        quick: bool,
-    ) -> tuple[int, ...] | None:
-        """A plan's pipeline cut, or None."""
-
-    def one_device_seconds(self, batch_size: int) -> float:
-        """The same global batch on one device."""
-
-    def verdict(self, memory_bytes: float) -> Verdict:
-        """Whether so many bytes fit into a device."""
-
-    def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
-        """Estimates and assumptions in a prediction."""
-
-
 class PeakMemory:
-    """A plan whose memory is predicted."""
+    """Predicts a plan's peak memory."""
 
-    def __init__(
-        self,
-        owner: PredictionSource,
-        plan: Plan,
-        at: dict[str, Group],
-        share: int,
-        micro_batches: int,
-        largest: int,
-    ) -> None:
-        self.owner, self.plan, self.at = owner, plan, at
-        self.cluster, self.costs = owner.cluster, owner.costs
-        self.share, self.micro_batches, self.largest = share, micro_batches, largest
-        parts = at["shard"].ranks
-        level = ("none", "optimizer", "gradients", "parameters").index(plan.shard)
-        self.parts = parts if level else 1
-        self.held = HeldShare(
-            1 / parts if level >= 2 else 1.0,
-            1 / parts if level >= 2 else 1.0,
-            1 / parts if level >= 1 else 1.0,
-        )
-        self.fsdp = level >= 2 and parts > 1
-        self.all_reduce = collective(self.cluster, "all_reduce", at["replicas"])
-        self.copies = collective(self.cluster, "all_reduce", at["copies"])
-        self.gather = collective(self.cluster, "all_gather", at["shard"])
-        self.broadcast = collective(self.cluster, "broadcast", at["replicas"])
-        self.scatter = collective(self.cluster, "reduce_scatter", at["shard"])
-        self.added = owner.added
-        self.made = owner.chain_of(plan, share / micro_batches, at["tensor"])
-        self.peak = (
-            self.made
-            if largest == share / micro_batches
-            else owner.chain_of(plan, largest, at["tensor"])
-        )
+    def __init__(self, setup: PlanSetup) -> None:
+        self.setup = setup
 
-    def _whole_memory(self) -> dict[str, float]:
-        made, plan = self.peak, self.plan
+    def of_whole_model(self) -> dict[str, float]:
+        """Peak by kind, with the whole model on each worker or sharding group."""
+        made, plan = self.setup.peak, self.setup.plan
         parameters = float(made.parameters.sum())
         always = dict.fromkeys(KINDS, 0.0)
-        always["parameters"] = parameters * self.held.parameters
-        always["optimizer"] = float(made.optimizer.sum()) * self.held.optimizer
+        always["parameters"] = parameters * self.setup.held.parameters
+        always["optimizer"] = float(made.optimizer.sum()) * self.setup.held.optimizer
         always["buffers"] = float(made.buffers.sum())
-        always["base"] = self.owner.base_bytes
+        always["base"] = self.setup.owner.base_bytes
         if plan.offload in ("optimizer", "parameters"):
             always["optimizer"] = 0.0
         if plan.offload == "parameters":
-            always["parameters"] -= parameters * self.held.parameters
-        moments = self._sharded_moments() if self.fsdp else self._plain_moments()
+            always["parameters"] -= parameters * self.setup.held.parameters
+        moments = self._sharded_moments() if self.setup.fsdp else self._plain_moments()
         # The worst unit of each kind of moment, then the worst of those.
         found: list[dict[str, float]] = []
         for moment in moments:
@@ -135,19 +60,27 @@ class PeakMemory:
 
     def _scratch(self, trainable: float) -> float:
         """Temporary memory of the optimizer's step."""
-        part = self.held.optimizer if self.plan.shard == "optimizer" else self.held.gradients
-        if self.costs.optimizer_transient_bytes:  # counted, not assumed
+        part = (
+            self.setup.held.optimizer
+            if self.setup.plan.shard == "optimizer"
+            else self.setup.held.gradients
+        )
+        if self.setup.costs.optimizer_transient_bytes:  # counted, not assumed
             return (
-                self.costs.optimizer_transient_bytes
+                self.setup.costs.optimizer_transient_bytes
                 * part
-                * (trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0)
+                * (
+                    trainable / self.setup.owner.trainable_bytes
+                    if self.setup.owner.trainable_bytes
+                    else 0.0
+                )
             )
-        moments = self.peak.optimizer.sum() > 0 and any(
-            m in self.costs.optimizer.lower() for m in _MOMENTS
+        moments = self.setup.peak.optimizer.sum() > 0 and any(
+            m in self.setup.costs.optimizer.lower() for m in _MOMENTS
         )
         return (
-            trainable * self.held.gradients
-            if moments and self.cluster.device != "cpu" and self.plan.offload == "none"
+            trainable * self.setup.held.gradients
+            if moments and self.setup.cluster.device != "cpu" and self.setup.plan.offload == "none"
             else 0.0
         )
 
@@ -155,7 +88,7 @@ class PeakMemory:
         """gloo's all-reduce buffers: two segments of at most 1 MiB."""
         return (
             2.0 * min(_GLOO_SEGMENT, size / (2 * ranks))
-            if self.cluster.device == "cpu" and ranks > 1
+            if self.setup.cluster.device == "cpu" and ranks > 1
             else 0.0
         )
 
@@ -163,15 +96,15 @@ class PeakMemory:
         """Extra memory of whole parameters in the forward, the backward and the optimizer's
         step.
         """
-        made, plan, replicas = self.peak, self.plan, self.plan.replicas
+        made, plan, replicas = self.setup.peak, self.setup.plan, self.setup.plan.replicas
         trainable = float(made.trainable.sum())
-        inputs = self.costs.input_bytes * self.share
+        inputs = self.setup.costs.input_bytes * self.setup.share
         kept = np.cumsum(made.saved)
         # gradients made until a unit's backward pass is done
         so_far = np.cumsum(made.trainable[::-1])[::-1]
         late = np.cumsum(made.late[::-1])[::-1]
         communication = np.zeros(len(made))
-        several = self.micro_batches > 1
+        several = self.setup.micro_batches > 1
         if replicas > 1 and plan.tensor == 1:
             # DDP's buckets hold all gradients from the first step on. A new one stands beside them
             # until it is copied; between micro-batches all stand beside them, and are copied in the
@@ -183,7 +116,7 @@ class PeakMemory:
                 # has been copied.
                 before = (
                     2.0 * trainable
-                    if self.micro_batches > 2
+                    if self.setup.micro_batches > 2
                     else trainable + np.maximum(so_far, np.cumsum(made.trainable))
                 )
                 forward_gradients = 2.0 * trainable
@@ -195,7 +128,7 @@ class PeakMemory:
                 [self._ring_buffer(min(g, _BUCKET), replicas) for g in behind]
             )
             second = (behind >= _FIRST_BUCKET + _BUCKET) * self._ring_buffer(_BUCKET, replicas)
-            communication = (first + second) * (self.micro_batches <= 2)
+            communication = (first + second) * (self.setup.micro_batches <= 2)
         elif several:
             # made, and then added
             gradients, new = (
@@ -209,7 +142,7 @@ class PeakMemory:
         update = self._scratch(trainable)
         exchanged = 0.0
         if replicas > 1 and plan.shard == "optimizer":
-            exchanged = min(trainable / self.parts, float(_BUCKET))  # a copy of what is sent
+            exchanged = min(trainable / self.setup.parts, float(_BUCKET))  # a copy of what is sent
         if replicas > 1 and plan.tensor > 1:
             exchanged = min(trainable, float(_BUCKET))  # gradients are copied into buckets
         return [
@@ -241,9 +174,9 @@ class PeakMemory:
         outside all blocks are gathered first and reduced last. On the CPU, gloo gathers and reduces
         in its own copy.
         """
-        made, again = self.peak, self.plan.shard == "parameters"
-        n, parts = len(made), self.parts
-        copy = 1.0 if self.cluster.device == "cpu" else 0.0
+        made, again = self.setup.peak, self.setup.plan.shard == "parameters"
+        n, parts = len(made), self.setup.parts
+        copy = 1.0 if self.setup.cluster.device == "cpu" else 0.0
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
         # unit -> which run of units it is in
@@ -277,12 +210,12 @@ class PeakMemory:
         )
         behind = float(grads.sum()) - np.cumsum(grads)  # gradients of blocks after a run
         own = np.where(loose, 0.0, within(made.trainable, starts, n))  # made in this block so far
-        if self.micro_batches > 1:
+        if self.setup.micro_batches > 1:
             sharded = np.full(n, float(made.trainable.sum()) / parts)  # from the micro-batch before
         else:
             sharded = behind[run] / parts
         kept = np.cumsum(made.saved)
-        inputs = self.costs.input_bytes * self.share
+        inputs = self.setup.costs.input_bytes * self.setup.share
         first = np.concatenate([[True], run[1:] != run[:-1]])
         last = np.concatenate([run[1:] != run[:-1], [True]])
         never = -np.inf
@@ -293,14 +226,14 @@ class PeakMemory:
         earlier = np.concatenate([[0.0], made.crossing_grad[:-1]])
         forward: _Moment = {
             "parameters": gathered_forward,
-            "gradients": sharded * (self.micro_batches > 1),
+            "gradients": sharded * (self.setup.micro_batches > 1),
             "activations": kept,
             "transient": made.transient + inputs,
             "communication": last_gathered[run],
         }
         gather: _Moment = {
             "parameters": gathered_forward - whole[run],
-            "gradients": sharded * (self.micro_batches > 1),
+            "gradients": sharded * (self.setup.micro_batches > 1),
             "activations": kept_before,
             "transient": np.array(inputs),
             # The buffer of the one before, this one's, and gloo's copy.
@@ -405,17 +338,18 @@ class PeakMemory:
 
     # A pipeline.
 
-    def _pipeline_memory(
+    def of_pipeline(
         self, bounds: tuple[int, ...], quick: bool
     ) -> tuple[dict[str, float], tuple[StageRow, ...]]:
-        plan, workers = self.plan, self.plan.pipeline
-        stages = stage_arrays(self.peak, bounds, plan)
+        """Peak by kind of the fullest pipeline worker, and a row per stage."""
+        plan, workers = self.setup.plan, self.setup.plan.pipeline
+        stages = stage_arrays(self.setup.peak, bounds, plan)
         flight = np.array(
-            in_flight(plan.schedule, workers, plan.virtual, self.micro_batches), dtype=float
+            in_flight(plan.schedule, workers, plan.virtual, self.setup.micro_batches), dtype=float
         )
         # What stages share is not divided over the replicas by FSDP2.
         undivided = np.zeros((3, len(stages.worker)))
-        for tie in self.peak.ties if self.fsdp else ():
+        for tie in self.setup.peak.ties if self.setup.fsdp else ():
             for s, last in zip(*holders(tie, bounds, stages.worker), strict=True):
                 undivided[[0, 2], s] += tie.parameter_bytes, tie.optimizer_bytes
                 undivided[1, last] += tie.trainable_bytes
@@ -423,15 +357,15 @@ class PeakMemory:
         def divided(values: Array, share: float, whole: Array) -> Array:
             return (values - whole) * share + whole
 
-        parameters = divided(stages.parameters, self.held.parameters, undivided[0])
-        gradients = divided(stages.trainable, self.held.gradients, undivided[1])
-        if self.fsdp and plan.shard == "gradients":
+        parameters = divided(stages.parameters, self.setup.held.parameters, undivided[0])
+        gradients = divided(stages.trainable, self.setup.held.gradients, undivided[1])
+        if self.setup.fsdp and plan.shard == "gradients":
             parameters = parameters + stages.parameters - undivided[0]
-        optimizer = divided(stages.optimizer, self.held.optimizer, undivided[2])
+        optimizer = divided(stages.optimizer, self.setup.held.optimizer, undivided[2])
         if plan.offload in ("optimizer", "parameters"):
             optimizer = np.zeros(len(optimizer))
         if plan.offload == "parameters":
-            parameters = parameters - stages.parameters * self.held.parameters
+            parameters = parameters - stages.parameters * self.setup.held.parameters
         activations = flight * stages.saved
         # What was sent is let go of at the end of the step (256 messages at most); what was
         # received when its backward pass is done.
@@ -440,23 +374,27 @@ class PeakMemory:
         buffers = flight * arrives + returns
         states = {"parameters": parameters, "optimizer": optimizer, "buffers": stages.buffers}
         each = {kind: by_worker(values, stages, workers) for kind, values in states.items()}
-        inputs = self.costs.input_bytes * self.share  # every worker reads its replica's samples
+        inputs = (
+            self.setup.costs.input_bytes * self.setup.share
+        )  # every worker reads its replica's samples
         whole = by_worker(stages.trainable, stages, workers)
         held_gradients = by_worker(gradients, stages, workers)
         tied = by_worker(stages.tied_bytes, stages, workers)
         found = []
         for w in range(workers):
-            if quick or self.micro_batches * len(stages.worker) > _WALKED:
+            if quick or self.setup.micro_batches * len(stages.worker) > _WALKED:
                 moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
             else:
                 moment = self._walked(w, stages, arrives, returns, undivided[1])
             # Gradients are copied into buckets and summed when no activation is held any more; then
             # the optimizer steps.
             summed = max(
-                float(tied[w]), (0.0 if self.fsdp or plan.replicas == 1 else float(whole[w]))
+                float(tied[w]), (0.0 if self.setup.fsdp or plan.replicas == 1 else float(whole[w]))
             )
             sending = (
-                whole[w] / self.parts if plan.shard == "optimizer" and plan.replicas > 1 else 0.0
+                whole[w] / self.setup.parts
+                if plan.shard == "optimizer" and plan.replicas > 1
+                else 0.0
             )
             ends = [
                 {
@@ -479,7 +417,7 @@ class PeakMemory:
             kind: found[worst].get(kind, 0.0) + (float(each[kind][worst]) if kind in each else 0.0)
             for kind in KINDS
         }
-        memory["base"] = self.owner.base_bytes
+        memory["base"] = self.setup.owner.base_bytes
         if quick:
             return memory, ()
         total = parameters + gradients + optimizer + activations + stages.buffers + buffers
@@ -487,8 +425,8 @@ class PeakMemory:
             StageRow(
                 stage=s,
                 worker=int(stages.worker[s]),
-                first=self.costs.units[bounds[s]].name,
-                last=self.costs.units[bounds[s + 1] - 1].name,
+                first=self.setup.costs.units[bounds[s]].name,
+                last=self.setup.costs.units[bounds[s + 1] - 1].name,
                 units=bounds[s + 1] - bounds[s],
                 forward_seconds=float(stages.forward[s]),
                 backward_seconds=float(stages.backward[s]),
@@ -514,12 +452,12 @@ class PeakMemory:
         activations in flight.
         """
         mine = stages.worker == worker
-        sent = np.maximum(0.0, min(self.micro_batches, _PENDING) - flight) * stages.send_bytes
-        if self.fsdp:
+        sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
+        if self.setup.fsdp:
             gradients += float(stages.trainable[mine].max())
         put_off = (
             float(stages.put_off[mine].max())
-            if self.plan.schedule in ("zero-bubble", "zbv")
+            if self.setup.plan.schedule in ("zero-bubble", "zbv")
             else 0.0
         )
         return {
@@ -537,10 +475,10 @@ class PeakMemory:
         A received tensor is held until its gradient is sent. The last 256 sent tensors are held to
         the end of the step; a sent activation is one that its stage has saved.
         """
-        plan, made, bounds = self.plan, self.peak, stages.bounds
-        part = 1.0 / self.parts if self.fsdp else 1.0
+        plan, made, bounds = self.setup.plan, self.setup.peak, stages.bounds
+        part = 1.0 / self.setup.parts if self.setup.fsdp else 1.0
         held = (stages.trainable - undivided) * part + undivided  # gradients of a stage
-        order = actions(plan.schedule, plan.pipeline, plan.virtual, self.micro_batches, True)[
+        order = actions(plan.schedule, plan.pipeline, plan.virtual, self.setup.micro_batches, True)[
             worker
         ]
         forward: dict[
@@ -569,7 +507,7 @@ class PeakMemory:
             kept, new, shared = np.cumsum(made.saved[units]), owned[units], tied[units]
             so_far, late = np.cumsum(new[::-1])[::-1], np.cumsum(shared[::-1])[::-1]
             gathered = waiting = reducing = np.zeros(len(kept))
-            if self.fsdp:
+            if self.setup.fsdp:
                 begins = edges(made.blocks[units])
                 run = np.repeat(np.arange(len(begins)), np.diff([*begins, len(kept)]))
                 # Each module is gathered by itself; what goes into a reduction is held until the
@@ -584,7 +522,7 @@ class PeakMemory:
                 reducing = np.maximum(gathered, own * (1.0 + part))
             else:
                 own = new
-            first_gradients = so_far * part + late + (own if self.fsdp else 0.0)
+            first_gradients = so_far * part + late + (own if self.setup.fsdp else 0.0)
             at = int((kept + made.transient[units] + 2 * gathered).argmax())
             forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
             wire = waiting + reducing

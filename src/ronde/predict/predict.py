@@ -44,6 +44,7 @@ from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
 from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
+from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
 from ronde.predict.simulate import Timeline
 from ronde.predict.step_time import StepPrediction
@@ -163,7 +164,7 @@ class Predictor:
             micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch,
         )
         at = groups(plan.layout, self.cluster, plan.shard_within)
-        step = StepPrediction(self, plan, at, share, micro_batches, largest)
+        step = StepPrediction(PlanSetup(self, plan, at, share, micro_batches, largest))
         return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
 
     def floor_seconds(self, plan: Plan) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ronde.predict.collectives import Group, boundary_crosses, collective
 from ronde.predict.peak_memory import PeakMemory
+from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import TERMS, Prediction, StageRow
 from ronde.predict.simulate import INPUT_SHARE, Times, run_step
 from ronde.predict.stage_arrays import by_worker, closed_form, edges, ring, stage_arrays
@@ -23,54 +24,59 @@ _DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
 _HOST_BYTES_PER_SECOND = 12e9
 
 
-class StepPrediction(PeakMemory):
-    """One plan being predicted."""
+class StepPrediction:
+    """Predicts one plan: its time, with its peak memory."""
+
+    def __init__(self, setup: PlanSetup) -> None:
+        self.setup, self.memory = setup, PeakMemory(setup)
 
     def whole(self, quick: bool) -> Prediction:
         """With the whole model on each worker, or each tensor-parallel or sharding group."""
-        made, times = self.made, self.micro_batches
+        made, times = self.setup.made, self.setup.micro_batches
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
         terms = dict.fromkeys(TERMS, 0.0)
         # nobody else computes meanwhile
-        alone = self.costs.contention if self.plan.workers == 1 else 1.0
+        alone = self.setup.costs.contention if self.setup.plan.workers == 1 else 1.0
         further = (times - 1) * self._accumulated(float(made.trainable.sum()))
         terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
         terms["recompute"] = times * recompute / alone
         terms["tensor"] = times * reduce
-        if self.plan.tensor > 1:  # its workers wait for each other in every block
-            terms["tensor"] += (self.costs.lockstep - 1.0) * times * (forward + backward - reduce)
+        if self.setup.plan.tensor > 1:  # its workers wait for each other in every block
+            terms["tensor"] += (
+                (self.setup.costs.lockstep - 1.0) * times * (forward + backward - reduce)
+            )
         hidden = 0.0
         trainable = float(made.trainable.sum())
         parameters = float(made.parameters.sum())
-        replicas = self.plan.replicas
-        sent = times * float(made.reduce_bytes.sum()) * ring(self.plan.tensor)
-        if self.fsdp:
+        replicas = self.setup.plan.replicas
+        sent = times * float(made.reduce_bytes.sum()) * ring(self.setup.plan.tensor)
+        if self.setup.fsdp:
             hidden = self._sharded(terms)
-            terms["exchange"] += (self.costs.lockstep - 1.0) * times * (
+            terms["exchange"] += (self.setup.costs.lockstep - 1.0) * times * (
                 forward + backward
-            ) + self.all_reduce.alpha  # the loss is summed
-            gathers = 2 if self.plan.shard == "parameters" else 1
-            sent += times * (gathers * parameters + trainable) * ring(self.parts) / 2.0
-            sent += trainable / self.parts * ring(self.at["copies"].ranks)
+            ) + self.setup.all_reduce.alpha  # the loss is summed
+            gathers = 2 if self.setup.plan.shard == "parameters" else 1
+            sent += times * (gathers * parameters + trainable) * ring(self.setup.parts) / 2.0
+            sent += trainable / self.setup.parts * ring(self.setup.groups["copies"].ranks)
         elif replicas > 1:
             exposed, hidden = self._buckets()
             terms["exchange"] = exposed
-            terms["interference"] = (self.cluster.interference - 1.0) * hidden
+            terms["interference"] = (self.setup.cluster.interference - 1.0) * hidden
             sent += trainable * ring(replicas)
-            if self.plan.shard == "optimizer":
-                terms["gather"] = self._broadcasts(trainable, float(self.owner.tensors.sum()))
-                sent += trainable * ring(self.parts) / 2.0
+            if self.setup.plan.shard == "optimizer":
+                terms["gather"] = self._broadcasts(trainable, float(self.setup.owner.tensors.sum()))
+                sent += trainable * ring(self.setup.parts) / 2.0
         terms["optimizer"] = self._optimizer(trainable)
         terms["host"] = self._host(parameters, trainable)
-        memory = self._whole_memory()
+        memory = self.memory.of_whole_model()
         return self._result(terms, memory, sent, 0.0, hidden, simulated=not quick)
 
     def _buckets(self) -> tuple[float, float]:
         """Seconds of the gradient exchange that are exposed after the backward pass, and hidden in
         it.
         """
-        made, gradients = self.made, self.owner.gradients
+        made, gradients = self.setup.made, self.setup.owner.gradients
         ready = np.cumsum(made.backward[::-1])
         # A bucket is sent when it is full, which is in the middle of a unit that has many
         # parameters.
@@ -81,40 +87,44 @@ class StepPrediction(PeakMemory):
         while first < len(behind) and behind[-1] > sent:
             last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
             filled = float(behind[last]) - sent
-            seconds = self.all_reduce.alpha + self.all_reduce.seconds_per_byte * filled
-            seconds += self.added["bucket"](
+            seconds = self.setup.all_reduce.alpha + self.setup.all_reduce.seconds_per_byte * filled
+            seconds += self.setup.added["bucket"](
                 filled, float(gradients.tensors[first : last + 1].sum()), 1
             )
             now = max(now, float(at[last])) + seconds
             total += seconds
             sent, first, limit = float(behind[last]), last + 1, _BUCKET
         exposed = max(0.0, now - float(ready[-1]))
-        overlap = self.cluster.bucket_overlap
+        overlap = self.setup.cluster.bucket_overlap
         exposed = overlap * exposed + (1.0 - overlap) * total
         return exposed, total - exposed
 
     def _broadcasts(self, trainable: float, tensors: float) -> float:
         """Seconds for all workers to send the parameters they updated, one after another."""
-        each = trainable / self.parts
-        messages = self.parts * max(1, math.ceil(each / _BUCKET))
-        added = self.added["update"](trainable, tensors)
-        return messages * self.broadcast.alpha + trainable * self.broadcast.seconds_per_byte + added
+        each = trainable / self.setup.parts
+        messages = self.setup.parts * max(1, math.ceil(each / _BUCKET))
+        added = self.setup.added["update"](trainable, tensors)
+        return (
+            messages * self.setup.broadcast.alpha
+            + trainable * self.setup.broadcast.seconds_per_byte
+            + added
+        )
 
     def _gathered(self, size: float, tensors: float) -> float:
         """Seconds of FSDP2's gather of so many bytes."""
-        return self.gather(size) + self.added["gather"](size, tensors)
+        return self.setup.gather(size) + self.setup.added["gather"](size, tensors)
 
     def _reduced(self, size: float, tensors: float, last: bool) -> float:
         """Seconds of FSDP2's gradient reduction; over the copies in the last micro-batch only."""
         return (
-            self.scatter(size)
-            + (self.copies(size / self.parts) if last else 0.0)
-            + self.added["reduce"](size, tensors)
+            self.setup.scatter(size)
+            + (self.setup.copies(size / self.setup.parts) if last else 0.0)
+            + self.setup.added["reduce"](size, tensors)
         )
 
     def _sharded(self, terms: dict[str, float]) -> float:
         """Add exposed gather and scatter seconds; returns the hidden ones."""
-        kinds = ((1, True), (self.micro_batches - 1, False))
+        kinds = ((1, True), (self.setup.micro_batches - 1, False))
         found = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
         terms["gather"] = sum(times * gather for times, gather, _, _ in found)
         terms["exchange"] = sum(times * exchange for times, _, exchange, _ in found)
@@ -122,7 +132,11 @@ class StepPrediction(PeakMemory):
 
     def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
         """Exposed gather and scatter seconds of one micro-batch, and hidden ones of both."""
-        made, overlap, slower = self.made, self.cluster.overlap, self.cluster.interference - 1.0
+        made, overlap, slower = (
+            self.setup.made,
+            self.setup.cluster.overlap,
+            self.setup.cluster.interference - 1.0,
+        )
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
 
@@ -135,8 +149,8 @@ class StepPrediction(PeakMemory):
             float(made.parameters.sum() - parameters.sum()),
             float(made.trainable.sum() - trainable.sum()),
         )
-        tensors = grouped(self.owner.tensors) * inside
-        others = float(self.owner.tensors.sum() - tensors.sum())
+        tensors = grouped(self.setup.owner.tensors) * inside
+        others = float(self.setup.owner.tensors.sum() - tensors.sum())
         gather = np.array(
             [self._gathered(float(p), float(n)) for p, n in zip(parameters, tensors, strict=True)]
         )
@@ -152,7 +166,7 @@ class StepPrediction(PeakMemory):
         )
         forward, backward = grouped(made.forward), grouped(made.backward)
         nothing = np.zeros(1)
-        again = self.plan.shard == "parameters"
+        again = self.setup.plan.shard == "parameters"
         forward_wire = np.concatenate([gather[1:], nothing])  # the next block's parameters
         # before it, after it
         backward_wire = np.concatenate([nothing, gather[:-1]]) * again + np.concatenate(
@@ -177,55 +191,63 @@ class StepPrediction(PeakMemory):
 
     def _accumulated(self, trainable: float) -> float:
         """Seconds to add one micro-batch's gradients to the previous ones."""
-        part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
+        part = (
+            trainable / self.setup.owner.trainable_bytes
+            if self.setup.owner.trainable_bytes
+            else 0.0
+        )
         return (
-            self.costs.accumulate_seconds
-            / self.cluster.speed
+            self.setup.costs.accumulate_seconds
+            / self.setup.cluster.speed
             * part
-            / (self.parts if self.fsdp else 1)
+            / (self.setup.parts if self.setup.fsdp else 1)
         )
 
     def _optimizer(self, trainable: float) -> float:
         """Seconds of clipping and the optimizer step."""
-        part = trainable / self.owner.trainable_bytes if self.owner.trainable_bytes else 0.0
+        part = (
+            trainable / self.setup.owner.trainable_bytes
+            if self.setup.owner.trainable_bytes
+            else 0.0
+        )
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
-        fixed = self.costs.optimizer_fixed_seconds if self.fsdp else 0.0
-        step = fixed + (self.costs.optimizer_seconds - fixed) / self.parts
+        fixed = self.setup.costs.optimizer_fixed_seconds if self.setup.fsdp else 0.0
+        step = fixed + (self.setup.costs.optimizer_seconds - fixed) / self.setup.parts
         # ZeRO-1 clips before it divides.
-        fixed, clip = self.costs.clip_fixed_seconds, self.costs.clip_seconds
-        clip = fixed + (clip - fixed) / self.parts if self.fsdp else clip
-        return (step + clip) / self.cluster.speed * part
+        fixed, clip = self.setup.costs.clip_fixed_seconds, self.setup.costs.clip_seconds
+        clip = fixed + (clip - fixed) / self.setup.parts if self.setup.fsdp else clip
+        return (step + clip) / self.setup.cluster.speed * part
 
     def _host(self, parameters: float, trainable: float) -> float:
-        if self.plan.offload == "none":
+        if self.setup.plan.offload == "none":
             return 0.0
-        rate = self.cluster.host_bytes_per_second or _HOST_BYTES_PER_SECOND
-        moved = (trainable + parameters) / self.parts
-        if self.plan.offload == "parameters":
-            moved += 2 * self.micro_batches * parameters / self.parts
+        rate = self.setup.cluster.host_bytes_per_second or _HOST_BYTES_PER_SECOND
+        moved = (trainable + parameters) / self.setup.parts
+        if self.setup.plan.offload == "parameters":
+            moved += 2 * self.setup.micro_batches * parameters / self.setup.parts
         return moved / rate
 
     def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
         """With one or more stages on each worker."""
-        plan, cluster = self.plan, self.cluster
+        plan, cluster = self.setup.plan, self.setup.cluster
         workers, virtual = plan.pipeline, plan.virtual
-        at = self.at["stages"]
+        at = self.setup.groups["stages"]
         inside, across = Group(2, "node", 2, 1), Group(2, "cluster", 1, at.sisters)
         near, far = collective(cluster, "send", inside), collective(cluster, "send", across)
-        bounds = self.owner.bounds_of(
+        bounds = self.setup.owner.bounds_of(
             plan,
-            self.made,
-            self.held,
-            self.micro_batches,
+            self.setup.made,
+            self.setup.held,
+            self.setup.micro_batches,
             far if at.scope == "cluster" else near,
             quick,
         )
         if bounds is None:
             raise ArgumentError(
                 f"pipeline: {workers * virtual} stages were asked for, and the model can "
-                f"be cut into {len(self.made.cuts) + 1} at most."
+                f"be cut into {len(self.setup.made.cuts) + 1} at most."
             )
-        stages = stage_arrays(self.made, bounds, plan)
+        stages = stage_arrays(self.setup.made, bounds, plan)
         count = workers * virtual
         send, back = np.zeros(count), np.zeros(count)
         for s in range(count):
@@ -242,9 +264,9 @@ class StepPrediction(PeakMemory):
         passes = stages.backward
         if plan.schedule in ("zero-bubble", "zbv"):
             # In two parts it takes longer, but for the first stage's.
-            apart = self.costs.split_seconds.at(self.share / self.micro_batches) / (
-                cluster.speed * plan.tensor
-            )
+            apart = self.setup.costs.split_seconds.at(
+                self.setup.share / self.setup.micro_batches
+            ) / (cluster.speed * plan.tensor)
             passes = passes + np.concatenate([[0.0], passes[1:]]) * (
                 apart / max(1e-12, float(passes.sum()))
             )
@@ -252,7 +274,7 @@ class StepPrediction(PeakMemory):
         # it in the weights' part.
         inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
         # All but the first add to gradients that are there: spread over all of them.
-        further = (self.micro_batches - 1) / self.micro_batches
+        further = (self.setup.micro_batches - 1) / self.setup.micro_batches
         backward = [
             float(b) + further * self._accumulated(float(t))
             for b, t in zip(passes, stages.trainable, strict=True)
@@ -268,34 +290,34 @@ class StepPrediction(PeakMemory):
             timeline = closed_form(
                 plan,
                 stages,
-                self.micro_batches,
-                self.owner.action_seconds,
+                self.setup.micro_batches,
+                self.setup.owner.action_seconds,
                 float(send.sum() + back.sum()),
             )
             unsent = timeline
         else:
-            draw = self.owner.draws and workers * virtual * self.micro_batches <= _DRAWN
+            draw = self.setup.owner.draws and workers * virtual * self.setup.micro_batches <= _DRAWN
             simulated = partial(
                 run_step,
                 plan.schedule,
                 workers,
                 virtual,
-                self.micro_batches,
-                overhead_seconds=self.owner.action_seconds,
-                contention=self.costs.contention,
+                self.setup.micro_batches,
+                overhead_seconds=self.setup.owner.action_seconds,
+                contention=self.setup.costs.contention,
                 copies=plan.replicas * plan.tensor,
             )
             timeline = simulated(times, keep_events=draw)
-            unsent = self.owner.simulated = timeline
+            unsent = self.setup.owner.simulated = timeline
             if split_waits:
                 free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
                 unsent = simulated(free)
         trainable = by_worker(stages.trainable, stages, workers)
         parameters = by_worker(stages.parameters, stages, workers)
         starts = np.array(bounds[:-1])
-        tensors = by_worker(np.add.reduceat(self.owner.tensors, starts), stages, workers)
+        tensors = by_worker(np.add.reduceat(self.setup.owner.tensors, starts), stages, workers)
         modules = by_worker(
-            np.add.reduceat((self.made.parameters > 0).astype(float), starts), stages, workers
+            np.add.reduceat((self.setup.made.parameters > 0).astype(float), starts), stages, workers
         )
         gather, exchange, sent = np.zeros(workers), np.zeros(workers), np.zeros(workers)
         optimizer, host = np.zeros(workers), np.zeros(workers)
@@ -306,27 +328,32 @@ class StepPrediction(PeakMemory):
                 float(tensors[w]),
                 max(0.0, float(modules[w]) - 1.0),
             )
-            if self.fsdp:
+            if self.setup.fsdp:
                 # Each module of a stage is gathered when it is called, and reduced when its
                 # backward pass is done, micro-batch by micro-batch.
-                times_gathered = self.micro_batches * (2 if plan.shard == "parameters" else 1)
+                times_gathered = self.setup.micro_batches * (2 if plan.shard == "parameters" else 1)
                 gather[w] = times_gathered * (
-                    self._gathered(p, n) + more * (self.gather.alpha + self.added["gather"].call)
+                    self._gathered(p, n)
+                    + more * (self.setup.gather.alpha + self.setup.added["gather"].call)
                 )
                 one = self._reduced(g, n, last=False) + more * (
-                    self.scatter.alpha + self.added["reduce"].call
+                    self.setup.scatter.alpha + self.setup.added["reduce"].call
                 )
-                exchange[w] = self.micro_batches * one
-                sent[w] += (times_gathered * p + self.micro_batches * g) * ring(self.parts) / 2.0
+                exchange[w] = self.setup.micro_batches * one
+                sent[w] += (
+                    (times_gathered * p + self.setup.micro_batches * g)
+                    * ring(self.setup.parts)
+                    / 2.0
+                )
             elif plan.replicas > 1:
                 exchange[w] = (
-                    math.ceil(g / _BUCKET) * self.all_reduce.alpha
-                    + self.all_reduce.seconds_per_byte * g
+                    math.ceil(g / _BUCKET) * self.setup.all_reduce.alpha
+                    + self.setup.all_reduce.seconds_per_byte * g
                 )
                 sent[w] += g * ring(plan.replicas)
                 if plan.shard == "optimizer":
                     gather[w] = self._broadcasts(g, n)
-                    sent[w] += g * ring(self.parts) / 2.0
+                    sent[w] += g * ring(self.setup.parts) / 2.0
             optimizer[w] = self._optimizer(g)
             host[w] = self._host(p, g)
         tied = by_worker(stages.tied_bytes, stages, workers)
@@ -338,31 +365,33 @@ class StepPrediction(PeakMemory):
             stages,
             workers,
         )
-        sent += self.micro_batches * messages + 2.0 * tied
+        sent += self.setup.micro_batches * messages + 2.0 * tied
         ends = np.array(timeline.done) + gather + exchange + optimizer + host
         last = int(ends.argmax())
         terms = dict.fromkeys(TERMS, 0.0)
         actions = (
-            self.micro_batches * virtual * (3 if plan.schedule in ("zero-bubble", "zbv") else 2)
+            self.setup.micro_batches
+            * virtual
+            * (3 if plan.schedule in ("zero-bubble", "zbv") else 2)
         )
-        terms["overhead"] = actions * self.owner.action_seconds
-        terms["recompute"] = self.micro_batches * float(
+        terms["overhead"] = actions * self.setup.owner.action_seconds
+        terms["recompute"] = self.setup.micro_batches * float(
             by_worker(stages.recompute, stages, workers)[last]
         )
-        terms["tensor"] = self.micro_batches * float(
+        terms["tensor"] = self.setup.micro_batches * float(
             by_worker(stages.reduce, stages, workers)[last]
         )
         terms["compute"] = max(
             0.0, timeline.busy[last] - terms["overhead"] - terms["recompute"] - terms["tensor"]
         )
-        terms["overhead"] += self.owner.added["pipeline"].call
+        terms["overhead"] += self.setup.owner.added["pipeline"].call
         waits = timeline.done[last] - timeline.busy[last]
         terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
         terms["bubble"] = waits - terms["p2p"]
         terms["gather"], terms["exchange"] = float(gather[last]), float(exchange[last])
         terms["optimizer"], terms["host"] = float(optimizer[last]), float(host[last])
-        memory, rows = self._pipeline_memory(bounds, quick)
-        names = () if quick else tuple(self.costs.units[b].name for b in bounds[1:-1])
+        memory, rows = self.memory.of_pipeline(bounds, quick)
+        names = () if quick else tuple(self.setup.costs.units[b].name for b in bounds[1:-1])
         return self._result(
             terms,
             memory,
@@ -387,38 +416,40 @@ class StepPrediction(PeakMemory):
         split_at: tuple[str, ...] = (),
         extrapolated: bool = False,
     ) -> Prediction:
-        plan = self.plan
-        notes = () if not simulated else tuple(self.owner.notes(plan, self.at))
+        plan = self.setup.plan
+        notes = () if not simulated else tuple(self.setup.owner.notes(plan, self.setup.groups))
         if extrapolated:
             notes = (*notes, "simulated with fewer micro-batches and continued in a line")
         placement = {}
         if simulated and plan.workers > 1:
             names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
-            placement = {name: self.at[name].sentence() for name, size in names.items() if size > 1}
+            placement = {
+                name: self.setup.groups[name].sentence() for name, size in names.items() if size > 1
+            }
             if plan.shard_within and plan.shard != "none":
                 placement["shard"], placement["copies"] = (
-                    self.at["shard"].sentence(),
-                    self.at["copies"].sentence(),
+                    self.setup.groups["shard"].sentence(),
+                    self.setup.groups["copies"].sentence(),
                 )
             if plan.pipeline > 1:
                 placement["stages"] = (
                     "neighbours inside a node"
-                    if self.at["stages"].scope == "node"
+                    if self.setup.groups["stages"].scope == "node"
                     else "neighbours across nodes"
                 )
         return Prediction(
             plan=plan,
             raw_step_seconds=sum(terms.values()),
-            correction=self.cluster.correction(plan.family, plan.workers),
+            correction=self.setup.cluster.correction(plan.family, plan.workers),
             terms=terms,
-            one_device_seconds=self.owner.one_device_seconds(plan.batch_size),
+            one_device_seconds=self.setup.owner.one_device_seconds(plan.batch_size),
             memory=memory,
-            capacity_bytes=self.cluster.memory_bytes,
-            verdict=self.owner.verdict(sum(memory.values())),
+            capacity_bytes=self.setup.cluster.memory_bytes,
+            verdict=self.setup.owner.verdict(sum(memory.values())),
             exchanged_bytes=sent,
             bubble=bubble,
-            micro_batches=self.micro_batches,
-            micro_samples=self.largest,
+            micro_batches=self.setup.micro_batches,
+            micro_samples=self.setup.largest,
             placement=placement,
             stages=stages,
             split_at=split_at,

@@ -1,0 +1,101 @@
+"""What predicting a plan starts from: its layout, collective costs and unit costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ronde.plan.plan import Plan
+from ronde.predict.cluster import Added, Cluster
+from ronde.predict.collectives import CollectiveCost, Group, collective
+from ronde.predict.costs import Costs
+from ronde.predict.partition import HeldShare
+from ronde.predict.prediction import Verdict
+from ronde.predict.simulate import Timeline
+from ronde.predict.unit_arrays import Array, Chain, Gradients
+
+__all__ = ["PlanSetup", "PredictionSource"]
+
+
+class PredictionSource(Protocol):
+    """What predictions of all plans for one model and cluster share."""
+
+    costs: Costs
+    cluster: Cluster
+    added: Mapping[str, Added]
+    tensors: Array
+    gradients: Gradients
+    action_seconds: float
+    base_bytes: float
+    trainable_bytes: float
+    simulated: Timeline | None
+    draws: bool
+
+    def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
+        """The units' costs under a plan."""
+
+    def bounds_of(
+        self,
+        plan: Plan,
+        made: Chain,
+        held: HeldShare,
+        micro_batches: int,
+        send: CollectiveCost,
+        quick: bool,
+    ) -> tuple[int, ...] | None:
+        """A plan's pipeline cut, or None."""
+
+    def one_device_seconds(self, batch_size: int) -> float:
+        """The same global batch on one device."""
+
+    def verdict(self, memory_bytes: float) -> Verdict:
+        """Whether so many bytes fit into a device."""
+
+    def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
+        """Estimates and assumptions in a prediction."""
+
+
+class PlanSetup:
+    """A plan on a cluster: what its memory and its time are both predicted from.
+
+    Attributes:
+        groups: the groups of the plan's layout, by name.
+        share: samples of one worker in a step, in ``micro_batches`` of at most ``largest``.
+        held: the part of its stage's states that a worker holds.
+        fsdp: whether parameters are gathered block by block.
+        made: the units' costs at the usual micro-batch, ``peak`` at the largest.
+    """
+
+    def __init__(
+        self,
+        owner: PredictionSource,
+        plan: Plan,
+        groups: dict[str, Group],
+        share: int,
+        micro_batches: int,
+        largest: int,
+    ) -> None:
+        self.owner, self.plan, self.groups = owner, plan, groups
+        self.cluster, self.costs = owner.cluster, owner.costs
+        self.share, self.micro_batches, self.largest = share, micro_batches, largest
+        parts = groups["shard"].ranks
+        level = ("none", "optimizer", "gradients", "parameters").index(plan.shard)
+        self.parts = parts if level else 1
+        self.held = HeldShare(
+            1 / parts if level >= 2 else 1.0,
+            1 / parts if level >= 2 else 1.0,
+            1 / parts if level >= 1 else 1.0,
+        )
+        self.fsdp = level >= 2 and parts > 1
+        self.all_reduce = collective(self.cluster, "all_reduce", groups["replicas"])
+        self.copies = collective(self.cluster, "all_reduce", groups["copies"])
+        self.gather = collective(self.cluster, "all_gather", groups["shard"])
+        self.broadcast = collective(self.cluster, "broadcast", groups["replicas"])
+        self.scatter = collective(self.cluster, "reduce_scatter", groups["shard"])
+        self.added = owner.added
+        self.made = owner.chain_of(plan, share / micro_batches, groups["tensor"])
+        self.peak = (
+            self.made
+            if largest == share / micro_batches
+            else owner.chain_of(plan, largest, groups["tensor"])
+        )
