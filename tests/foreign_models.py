@@ -107,7 +107,7 @@ def residual_cnn() -> Built:
 
 @own
 def unet() -> Built:
-    from pipeline_cases import UNet
+    from tiny_models import UNet
 
     return Built(UNet(), image(3, 1), square, image(2, 1))
 
@@ -118,14 +118,14 @@ def lm_loss(model, x):
 
 @own
 def gpt_tied() -> Built:
-    from pipeline_cases import GPT
+    from tiny_models import GPT
 
     return Built(GPT(), tokens(3, 6, 13), lm_loss, tokens(2, 4, 13))
 
 
 @own
 def encoder_decoder() -> Built:
-    from pipeline_cases import EncoderDecoder
+    from tiny_models import EncoderDecoder
 
     def call(model, batch):
         return F.cross_entropy(model(*batch)["logits"].flatten(0, 1), batch[1].flatten())
@@ -414,7 +414,7 @@ def sizes_by_activations() -> Built:
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        from pipeline_cases import Mixture
+        from tiny_models import Mixture
 
         self.mixture = Mixture()
 

@@ -29,6 +29,7 @@ import ronde
 from forked import fork
 from ronde.checkpoint import find_valid
 from sampling import ALL
+from tiny_models import UnevenNet
 
 entry = importlib.import_module("ronde.run.distribute")  # the function has the module's name
 
@@ -78,38 +79,6 @@ if not ALL:
 STOP, END = 3, 6
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        # in two: 7, in three: 5, 5, 4; in two and again in two: 4, 3
-        self.up = nn.Linear(width, 14)
-        self.down = nn.Linear(14, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    """Uneven shapes, tied and frozen weights, buffers."""
-
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.Sequential(*(Block(6) for _ in range(3)))
-        self.norm = nn.BatchNorm1d(6) if norm else nn.LayerNorm(6)
-        self.frozen = nn.Linear(6, 6)
-        self.frozen.requires_grad_(False)
-        self.head = nn.Linear(6, 11)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.tensor(0.5))
-        self.register_buffer("count", torch.arange(3))
-
-    def forward(self, x):
-        # nothing before it that it takes away again: AdamW blows such gradients, mere rounding, up
-        x = self.norm(self.embed(x))
-        return self.head((self.blocks(x) + self.frozen(x)) * self.scale)
-
-
 def data() -> TensorDataset:
     g = torch.Generator().manual_seed(0)
     return TensorDataset(
@@ -128,7 +97,7 @@ def start(plan: str, norm: bool, where: Path, resume: bool, **options):
     where.mkdir(parents=True, exist_ok=True)
     entry._runs = 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
-    model = options.pop("model", None) or Net(norm).double()
+    model = options.pop("model", None) or UnevenNet(norm).double()
     named = dict(model.named_parameters())
     flat = [p for n, p in named.items() if p.dim() < 2]
     groups = [
@@ -493,7 +462,7 @@ def initialise(module: nn.Module) -> None:
         nn.init.uniform_(p, -0.4, 0.4)
     if isinstance(module, nn.BatchNorm1d):
         module.reset_running_stats()
-    if isinstance(module, Net):
+    if isinstance(module, UnevenNet):
         module.scale.fill_(0.5)
         module.count.copy_(torch.arange(3))
 
@@ -506,7 +475,7 @@ def meta(folder: Path) -> None:
 
     def build() -> nn.Module:
         with torch.device("meta"):
-            return Net(False).double()
+            return UnevenNet(False).double()
 
     def go(name: str, init: object, suffix: str) -> None:
         os.environ["RONDE_RUNS"] = "none"

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cost_models import PEAKS, Tied, tokens_loss, words
+from cost_models import PEAKS, tokens_loss, words
 from processes import TESTS
 from ronde.measure.cost_lines import most
 from ronde.measure.memory_account import account
@@ -24,6 +24,7 @@ from ronde.predict.predict import predict
 from ronde.predict.search import unsupported
 from ronde.run.losses import LossCall
 from sampling import long, some
+from tiny_models import TiedGPT
 
 LINUX = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="a process's peak is read from Linux's /proc"
@@ -203,7 +204,7 @@ def test_a_divided_block_keeps_its_input_and_its_output_whole():
 
 
 def test_the_chain_adds_up_to_the_whole_that_torchs_own_tracker_finds(bench):
-    model = Tied(width=64, layers=3)
+    model = TiedGPT(width=64, layers=3)
     optimizer = torch.optim.AdamW(model.parameters())
     compute = LossCall(tokens_loss, None)
     costs = weigh(model, optimizer, compute, words, 32)

@@ -29,12 +29,8 @@ from torch.utils.data import DataLoader
 
 import ronde
 from equality_cases import (
-    CLASSES,
-    LENGTH,
     MODELS,
-    VOCABULARY,
     Case,
-    Samples,
     largest_difference,
     mean_loss,
     plain_loop,
@@ -42,6 +38,7 @@ from equality_cases import (
 from processes import PATHS, TESTS, forked
 from ronde.parallel import fsdp, recompute
 from sampling import ALL
+from tiny_models import CLASSES, LENGTH, VOCABULARY, Samples
 
 HERE = TESTS
 BOUND = 1e-10

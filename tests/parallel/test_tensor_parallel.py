@@ -994,7 +994,7 @@ def test_attention_whose_code_reads_the_width_from_elsewhere_stays_whole():
     """Everything in one module, the width taken from the residual stream: its MLPs are split, its
     attention says why not.
     """
-    from equality_cases import Transformer
+    from tiny_models import Transformer
 
     torch.manual_seed(0)
     found = _recognise(Transformer(), x=torch.randint(13, (2, 7)))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cost_models import MSE, Block, Tied, numbers, sgd, tokens_loss, words
+from cost_models import MSE, numbers, sgd, tokens_loss, words
+from tiny_models import AttentionBlock, TiedGPT
 from ronde.measure.cost_lines import line
 from ronde.measure.memory_account import account
 from ronde.measure.model_units import find_chain, take
@@ -40,7 +41,7 @@ def names(model, loss, batch):
 
 
 def test_repeated_blocks_are_units_and_the_loss_is_the_last():
-    model = Tied()
+    model = TiedGPT()
     assert names(model, LossCall(tokens_loss, None), words(2)) == [
         "tokens",
         "blocks.0",
@@ -52,7 +53,7 @@ def test_repeated_blocks_are_units_and_the_loss_is_the_last():
 
 
 def test_alike_blocks_have_one_digest_and_others_another():
-    chain = find_chain(model := Tied(), lambda: LossCall(tokens_loss, None)(model, words(2)))
+    chain = find_chain(model := TiedGPT(), lambda: LossCall(tokens_loss, None)(model, words(2)))
     assert len({link.alike for link in chain if link.name.startswith("blocks")}) == 1
     assert len({link.alike for link in chain}) == 4
 
@@ -187,9 +188,9 @@ def real_saved(model, compute, batch):
             MSE,
             numbers(3, 8, 8),
         ),
-        (Tied(), LossCall(tokens_loss, None), words),
+        (TiedGPT(), LossCall(tokens_loss, None), words),
         (
-            nn.Sequential(*(Block(32) for _ in range(2))),
+            nn.Sequential(*(AttentionBlock(32) for _ in range(2))),
             LossCall(F.mse_loss, None),
             lambda b: (torch.randn(b, 8, 32), torch.randn(b, 8, 32)),
         ),
@@ -211,7 +212,7 @@ def test_saved_bytes_are_those_that_torch_saves(model, compute, batches):
 
 
 def test_tied_weights_count_once_and_are_told():
-    model = Tied()
+    model = TiedGPT()
     costs = weigh(model, sgd(model), LossCall(tokens_loss, None), words, 8)
     assert (
         sum(u.parameter_bytes for u in costs.units)
@@ -259,7 +260,7 @@ ADAM = 2 * 4 + 0  # bytes an element
     ids=["sgd", "momentum", "adamw", "amsgrad", "adagrad", "rmsprop", "foreach"],
 )
 def test_optimizer_bytes(make, per_element, per_tensor):
-    model = Tied()
+    model = TiedGPT()
     optimizer = make(model.parameters())
     found, _ = optimizer_bytes(model, optimizer)
     for name, p in model.named_parameters():
@@ -267,7 +268,7 @@ def test_optimizer_bytes(make, per_element, per_tensor):
 
 
 def test_optimizer_bytes_of_frozen_parameters_and_of_state_that_is_there():
-    model = Tied()
+    model = TiedGPT()
     for p in model.blocks.parameters():
         p.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())

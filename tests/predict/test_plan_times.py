@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cost_models import MSE, Sleep, Tied, numbers, sgd, tokens_loss, words
+from cost_models import MSE, numbers, sgd, tokens_loss, words
 from ronde.measure.model_units import ModelUnit
 from ronde.measure.planner import gauge
 from ronde.measure.quiet_gate import Gate, NoisyMachine
@@ -26,6 +26,7 @@ from ronde.plan import Plan
 from ronde.predict.costs import Costs
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
+from tiny_models import Sleep, TiedGPT
 
 # -- times -----------------------------------------------------------------------------
 
@@ -371,7 +372,7 @@ def test_models_that_are_looked_at_or_look_at_themselves_are_measured_and_stay_a
 
 
 def test_tied_and_repeated_blocks_are_measured():
-    model = Tied()
+    model = TiedGPT()
     costs = measure(
         model,
         sgd(model),

@@ -453,7 +453,8 @@ def test_a_display_that_fails_is_told_once_and_the_record_goes_on(tmp_path, caps
     watcher.close()
     assert (
         watcher.failures >= 5
-        and capsys.readouterr().err.count("recording or showing this run failed (BrokenPipeError") == 1
+        and capsys.readouterr().err.count("recording or showing this run failed (BrokenPipeError")
+        == 1
     )
     assert [e.step for e in read(tmp_path / "r")] == [1, 2, 3, 4]
     assert watcher.record._file is None  # closed all the same
