@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import MSE, numbers, sgd, tokens_loss, words
-from tiny_models import AttentionBlock, TiedGPT
 from ronde.measure.cost_lines import line
 from ronde.measure.memory_account import account
 from ronde.measure.model_units import find_chain, take
@@ -20,6 +19,7 @@ from ronde.measure.optimizer_memory import optimizer_bytes
 from ronde.measure.unit_memory import weigh
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
+from tiny_models import AttentionBlock, TiedGPT
 
 # -- lines -----------------------------------------------------------------------------
 
