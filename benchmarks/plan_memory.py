@@ -461,6 +461,7 @@ def measured_peak(target: str, *arguments: Any, timeout: float = 120.0) -> int:
 def child(target: str, arguments: str) -> None:
     """The child's part of :func:`measured_peak`."""
     file, _, name = target.rpartition(":")
+    sys.path.insert(0, str(Path(file).parent))  # as python FILE would
     go = runpy.run_path(file)[name](*json.loads(arguments))
     gc.collect()
     baseline = status("VmRSS")
