@@ -591,7 +591,8 @@ def test_what_only_feed_images_can_do_is_prescribed_in_words():
 
 
 def test_every_remedy_has_a_name_that_can_be_asked_for():
-    written = set(re.findall(r'Remedy\(\s*f?"([\w-]+?)-?["{]', inspect.getsource(prescribe)))
+    call = r'(?:Remedy|_by_hand|_cache)\(\s*f?"([\w-]+?)-?["{]'
+    written = set(re.findall(call, inspect.getsource(prescribe)))
     assert len(written) > 10 and written == {
         "decoder" if name.startswith("decoder-") else name for name in prescribe.NAMES
     }

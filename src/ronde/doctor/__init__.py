@@ -19,9 +19,5 @@ __all__ = ["NAMES", "load_doctor"]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
-        __name__,
-        {
-            "ronde.doctor.doctor": "load_doctor",
-            "ronde.doctor.prescribe": "NAMES",
-        },
+        __name__, {"ronde.doctor.doctor": "load_doctor", "ronde.doctor.prescribe": "NAMES"}
     )

@@ -26,7 +26,7 @@ from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescript
 from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
 from ronde.introspect import describe_open, preserve_state
 from ronde.loader import FeedSettings
-from ronde.measure import Arm, ArmResult, Bench, Timed
+from ronde.measure import Arm, ArmResult, Bench
 from ronde.run import hooks
 from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
@@ -42,19 +42,14 @@ _SECONDS = 60.0
 _ROUNDS = 3
 _TO = 32
 _WIDE = 0.06  # of the ceiling, between the fastest and the slowest window of the real training
-_FOR_REMEDIES = 0.4  # of the time, which trying remedies may need
-_TAKEN_OUT_ABOVE = 0.05  # share of the loaders' time, or of a step: a smaller stage is only timed
-_CLEARLY = 0.03  # a gap above this after the first round is looked into at once
+_FOR_REMEDIES = 0.4  # share of the budget that trying remedies may need
+_REMOVED_ABOVE = 0.05  # share of the loaders' time, or of a step: smaller stages are only timed
+_CLEARLY = 0.03  # a larger gap after the first round adds arms at once
 _OTHER_THREADS = 0.10
-# share of a sample's time in the loaders without CPU: what it waits for may be all that is there
-_WAITS = 0.3
-# stages that have all that they need: what they wait for is no storage
-_READ_NOTHING = (
-    "augment",
-    "collate",
-)
+_WAITS = 0.3  # share of a sample's time off the CPU above which storage may be the limit
+_READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
 _MOST_LOADERS = 64  # of all workers together
-_ORDER_ABOVE = 0.02  # of an epoch: what a sampler takes to draw it is worth a line
+_ORDER_ABOVE = 0.02  # share of an epoch above which drawing its order is reported
 
 
 def install_doctor() -> None:
@@ -71,12 +66,7 @@ def _tell(text: str) -> None:
 
 
 class Doctor(hooks.Observer):
-    """Measures before the first step, writes the result, and ends the process.
-
-    Args:
-        options: those of :func:`examine`.
-        file: where rank 0 writes the JSON.
-    """
+    """Examines the run before its first step, writes the result on rank 0, and exits."""
 
     def __init__(self, options: dict[str, Any], file: Path) -> None:
         self.options = options
@@ -103,12 +93,12 @@ def load_doctor(file: Path) -> dict[str, Any]:
         RondeError: the script ended without calling ``distribute``.
     """
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
+        values: dict[str, Any] = json.loads(file.read_text())
     except OSError:
         raise RondeError(
             "the script ended without calling ronde.distribute: there is nothing to examine."
         ) from None
-    return found
+    return values
 
 
 def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
@@ -167,12 +157,10 @@ class _Study:
         bench.patience = 0.15 * seconds
         self.rounds = int(options.get("rounds") or _ROUNDS)
         self.window = min(max(seconds / 40, 0.35 if seconds >= 5 else 0.1), 2.5)
-        self.grace = 0.15 * seconds  # that trying remedies may take beyond
-        self.patience = (
-            seconds  # that a machine which disturbs it may take beyond, before nothing is said
-        )
+        self.grace = 0.15 * seconds  # beyond the budget, for trying remedies
+        self.patience = seconds  # once more so long, if the machine is too noisy for a verdict
         self.clock = _Clock(run, seconds)
-        self.found: list[dict[str, float]] = []
+        self.per_round: list[dict[str, float]] = []
         self.results: dict[str, list[ArmResult]] = {}
         self.alone: list[tuple[float, ...]] = []
         self.waits: list[tuple[float, ...]] = []
@@ -180,11 +168,10 @@ class _Study:
         self.collate_seconds: float | None = None
         self.costs: dict[str, float] = {}
         self.notes: list[str] = []
-        self.asked: list[
-            tuple[int, float]
-        ] = []  # loaders of all workers -> samples a second, without training
-        self.asked_all = True  # whether they gave what the most devices want, or came to an end
-        self.swept: dict[int, tuple[float, float]] = {}  # readers -> files and bytes a second, cold
+        # (loaders of all workers, samples per second), without training
+        self.sweep: list[tuple[int, float]] = []
+        self.sweep_ended = True  # it reached the wanted rate, or a limit
+        self.storage: dict[int, tuple[float, float]] = {}  # readers -> files and bytes per s, cold
 
     # -- measuring ---------------------------------------------------------------------
 
@@ -207,13 +194,11 @@ class _Study:
         """Measure every arm once."""
         into: dict[str, float] = {}
         for name in reversed(list(arms)) if backwards else list(arms):
-            self.tell(
-                f"round {len(self.found) + 1}: "
-                f"{_WORDS.get(name.partition(':')[0], name)}{name.partition(':')[2]}"
-            )
+            kind, _, stage = name.partition(":")
+            self.tell(f"round {len(self.per_round) + 1}: {_WORDS.get(kind, name)}{stage}")
             self.measure(name, arms[name], into)
         into.pop("alone", None)
-        self.found.append(into)
+        self.per_round.append(into)
 
     def time_stages(self) -> None:
         """Time each stage once, where samples are read."""
@@ -235,101 +220,67 @@ class _Study:
         total = sum(s.wall_seconds for s in stages.values() if s.where == "loading")
         step = self.results["synthetic"][-1].step_seconds
         per_rank = self.bench.batch_samples / self.run.world_size
-        promised = {
-            row["name"]: row["alone_points"]
-            for row in verdict.values["stages"]
-            if row["name"] in stages
-        }
-        found: list[tuple[float, str, Arm]] = []
+        promised = {r["name"]: r["alone_points"] for r in verdict.values["stages"]}
+        ranked: list[tuple[float, str, Arm]] = []
         for name, s in stages.items():
             inside = sum(i.wall_seconds for i in stages.values() if i.name in s.contains)
             whole = total if s.where == "loading" else step / per_rank
-            if (
-                s.removable
-                and name != "python"
-                and whole
-                and (s.wall_seconds + inside) / whole >= _TAKEN_OUT_ABOVE
-            ):
-                found.append(
-                    (
-                        promised.get(name, 0.0),
-                        f"without:{name}",
-                        Arm("real", remove=frozenset({name})),
-                    )
-                )
+            share = (s.wall_seconds + inside) / whole if whole else 0.0
+            if s.removable and name != "python" and share >= _REMOVED_ABOVE:
+                arm = Arm("real", remove=frozenset({name}))
+                ranked.append((promised.get(name, 0.0), f"without:{name}", arm))
         if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
-            found.append((1e3, "limited", Arm("real", threads=1)))
-        if executor == "processes" or (
-            total and stages["python"].wall_seconds / total >= _TAKEN_OUT_ABOVE
-        ):
-            # What the stages' own times do not explain is lost between the processes, or in Python.
+            ranked.append((1e3, "limited", Arm("real", threads=1)))
+        python = stages["python"].wall_seconds / total if total else 0.0
+        if executor == "processes" or python >= _REMOVED_ABOVE:
+            # Time that no stage explains is lost between the processes, or in Python.
             capacity = self.run.world_size * max(1, self.bench.loaders) / total if total else 0.0
             unexplained = capacity > 1.2 * verdict.values["samples_per_second"]["real"]
-            found.append(
-                (
-                    2e3 if unexplained else promised.get("python", 0.0) + 1.0,
-                    "replayed",
-                    Arm("real", samples=True),
-                )
-            )
+            promise = 2e3 if unexplained else promised.get("python", 0.0) + 1.0
+            ranked.append((promise, "replayed", Arm("real", samples=True)))
         if executor != "none":
-            found.append(
-                (
-                    5e2 if found and max(f[0] for f in found) >= 1e3 else _after_first(found),
-                    "beside",
-                    Arm("beside"),
-                )
-            )
-        found.sort(key=lambda f: -f[0])
-        return {name: arm for _, name, arm in found}
+            # right after the most promising arm, or after those that come first anyway
+            promises = sorted((promise for promise, _, _ in ranked), reverse=True)
+            second = (promises[0] + promises[1]) / 2 if len(promises) > 1 else -1.0
+            if promises and promises[0] >= 1e3:
+                second = 5e2
+            ranked.append((second, "beside", Arm("beside")))
+        ranked.sort(key=lambda arm: -arm[0])
+        return {name: arm for _, name, arm in ranked}
 
     def stages(self) -> list[TimedStage]:
         """Stage times of the loaders and of the step."""
         assert self.timed is not None
-        found = []
         by_rank = self.timed.stages
-        names = list(dict.fromkeys(n for rank in by_rank for n in rank))
-        for name in names:
-            seen = [rank[name] for rank in by_rank if name in rank]
+        stages = []
+        for name in dict.fromkeys(n for rank in by_rank for n in rank):
+            times = [rank[name] for rank in by_rank if name in rank]
             walls = tuple(rank[name].wall_seconds if name in rank else 0.0 for rank in by_rank)
-            found.append(
+            stages.append(
                 TimedStage(
                     name,
                     "loading",
-                    statistics.fmean(t.cpu_seconds for t in seen),
-                    statistics.fmean(t.wall_seconds for t in seen),
+                    statistics.fmean(t.cpu_seconds for t in times),
+                    statistics.fmean(t.wall_seconds for t in times),
                     walls,
-                    statistics.fmean(t.bytes for t in seen),
-                    all(t.removable for t in seen),
-                    frozenset(n for t in seen for n in t.contains),
+                    statistics.fmean(t.bytes for t in times),
+                    all(t.removable for t in times),
+                    frozenset(n for t in times for n in t.contains),
                 )
             )
+        names = {s.name for s in stages}
         per_rank = self.bench.batch_samples / self.run.world_size
-        for name, t in self._in_step().items():
-            if name in names:
-                continue
-            found.append(
-                TimedStage(
-                    name,
-                    "step",
-                    t.cpu_seconds / per_rank,
-                    t.wall_seconds / per_rank,
-                    removable=t.removable,
-                )
-            )
-        return found
-
-    def _in_step(self) -> Mapping[str, Timed]:
-        assert self.timed is not None
-        return self.timed.in_step
+        for name, t in self.timed.in_step.items():
+            if name not in names:
+                cpu, wall = t.cpu_seconds / per_rank, t.wall_seconds / per_rank
+                stages.append(TimedStage(name, "step", cpu, wall, removable=t.removable))
+        return stages
 
     def blocks(self) -> dict[str, float]:
         """Seconds of a step spent in ``with stage(…)`` blocks, which the ceiling includes."""
-        return {
-            name: t.wall_seconds
-            for name, t in self._in_step().items()
-            if name in self.bench.in_step.blocks
-        }
+        assert self.timed is not None
+        blocks, times = self.bench.in_step.blocks, self.timed.in_step
+        return {name: t.wall_seconds for name, t in times.items() if name in blocks}
 
     def time_collate(self) -> None:
         """Time collation in this process, without the loading processes' shared memory."""
@@ -337,18 +288,12 @@ class _Study:
         stages = [s for s in self.stages() if s.where == "loading"]
         total = sum(s.wall_seconds for s in stages)
         collate = next((s for s in stages if s.name == "collate"), None)
-        if (
-            self.bench.executor != "processes"
-            or collate is None
-            or not total
-            or collate.wall_seconds / total < _TAKEN_OUT_ABOVE
-        ):
+        if self.bench.executor != "processes" or collate is None or not total:
             return
-        ids = taken.order.ids(
-            self.run.state.epoch,
-            0,
-            max(1, min(32, self.bench.batch_samples // self.run.world_size)),
-        ).tolist()
+        if collate.wall_seconds / total < _REMOVED_ABOVE:
+            return
+        n = max(1, min(32, self.bench.batch_samples // self.run.world_size))
+        ids = taken.order.ids(self.run.state.epoch, 0, n).tolist()
         dataset: Any = taken.dataset
         spent = []
         try:
@@ -359,36 +304,36 @@ class _Study:
                 taken.settings.collate(list(samples))
                 spent.append(time.thread_time() - start)
         except Exception:
-            return  # a bad sample, which the training may skip: then this is not told apart
+            return  # a bad sample, which the training may skip
         self.collate_seconds = min(spent[1:]) / len(ids)
 
     # -- what it comes to --------------------------------------------------------------
 
     def seen(self) -> Measurements:
         """All measurements."""
-        synthetic = self.results["synthetic"]
         assert self.timed is not None
+        synthetic, real = self.results["synthetic"], self.results["real"]
+        alone = self.results.get("loading")
+        waits = {
+            name: min(r.usual_wait_seconds for r in results)
+            for name, results in self.results.items()
+        }
         return Measurements(
             workers=self.run.world_size,
             loaders=self.bench.loaders,
             executor=self.bench.executor,
             cores=usable_cores(),
             batch=self.bench.batch_samples,
-            rounds=tuple(self.found),
+            rounds=tuple(self.per_round),
             stages=tuple(self.stages()),
             alone=tuple(self.alone),
             waits=tuple(self.waits),
-            arm_waits={
-                name: min(r.usual_wait_seconds for r in results)
-                for name, results in self.results.items()
-            },
+            arm_waits=waits,
             step_seconds=statistics.median(r.step_seconds for r in synthetic),
-            real_step_seconds=statistics.median(r.step_seconds for r in self.results["real"]),
+            real_step_seconds=statistics.median(r.step_seconds for r in real),
             collate_seconds=self.collate_seconds,
-            loading=self.results["loading"][-1].samples_per_second
-            if "loading" in self.results
-            else None,
-            startup_seconds=statistics.median(r.first_batch_seconds for r in self.results["real"]),
+            loading=alone[-1].samples_per_second if alone else None,
+            startup_seconds=statistics.median(r.first_batch_seconds for r in real),
             loaders_threads=self.timed.other_threads,
             block_seconds=self.blocks(),
             order=self.order(),
@@ -417,20 +362,14 @@ class _Study:
         wanted = self.rounds
         while True:
             verdict = judge(self.seen())
-            done = len(self.found)
+            done = len(self.per_round)
             if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
                 arms = self.promising_arms(verdict)
             price = sum(self.costs.get(n, 3 * self.window) for n in (*basic_arms, *arms))
-            clear = verdict.refused is None or done >= 4 * self.rounds
-            if clear and self._is_wide(verdict):
-                clear = (
-                    done >= 2 * self.rounds
-                    or self.clock.left() < price + _FOR_REMEDIES * self.clock.seconds
-                )
-            if clear and done >= max(2, wanted):
-                break
             if done >= max(2, wanted):
-                wanted = done + 1  # one more, to see whether it settles
+                if self._is_clear(verdict, price):
+                    break
+                wanted = done + 1  # one more round, to see whether it settles
             left = self.clock.left()
             if done >= 2 and left < 0.7 * price:
                 if verdict.refused is None or not self.patience:
@@ -445,6 +384,15 @@ class _Study:
             verdict = judge(self.seen())
         return verdict
 
+    def _is_clear(self, verdict: Diagnosis, price: float) -> bool:
+        """Whether another round, which takes ``price`` seconds, would add little. A collective."""
+        done, room = len(self.per_round), _FOR_REMEDIES * self.clock.seconds
+        if verdict.refused is not None and done < 4 * self.rounds:
+            return False
+        if not self._is_wide(verdict) or done >= 2 * self.rounds:
+            return True
+        return self.clock.left() < price + room
+
     def _is_wide(self, verdict: Diagnosis) -> bool:
         """Whether windows of the real training differ enough to justify another round."""
         real = ceiling_shares(self.seen(), "real")
@@ -454,16 +402,13 @@ class _Study:
         self, arms: Mapping[str, Arm], basic_arms: Mapping[str, Arm], left: float
     ) -> dict[str, Arm]:
         """The arms that fit into the remaining time, most promising first; at least two."""
-        rounds = max(1, self.rounds - len(self.found))
+        rounds = max(1, self.rounds - len(self.per_round))
         left = left / rounds - sum(self.costs.get(n, 0.0) for n in basic_arms)
         chosen: dict[str, Arm] = {}
         for name, arm in arms.items():
             cost = self.costs.get(name, 3 * self.window)
-            if (
-                len(chosen) < (3 if left > 0 else 2)
-                or left >= cost
-                or any(name in r for r in self.found)
-            ):
+            begun = any(name in r for r in self.per_round)
+            if begun or left >= cost or len(chosen) < (3 if left > 0 else 2):
                 chosen[name] = arm
                 left -= cost
         return chosen
@@ -474,18 +419,28 @@ class _Study:
         """What remedies depend on. ``sick`` also inspects samples, to see which remedies the
         dataset allows.
         """
+        facts = self._known_facts()
+        if sick and not self.bench.is_stream:
+            facts = self._sampled_facts(facts)
+        if self.storage and facts.sample_bytes:
+            sweep = [(n, r / facts.sample_bytes) for n, (_, r) in self.storage.items() if r > 0]
+            facts = dataclasses.replace(facts, storage_sweep=tuple(sweep))
+        values = broadcast_json(self.run.port.world, dataclasses.asdict(facts))
+        for sweep_name in ("storage_sweep", "loading_sweep"):
+            values[sweep_name] = tuple((int(n), float(r)) for n, r in values[sweep_name])
+        return Facts(**values)
+
+    def _known_facts(self) -> Facts:
+        """The facts that need no look at a sample."""
         run, taken = self.run, self.run.port.data
-        settings = taken.settings
-        timed = {s.name: s for s in self.stages()}
-        synthetic = self.results["synthetic"]
-        cuda = run.device.type == "cuda"
-        local = run.port.world.local_size
-        devices = (
-            torch.cuda.device_count()
-            if cuda
-            else max(local, usable_cores() // max(1, torch.get_num_threads()))
-        )
-        found = Facts(
+        settings, stream = taken.settings, self.bench.is_stream
+        read = next((s for s in self.stages() if s.name == "read"), None)
+        cuda, local = run.device.type == "cuda", run.port.world.local_size
+        if cuda:
+            devices = torch.cuda.device_count()
+        else:
+            devices = usable_cores() // max(1, torch.get_num_threads())
+        return Facts(
             workers=run.world_size,
             loaders=self.bench.loaders,
             executor=self.bench.executor,
@@ -494,61 +449,48 @@ class _Study:
             cuda=cuda,
             pinned=bool(settings.options.get("pin_memory")),
             prefetch=settings.prefetch or int(settings.options.get("prefetch_factor") or 2),
-            sample_bytes=timed["read"].bytes if "read" in timed else 0.0,
+            sample_bytes=read.bytes if read is not None else 0.0,
             samples=taken.order.n,
             memory_bytes=float(psutil.virtual_memory().available),
             pipeline=isinstance(taken.dataset, Pipeline),
-            step_cpu_seconds=statistics.median(r.cpu_seconds for r in synthetic),
+            step_cpu_seconds=statistics.median(r.cpu_seconds for r in self.results["synthetic"]),
             queued=self.timed.queued if self.timed is not None else 0.0,
-            loading_sweep=tuple(self.asked),
-            stream=self.bench.is_stream,
-            held="" if self.bench.is_stream else describe_open(taken.dataset) or "",
+            loading_sweep=tuple(self.sweep),
+            stream=stream,
+            held="" if stream else describe_open(taken.dataset) or "",
         )
-        if sick and not self.bench.is_stream:
-            from ronde.adapt import dataset_facts
 
-            self.tell("looking at what the data set does")
-            each = sum(s.wall_seconds for s in timed.values() if s.where == "loading")
-            seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
-            if not seen.error:
-                found = dataclasses.replace(
-                    found,
-                    jpeg=seen.jpeg,
-                    decoders={
-                        "pillow": max(
-                            (j.pillow_milliseconds for j in seen.decoders.values()), default=0.0
-                        ),
-                        **{name: j.milliseconds for name, j in seen.decoders.items() if j.images},
-                    },
-                    same_pixels=tuple(name for name, j in seen.decoders.items() if j.same_bits),
-                    array_milliseconds=min(
-                        (j.array_milliseconds for j in seen.decoders.values() if j.images),
-                        default=0.0,
-                    ),
-                    images=seen.images,
-                    imread=seen.imread,
-                    draws=seen.draws,
-                    shrink=seen.shrink,
-                    files=min(
-                        round(seen.files * taken.order.n), _files_in(seen.folder, taken.order.n)
-                    ),
-                    folder=seen.folder,
-                    sample_bytes=seen.file_bytes or found.sample_bytes,
-                    decoded_bytes=(
-                        seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0
-                    )
-                    or (0.0 if seen.draws else seen.sample_bytes),
-                    opens=self._opened(),
-                )
-        if self.swept and found.sample_bytes:
-            swept = tuple(
-                (n, rate / found.sample_bytes) for n, (_, rate) in self.swept.items() if rate > 0
-            )
-            found = dataclasses.replace(found, storage_sweep=swept)
-        told = broadcast_json(run.port.world, dataclasses.asdict(found))
-        told["storage_sweep"] = tuple((int(n), float(r)) for n, r in told["storage_sweep"])
-        told["loading_sweep"] = tuple((int(n), float(r)) for n, r in told["loading_sweep"])
-        return Facts(**told)
+    def _sampled_facts(self, facts: Facts) -> Facts:
+        """Add the facts that a few samples show."""
+        from ronde.adapt import dataset_facts
+
+        self.tell("looking at what the data set does")
+        taken = self.run.port.data
+        each = sum(s.wall_seconds for s in self.stages() if s.where == "loading")
+        seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
+        if seen.error:
+            return facts
+        judged = seen.decoders.values()
+        pillow = max((j.pillow_milliseconds for j in judged), default=0.0)
+        others = {name: j.milliseconds for name, j in seen.decoders.items() if j.images}
+        decoded = seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0
+        files = _files_in(seen.folder, taken.order.n)
+        return dataclasses.replace(
+            facts,
+            jpeg=seen.jpeg,
+            decoders={"pillow": pillow, **others},
+            same_pixels=tuple(name for name, j in seen.decoders.items() if j.same_bits),
+            array_milliseconds=min((j.array_milliseconds for j in judged if j.images), default=0.0),
+            images=seen.images,
+            imread=seen.imread,
+            draws=seen.draws,
+            shrink=seen.shrink,
+            files=min(round(seen.files * taken.order.n), files),
+            folder=seen.folder,
+            sample_bytes=seen.file_bytes or facts.sample_bytes,
+            decoded_bytes=decoded or (0.0 if seen.draws else seen.sample_bytes),
+            opens=self._opened(),
+        )
 
     def _opened(self) -> str:
         """What the dataset opens with its first sample, or ""."""
@@ -556,9 +498,7 @@ class _Study:
         with preserve_state(taken.dataset):
             try:
                 taken.dataset[int(taken.order.ids(self.run.state.epoch, 0, 1)[0])]
-            except (
-                Exception
-            ):  # a bad sample, which the training may skip: what it would have opened is not known
+            except Exception:  # a bad sample, which the training may skip
                 return ""
             return describe_open(taken.dataset) or ""
 
@@ -566,32 +506,30 @@ class _Study:
         """Measure the storage on the files that were read, from memory and from disk. Rank 0
         measures.
         """
-        found: dict[str, Any] | None = None
-        if self.run.is_main:
-            from ronde.profile import cached_share, storage_sweep
+        cold = self._read_files() if self.run.is_main else None
+        values: dict[str, Any] | None = broadcast_json(self.run.port.world, cold)
+        return values
 
-            files = self.bench.files
-            if not files:
-                self.notes.append("--cold: no file was seen to be read for a sample.")
-            else:
-                shares = [s for s in map(cached_share, files[:64]) if s is not None]
-                found = {
-                    "files": len(files),
-                    "cached_share": statistics.fmean(shares) if shares else None,
-                }
-                for name, cold in (("warm", False), ("cold", True)):
-                    self.tell(f"reading {len(files)} files, {name}")
-                    self.swept = storage_sweep(files, (1, 4, 16), 0.5, cold)
-                    most = max(self.swept.values())
-                    found |= {
-                        f"{name}_files_per_second": most[0],
-                        f"{name}_bytes_per_second": most[1],
-                    }
-                    found[f"{name}_readers"] = ", ".join(
-                        f"{n} at once: {rate:,.0f} files/s" for n, (rate, _) in self.swept.items()
-                    )
-        told: dict[str, Any] | None = broadcast_json(self.run.port.world, found)
-        return told
+    def _read_files(self) -> dict[str, Any] | None:
+        from ronde.profile import cached_share, storage_sweep
+
+        files = self.bench.files
+        if not files:
+            self.notes.append("--cold: no file was seen to be read for a sample.")
+            return None
+        shares = [s for s in map(cached_share, files[:64]) if s is not None]
+        values: dict[str, Any] = {
+            "files": len(files),
+            "cached_share": statistics.fmean(shares) if shares else None,
+        }
+        for name, cold in (("warm", False), ("cold", True)):
+            self.tell(f"reading {len(files)} files, {name}")
+            self.storage = storage_sweep(files, (1, 4, 16), 0.5, cold)
+            rates = [f"{n} at once: {rate:,.0f} files/s" for n, (rate, _) in self.storage.items()]
+            most = max(self.storage.values())
+            values[f"{name}_files_per_second"], values[f"{name}_bytes_per_second"] = most
+            values[f"{name}_readers"] = ", ".join(rates)
+        return values
 
     def find_plateau(self, values: Mapping[str, Any], to: int) -> None:
         """Add loaders, without training, until they reach what ``to`` devices need.
@@ -599,18 +537,7 @@ class _Study:
         Two well-fed devices say nothing about storage that sixteen will share. If samples never
         wait, the cores decide, which follows from the CPU time per sample.
         """
-        loading = [s for s in self.stages() if s.where == "loading"]
-        wall, cpu = (
-            sum(s.wall_seconds for s in loading),
-            sum(min(s.cpu_seconds, s.wall_seconds) for s in loading),
-        )
-        # for want of a core, it waits for no storage
-        cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)
-        if self.bench.is_stream or wall - cpu < _WAITS * wall:
-            return
-        if max(loading, key=lambda s: s.wall_seconds - s.cpu_seconds).name in _READ_NOTHING:
-            # whatever it waits for is no storage: more loaders would tell how many of them fit on
-            # this machine
+        if not self._may_wait_for_storage():
             return
         workers, loaders = self.run.world_size, self.bench.loaders
         wanted = 1.1 * to * values["samples_per_second"]["synthetic"] / workers
@@ -618,76 +545,84 @@ class _Study:
             self.tell("loading alone")
             self.measure("loading", Arm("loading"), None)
         rate = self.results["loading"][-1].samples_per_second
-        self.asked = [(workers * max(1, loaders), rate)]
+        self.sweep = [(workers * max(1, loaders), rate)]
         more = 2 * max(1, loaders)
-        if not loaders and any(
-            gather_json(self.run.port.world, self.bench.refuses(FeedSettings(workers=more)))
-        ):
-            self.asked_all = rate >= wanted
+        if not loaders and any(self._refusals(FeedSettings(workers=more))):
+            self.sweep_ended = rate >= wanted
             return
         while rate < wanted and workers * more <= _MOST_LOADERS:
             self.tell(f"loading alone, {more} loaders each: what {to} devices want")
-            now = self.measure(
-                "loading more", Arm("loading", settings=FeedSettings(workers=more)), None
-            ).samples_per_second
-            self.asked.append((workers * more, now))
+            arm = Arm("loading", settings=FeedSettings(workers=more))
+            now = self.measure("loading more", arm, None).samples_per_second
+            self.sweep.append((workers * more, now))
             if now < 1.1 * rate:
-                self.asked_all = not is_crowded(self.asked)
+                self.sweep_ended = not is_crowded(self.sweep)
                 return
             rate, more = now, 2 * more
-        self.asked_all = rate >= wanted
+        self.sweep_ended = rate >= wanted
 
-    def try_remedies(self, values: Mapping[str, Any], found: list[Remedy]) -> list[Remedy]:
+    def _may_wait_for_storage(self) -> bool:
+        """Whether samples wait for anything that more readers could share, other than cores."""
+        if self.bench.is_stream:
+            return False
+        loading = [s for s in self.stages() if s.where == "loading"]
+        wall = sum(s.wall_seconds for s in loading)
+        cpu = sum(min(s.cpu_seconds, s.wall_seconds) for s in loading)
+        cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)  # waits for a core
+        if wall - cpu < _WAITS * wall:
+            return False
+        return max(loading, key=lambda s: s.wall_seconds - s.cpu_seconds).name not in _READ_NOTHING
+
+    def _refusals(self, settings: FeedSettings) -> list[str]:
+        """Why ranks cannot load with these settings. A collective."""
+        return [e for e in gather_json(self.run.port.world, self.bench.refuses(settings)) if e]
+
+    def try_remedies(self, values: Mapping[str, Any], proposed: list[Remedy]) -> list[Remedy]:
         """Try each quick remedy for a moment, except those the dataset rules out."""
-        tried = []
-        for remedy in found:
-            usable = True
-            if remedy.settings is not None:
-                try:
-                    apply_settings(self.run.port.data, remedy.settings)
-                except (RondeError, ImportError):
-                    usable = False
-            if not all(gather_json(self.run.port.world, usable)):
+        usable = []
+        for remedy in proposed:
+            if not all(gather_json(self.run.port.world, self._applies(remedy))):
                 continue
+            result: Remedy | None = remedy
             if remedy.can_try and remedy.settings is not None:
-                self.tell(f"trying: {remedy.text}")
-                # Two batches, even where no time is left for more: nothing is promised that cannot
-                # be had.
-                refused = [
-                    error
-                    for error in gather_json(
-                        self.run.port.world, self.bench.refuses(remedy.settings)
-                    )
-                    if error
-                ]
-                if refused:
-                    values["notes"].append(f"{remedy.text}: not for this data set ({refused[0]}).")
-                    continue
-                if self.clock.left() + self.grace <= 2 * self.costs.get("real", 0.0):
-                    tried.append(remedy)
-                    continue
-                try:
-                    rates = [
-                        self.measure(
-                            f"try:{remedy.id}", Arm("real", settings=remedy.settings), None
-                        ).samples_per_second
-                        for _ in range(2)
-                    ]
-                except Exception as error:
-                    if self.run.world_size > 1:
-                        raise  # the other ranks are in the middle of it
-                    values["notes"].append(
-                        f"{remedy.text}: not for this data set ({type(error).__name__}: "
-                        f"{str(error)[:150]})."
-                    )
-                    continue
-                remedy = dataclasses.replace(
-                    remedy,
-                    rate=min(statistics.median(rates), values["samples_per_second"]["synthetic"]),
-                    tried=True,
-                )
-            tried.append(remedy)
-        return tried
+                result = self._try(values, remedy, remedy.settings)
+            if result is not None:
+                usable.append(result)
+        return usable
+
+    def _applies(self, remedy: Remedy) -> bool:
+        if remedy.settings is not None:
+            try:
+                apply_settings(self.run.port.data, remedy.settings)
+            except (RondeError, ImportError):
+                return False
+        return True
+
+    def _try(
+        self, values: Mapping[str, Any], remedy: Remedy, settings: FeedSettings
+    ) -> Remedy | None:
+        """The remedy with its measured rate; without one if time is up; None if it fails."""
+        self.tell(f"trying: {remedy.text}")
+        # Load two batches even if no time is left: a remedy that cannot run is not promised.
+        reason = next(iter(self._refusals(settings)), None)
+        rates: list[float] = []
+        if reason is None:
+            if self.clock.left() + self.grace <= 2 * self.costs.get("real", 0.0):
+                return remedy
+            arm = Arm("real", settings=settings)
+            try:
+                for _ in range(2):
+                    window = self.measure(f"try:{remedy.id}", arm, None)
+                    rates.append(window.samples_per_second)
+            except Exception as error:
+                if self.run.world_size > 1:
+                    raise  # the other ranks are in the middle of it
+                reason = f"{type(error).__name__}: {str(error)[:150]}"
+        if reason is not None:
+            values["notes"].append(f"{remedy.text}: not for this data set ({reason}).")
+            return None
+        rate = min(statistics.median(rates), values["samples_per_second"]["synthetic"])
+        return dataclasses.replace(remedy, rate=rate, tried=True)
 
 
 def _files_in(folder: str, most: int) -> int:
@@ -700,12 +635,6 @@ def _files_in(folder: str, most: int) -> int:
         if count >= most:
             return most
     return count
-
-
-def _after_first(found: list[tuple[float, str, Arm]]) -> float:
-    """The position right after the most promising arm."""
-    ordered = sorted((f[0] for f in found), reverse=True)
-    return (ordered[0] + ordered[1]) / 2 if len(ordered) > 1 else -1.0
 
 
 _WORDS = {
@@ -727,88 +656,76 @@ def examine(
     Args:
         run: between two of its steps.
         options: ``seconds`` in all, ``rounds``, ``to`` (devices to predict for), ``nodes``,
-            ``cold``.
-        tell: what is being done.
+            ``cold``, ``verify``.
+        tell: called with what is happening.
 
     Returns:
         dict: the JSON of ``ronde doctor``, on every rank.
     """
-    to = int(options.get("to") or _TO)
+    to, nodes = int(options.get("to") or _TO), options.get("nodes")
+    largest, verify = max(to, run.world_size), bool(options.get("verify"))
     with Bench(run) as bench:
         study = _Study(run, bench, options, tell)
         verdict = study.reach_verdict()
         values = verdict.values
-        found: list[Remedy] = []
-        if verdict.refused is None and not options.get("verify"):
-            study.find_plateau(values, max(to, run.world_size))
+        if verdict.refused is None and not verify:
+            study.find_plateau(values, largest)
         values["loading_samples_per_second"] = study.seen().loading
-        if options.get("cold") and not options.get("verify"):
+        if options.get("cold") and not verify:
             values["cold"] = study.measure_storage()
-        facts = study.facts(
-            not verdict.healthy and verdict.refused is None and not options.get("verify")
-        )
-        if not options.get("verify"):
-            found = study.try_remedies(values, remedies(values, facts))
-    told: dict[str, Any] = {}
+        facts = study.facts(not verdict.healthy and verdict.refused is None and not verify)
+        usable = [] if verify else study.try_remedies(values, remedies(values, facts))
     if run.is_main:
-        values["device"] = (
-            torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu"
-        )
+        cuda = run.device.type == "cuda"
+        values["device"] = torch.cuda.get_device_name(run.device) if cuda else "cpu"
         values["script"] = Path(sys.argv[0]).name if sys.argv else ""
         values["model"] = type(run.model).__name__
         values["threads"] = torch.get_num_threads()
-        values["scale"], values["walls"] = outlook(
-            values, facts, max(to, run.world_size), options.get("nodes")
-        )
-        values["prescriptions"] = (
-            prescriptions(values, facts, found, to, options.get("nodes"))
-            if not verdict.refused
-            else []
-        )
-        values["notes"] = [*values["notes"], *_notes(run, study, values)]
-        values["arms"] = {
-            name: {
-                "samples_per_second": [r.samples_per_second for r in results],
-                "step_seconds": statistics.median(r.step_seconds for r in results),
-                "wait_seconds": [
-                    statistics.median(r.wait_seconds[k] for r in results)
-                    for k in range(run.world_size)
-                ],
-                "steps": [r.steps for r in results],
-            }
-            for name, results in study.results.items()
-        }
-        told = values
-    passed = study.clock.passed()
-    told = dict(broadcast_json(run.port.world, told))
-    told["measured_seconds"] = passed
-    return told
+        values["scale"], values["walls"] = outlook(values, facts, largest, nodes)
+        values["prescriptions"] = []
+        if not verdict.refused:
+            values["prescriptions"] = prescriptions(values, facts, usable, to, nodes)
+        values["notes"] += _notes(run, study, values)
+        values["arms"] = {name: _arm(results) for name, results in study.results.items()}
+    elapsed = study.clock.passed()
+    shared = broadcast_json(run.port.world, values if run.is_main else {})
+    return {**shared, "measured_seconds": elapsed}
+
+
+def _arm(results: list[ArmResult]) -> dict[str, Any]:
+    """An arm's windows, as JSON."""
+    waits = zip(*(r.wait_seconds for r in results), strict=True)
+    return {
+        "samples_per_second": [r.samples_per_second for r in results],
+        "step_seconds": statistics.median(r.step_seconds for r in results),
+        "wait_seconds": [statistics.median(rank) for rank in waits],
+        "steps": [r.steps for r in results],
+    }
 
 
 def _notes(run: RunView, study: _Study, values: Mapping[str, Any]) -> list[str]:
-    """What was not measured."""
+    """The limits of the measurement."""
     notes = []
     if study.bench.is_stream:
         notes.append(
-            "a stream: every worker goes through all of it and keeps its part, so more "
-            "devices are fed no faster than one."
+            "a stream: every worker reads all of it and keeps its part, so more devices are fed "
+            "no faster than one."
         )
-    if study.asked and not study.asked_all:
-        readers, rate = max(study.asked, key=lambda asked: asked[1])
+    if study.sweep and not study.sweep_ended:
+        readers, rate = max(study.sweep, key=lambda point: point[1])
         notes.append(
-            f"{readers} loaders without training gave {rate:,.0f} samples/s: a storage "
-            "that all share was not asked for more, and what it cannot give is not seen."
+            f"{readers} loaders without training gave {rate:,.0f} samples/s. Shared storage was "
+            "not asked for more, so its limit is not known."
         )
     if run.world_size > 1 and not study.bench.can_be_alone:
         notes.append(
-            f"under the plan {run.plan.spec} the exchange cannot be left out: it is part "
-            "of the ceiling."
+            f"the plan {run.plan.spec} cannot run without its exchange, which is part of the "
+            "ceiling."
         )
     if values["workers"] == 1:
         notes.append("one worker: exchange and stragglers show with two or more (--workers N).")
     if len(values["scale"]) > 1:
         notes.append(
-            "the network between nodes was not measured; more devices are predicted from "
-            "what was measured on these."
+            "the network between nodes was not measured: more devices are predicted from these."
         )
     return notes

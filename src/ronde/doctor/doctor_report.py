@@ -31,26 +31,19 @@ def doctor_report(values: Values, path: str | os.PathLike[str]) -> None:
         ...     "report.html")
     """
     rates = values.get("samples_per_second") or {}
-    stages = sorted(
-        values.get("stages") or (), key=lambda s: -html.number_or(s.get("lost_points"), 0.0)
-    )
+    rows = values.get("stages") or ()
+    stages = sorted(rows, key=lambda s: -html.number_or(s.get("lost_points"), 0.0))
     low, high = html.show_number(values.get("gap_low")), html.show_number(values.get("gap_high"))
+    interval = f"{low:.0%} to {high:.0%}" if low is not None and high is not None else ""
     numbers = [
         ("synthetic ceiling", html.rate(rates.get("synthetic")), "samples/s"),
         ("real", html.rate(rates.get("real")), "samples/s"),
-        (
-            "gap",
-            html.percent(values.get("gap")),
-            f"{low:.0%} to {high:.0%}" if low is not None and high is not None else "",
-        ),
+        ("gap", html.percent(values.get("gap")), interval),
         ("workers", str(values.get("workers", 1)), str(values.get("device") or "")),
     ]
+    ceiling = "From what the devices could do to what they do, % of the synthetic ceiling"
     charts = [
-        (
-            "Where the speed goes",
-            "From what the devices could do to what they do, % of the synthetic ceiling",
-            _waterfall(values, stages),
-        ),
+        ("Where the speed goes", ceiling, _waterfall(values, stages)),
         ("With more devices", "Predicted gap; the band is its interval", _gap_curve(values)),
     ]
     sections = [
@@ -134,30 +127,15 @@ def _waterfall(values: Values, stages: Sequence[Values]) -> str:
         return ""
 
     def plot(axes: Any) -> str:
+        flat = {"height": 0.62, "linewidth": 0}
+        beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 9.5}
         for i, (name, a, b, kind) in enumerate(bars):
-            color = {
-                "whole": html.REAL if name == "real" else html.SYNTHETIC,
-                "lost": html.LOST,
-                "back": html.GOOD,
-            }[kind]
-            axes.barh(
-                i,
-                abs(b - a),
-                left=min(a, b),
-                height=0.62,
-                color=color,
-                alpha=0.9 if kind == "whole" else 0.75,
-                linewidth=0,
-            )
+            whole = html.REAL if name == "real" else html.SYNTHETIC
+            color = {"whole": whole, "lost": html.LOST, "back": html.GOOD}[kind]
+            alpha = 0.9 if kind == "whole" else 0.75
+            axes.barh(i, abs(b - a), left=min(a, b), color=color, alpha=alpha, **flat)
             text = f"{b:.0f} %" if kind == "whole" else f"{b - a:+.1f}".replace("-", "−")
-            axes.annotate(
-                text,
-                (max(a, b), i),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=9.5,
-            )
+            axes.annotate(text, (max(a, b), i), **beside)
             if i + 1 < len(bars):
                 axes.plot([b, b], [i - 0.31, i + 1.31], color=html.FAINT, linewidth=0.8)
         axes.set_yticks(range(len(bars)), [_short(name, 18) for name, *_ in bars])
@@ -174,11 +152,8 @@ def _waterfall(values: Values, stages: Sequence[Values]) -> str:
 
 
 def _gap_curve(values: Values) -> str:
-    found = [
-        s
-        for s in values.get("scale") or ()
-        if html.show_number(s.get("devices")) and html.show_number(s.get("gap")) is not None
-    ]
+    found = [s for s in values.get("scale") or () if html.show_number(s.get("devices"))]
+    found = [s for s in found if html.show_number(s.get("gap")) is not None]
     if not found:
         return ""
     widest: dict[int, Values] = {}
@@ -204,41 +179,26 @@ def _gap_curve(values: Values) -> str:
             axes.fill_between(sizes, low, high, color=color, alpha=0.18, linewidth=0)
             axes.plot(sizes, gaps, style, color=color, marker=marker, markersize=4.5, label=name)
         if here >= 1 and measured is not None:
-            axes.plot(
-                [here],
-                [100 * measured],
-                "D",
-                color=html.INK,
-                markersize=7,
-                fillstyle="none",
-                label="measured",
-            )
+            time_stages = {
+                "color": html.INK,
+                "markersize": 7,
+                "fillstyle": "none",
+                "label": "measured",
+            }
+            axes.plot([here], [100 * measured], "D", **time_stages)
         every = sorted({*widest, *same, *([here] if here else [])})
         html.sizes_axis(axes, every, "devices")
         axes.set_ylabel("gap, % of synthetic")
-        axes.set_ylim(
-            0,
-            max(
-                10.0,
-                min(100.0, max(100 * html.number_or(s.get("high"), s["gap"]) for s in found) * 1.2),
-            ),
-        )
+        most = max(100 * html.number_or(s.get("high"), s["gap"]) for s in found)
+        axes.set_ylim(0, max(10.0, min(100.0, most * 1.2)))
         axes.grid(axis="y")
-        walls = [
-            w
-            for w in values.get("walls") or ()
-            if html.number_or(w.get("devices"), float("inf")) <= every[-1]
-        ]
+        rows, endless = values.get("walls") or (), float("inf")
+        walls = [w for w in rows if html.number_or(w.get("devices"), endless) <= every[-1]]
         # each name below the one before: walls may be close to each other
         for i, wall in enumerate(walls[:4]):
             n = wall["devices"]
-            html.mark_size(
-                axes,
-                n,
-                f"{_short(wall.get('stage'))} wall at {n}",
-                left=n**2 > every[-1],
-                shift=-4 - 14 * i,
-            )
+            text = f"{_short(wall.get('stage'))} wall at {n}"
+            html.mark_size(axes, n, text, left=n**2 > every[-1], shift=-4 - 14 * i)
         axes.legend(loc="best", fontsize=9.5)
         return "; ".join(f"{n} devices: {html.percent(widest[n]['gap'])}" for n in sorted(widest))
 
@@ -253,55 +213,37 @@ def _short(name: Any, most: int = 24) -> str:
 def _stages(values: Values, stages: Sequence[Values]) -> html.Section:
     rows: list[tuple[str, Sequence[str]]] = []
     for s in stages:
-        low, high, lost = (
-            html.show_number(s.get("low")),
-            html.show_number(s.get("high")),
-            html.points(s.get("lost_points")),
-        )
+        low, high = html.show_number(s.get("low")), html.show_number(s.get("high"))
+        lost: str = html.points(s.get("lost_points"))
+        if low is not None and high is not None:
+            lost = html.soft(lost, f"{html.points(low)} to {html.points(high)}")
         cells = [
             str(s.get("name")),
             html.rate(s.get("capacity_samples_per_second")),
             html.plain(s.get("cpu_ms_per_sample")),
-            html.soft(lost, f"{html.points(low)} to {html.points(high)}")
-            if low is not None and high is not None
-            else lost,
+            lost,
             str(s.get("note") or ""),
         ]
-        rows.append(
-            ("cause" if s.get("name") == (values.get("cause") or {}).get("stage") else "", cells)
-        )
-    return html.Section(
-        "Stages",
-        ["stage", "capacity, samples/s", "CPU ms per sample", "lost points", ""],
-        rows,
-        text=(4,),
-    )
+        is_cause = s.get("name") == (values.get("cause") or {}).get("stage")
+        rows.append(("cause" if is_cause else "", cells))
+    heads = ["stage", "capacity, samples/s", "CPU ms per sample", "lost points", ""]
+    return html.Section("Stages", heads, rows, text=(4,))
 
 
 def _prescriptions(values: Values) -> html.Section:
     found = values.get("prescriptions") or ()
     if not found:
         return html.Section()
-    most = max(
-        (
-            int(s["devices"])
-            for s in values.get("scale") or ()
-            if html.show_number(s.get("devices"))
-        ),
-        default="the largest",
-    )
+    scale = values.get("scale") or ()
+    sizes = [int(s["devices"]) for s in scale if html.show_number(s.get("devices"))]
     rows: list[tuple[str, Sequence[str]]] = []
     for p in found:
-        label, text, settings = (
-            str(p.get("label") or ""),
-            str(p.get("text") or p.get("id") or ""),
-            p.get("settings"),
-        )
+        label, text = str(p.get("label") or ""), str(p.get("text") or p.get("id") or "")
+        settings = p.get("settings")
         kind = next((k for k in ("same", "changes") if label.startswith(k)), "")
         if isinstance(settings, Mapping) and settings:
-            text = Markup("{}<br><code>{}</code>").format(
-                text, ", ".join(f"{k}: {v}" for k, v in settings.items())
-            )
+            options = ", ".join(f"{k}: {v}" for k, v in settings.items())
+            text = Markup("{}<br><code>{}</code>").format(text, options)
         cells = [
             str(p.get("number", "")),
             text,
@@ -311,14 +253,8 @@ def _prescriptions(values: Values) -> html.Section:
             html.percent(p.get("gap_largest")),
         ]
         rows.append(("", cells))
-    heads = [
-        "",
-        "what to do",
-        "it is",
-        "points gained",
-        f"gap at {values.get('workers', 'this size')}",
-        f"gap at {most}",
-    ]
+    gaps = (values.get("workers", "this size"), max(sizes, default="the largest"))
+    heads = ["", "what to do", "it is", "points gained", *(f"gap at {n}" for n in gaps)]
     command = f"ronde doctor --apply {found[0].get('number', 1)} {values.get('script', '')}"
     foot = Markup('<p class="soft">Apply and verify: <code>{}</code></p>').format(command)
     return html.Section("Prescriptions", heads, rows, text=(1, 2), foot=foot)
@@ -336,15 +272,7 @@ def _machine(values: Values) -> html.Section:
         share = f"{html.show_seconds(order['seconds'])}, {100 * order['share']:.0f} % of each epoch"
         facts.append(("the sampler draws an epoch's order in", share))
     for name, value in (values.get("cold") or {}).items():
-        facts.append(
-            (
-                f"cold storage, {name.replace('_', ' ')}",
-                value if html.show_number(value) is None else html.plain(value),
-            )
-        )
-    return html.Section(
-        "Measured on",
-        ["", ""],
-        [("", [str(k), str(v)]) for k, v in facts if v not in (None, "")],
-        text=(0, 1),
-    )
+        text = value if html.show_number(value) is None else html.plain(value)
+        facts.append((f"cold storage, {name.replace('_', ' ')}", text))
+    rows = [("", [str(k), str(v)]) for k, v in facts if v not in (None, "")]
+    return html.Section("Measured on", ["", ""], rows, text=(0, 1))

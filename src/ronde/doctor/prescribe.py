@@ -10,9 +10,9 @@ training* does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ronde.data import DECODERS
 from ronde.doctor.verdict import HEALTHY_POINTS
@@ -49,6 +49,7 @@ NAMES = (
 """Every remedy that may be prescribed."""
 
 LABELS = ("same bits", "same distribution", "changes the training")
+_AS_IS: Mapping[str, float] = {}
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
 _MOST_LOADERS = 64
 _IDLE = (
@@ -158,282 +159,218 @@ class Remedy:
     can_try: bool = True
 
 
-def _rows(values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {r["name"]: r for r in values["stages"]}
+def _loading(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of the stages that make samples."""
+    rows = values["stages"]
+    return [r for r in rows if r.get("where") == "loading" and r["name"] != "oversubscription"]
 
 
-def _points(rows: Mapping[str, Mapping[str, Any]], *names: str) -> float:
-    return sum(float(rows[n]["lost_points"]) for n in names if n in rows)
+def _milliseconds(
+    rows: Sequence[Mapping[str, Any]], clock: str, faster: Mapping[str, float] = _AS_IS
+) -> float:
+    """Milliseconds per sample over these rows by the ``cpu`` or ``wall`` clock."""
+    return sum(float(r[f"{clock}_ms_per_sample"] or 0.0) * faster.get(r["name"], 1.0) for r in rows)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A verdict and the facts, with the numbers that several remedies ask for."""
+
+    values: Mapping[str, Any]
+    facts: Facts
+    lost: Mapping[str, float]  # stage -> points
+    making: float  # points lost in making samples
+    wall: float  # seconds per sample in the loaders
+    idle: float  # share of that time spent waiting for anything but a core
+    interferes: bool  # the loaders slow the step itself down
+
+    @property
+    def ratio(self) -> float:
+        rates = self.values["samples_per_second"]
+        return 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
+
+    def loses(self, stage: str) -> bool:
+        return self.lost.get(stage, 0.0) >= _WORTH
+
+
+def _case(values: Mapping[str, Any], facts: Facts) -> _Case:
+    lost = {r["name"]: float(r["lost_points"]) for r in values["stages"]}
+    cause = values["cause"] or {}
+    interferes = cause.get("stage") == "neighbour"
+    if interferes and cause.get("within") in lost:
+        # the work of this stage is what slows the step down
+        lost[cause["within"]] = max(lost[cause["within"]], float(cause["points"]))
+    rows = _loading(values)
+    making = sum(lost[r["name"]] for r in rows if r["name"] != "transport")
+    cpu, wall = _milliseconds(rows, "cpu") / 1e3, _milliseconds(rows, "wall") / 1e3
+    # a thread that waits for a core is not idle
+    idle = max(0.0, 1.0 - cpu * (1.0 + facts.queued) / wall) if wall else 0.0
+    return _Case(values, facts, lost, making, wall, idle, interferes)
 
 
 def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
-    """Remedies that fit the cause, before any prediction.
-
-    Args:
-        values: the verdict.
-    """
+    """List the remedies that fit the cause, before any prediction."""
     if values["healthy"] or values["refused"]:
         return []
-    rows = _rows(values)
-    rates = values["samples_per_second"]
-    lost = {name: float(row["lost_points"]) for name, row in rows.items()}
-    cause = values["cause"] or {}
-    beside = cause.get("stage") == "neighbour"
-    if beside and cause.get("within") in lost:
-        # its work is what slows the step down
-        lost[cause["within"]] = max(lost[cause["within"]], float(cause["points"]))
-    in_loading = sum(
-        p
-        for name, p in lost.items()
-        if rows[name].get("where") == "loading" and name not in ("oversubscription", "transport")
-    )
-    cpu = (
-        sum(
-            float(r["cpu_ms_per_sample"] or 0.0)
-            for r in rows.values()
-            if r.get("where") == "loading"
-        )
-        / 1e3
-    )
-    found: list[Remedy] = []
-    each = max(1, facts.cores // facts.workers)
-    # Loaders that wait (for storage, say) can be more than there are cores; those that compute
-    # cannot.
-    wall = (
-        sum(
-            float(r["wall_ms_per_sample"] or 0.0)
-            for r in rows.values()
-            if r.get("where") == "loading"
-        )
-        / 1e3
-    )
-    # waiting for a core is no idleness
-    idle = max(0.0, 1.0 - cpu * (1.0 + facts.queued) / wall) if wall else 0.0
-    wanted = 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
-    if in_loading >= _MAKING or lost.get("transport", 0.0) >= 5:
-        if facts.executor == "none" and facts.stream:
-            reads_ahead = FeedSettings(executor="processes", workers=1)
-            found.append(
-                Remedy(
-                    "loaders",
-                    "a loading process for each worker, which reads ahead",
-                    reads_ahead,
-                    "same bits",
-                )
-            )
-        elif (
-            facts.executor == "none" and not facts.held
-        ):  # else loaders would be given each other's bytes
-            n = min(
-                max(2, math.ceil(wall * float(rates["synthetic"]) / facts.workers * 1.2)),
-                max(each, math.ceil(each / max(1 - idle, 0.1)), 2),
-                16,
-            )
-            found.append(
-                Remedy(
-                    "loaders",
-                    f"{n} loaders for each worker, which read ahead",
-                    FeedSettings(executor="processes" if facts.opens else "auto", workers=n),
-                    "same bits",
-                    loaders=n,
-                )
-            )
-        elif facts.executor != "none" and not facts.stream:
-            most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - idle, 0.05))))
-            n = min(math.ceil(facts.loaders * wanted), most, 4 * facts.loaders)
-            if n > facts.loaders and in_loading >= _MAKING and not beside:
-                what = "loading threads" if facts.executor == "threads" else "loading processes"
-                found.append(
-                    Remedy(
-                        "loaders",
-                        f"{n} {what} for each worker instead of {facts.loaders}",
-                        FeedSettings(workers=n),
-                        "same bits",
-                        loaders=n / facts.loaders,
-                    )
-                )
-        if (
-            facts.executor == "processes"
-            and not facts.held
-            and not facts.opens
-            and not facts.stream
-            and (lost.get("transport", 0.0) >= _WORTH or idle < 0.5)
-        ):
-            found.append(
-                Remedy(
-                    "threads",
-                    f"{max(facts.loaders, 1)} loading threads instead of processes: "
-                    "nothing is sent between them",
-                    FeedSettings(executor="threads", workers=max(facts.loaders, 1)),
-                    "same bits",
-                    faster={"transport": 0.0},
-                )
-            )
+    case = _case(values, facts)
+    kinds = (_of_threads, _of_loaders, _of_device, _of_decoding, _of_storage, _of_repetition)
+    return [remedy for kind in kinds for remedy in kind(case)]
+
+
+def _of_threads(case: _Case) -> Iterator[Remedy]:
+    neighbour = case.values.get("neighbour") or {}
+    if case.loses("oversubscription") or "threads" in str(neighbour.get("cause", "")):
+        text = "one compute thread in each loader"
+        rate = _gained(case.values, case.lost.get("oversubscription", 0.0))
+        limit = FeedSettings(threads=1)
+        yield Remedy("thread-limit", text, limit, "same distribution", rate=rate)
+
+
+def _of_loaders(case: _Case) -> Iterator[Remedy]:
+    facts, loaders = case.facts, case.facts.loaders
+    what = "loading threads" if facts.executor == "threads" else "loading processes"
+    way = case.lost.get("transport", 0.0)
+    if case.making >= _MAKING or way >= 5:
+        if facts.executor == "none":
+            yield from _first_loaders(case)
+        elif not facts.stream:
+            # Loaders that wait, for storage say, may outnumber the cores; loaders that compute
+            # may not.
+            each = max(1, facts.cores // facts.workers)
+            most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
+            n = min(math.ceil(loaders * case.ratio), most, 4 * loaders)
+            if n > loaders and case.making >= _MAKING and not case.interferes:
+                text = f"{n} {what} for each worker instead of {loaders}"
+                settings, times = FeedSettings(workers=n), n / loaders
+                yield Remedy("loaders", text, settings, "same bits", loaders=times)
+        shares_file = facts.held or facts.opens
+        if facts.executor == "processes" and not shares_file and not facts.stream:
+            n = max(loaders, 1)
+            if way >= _WORTH or case.idle < 0.5:
+                text = f"{n} loading threads instead of processes: no samples to transfer"
+                settings, free = FeedSettings(executor="threads", workers=n), {"transport": 0.0}
+                yield Remedy("threads", text, settings, "same bits", faster=free)
         if facts.executor != "none" and facts.prefetch < 8:
-            found.append(
-                Remedy(
-                    "prefetch",
-                    f"each loader up to {4 * facts.prefetch} batches ahead instead of "
-                    f"{facts.prefetch}",
-                    FeedSettings(prefetch=4 * facts.prefetch),
-                    "same bits",
-                )
-            )
-    loading = values.get("loading_samples_per_second")
-    if beside and loading and facts.executor != "none" and not facts.stream:
-        enough = max(1, math.ceil(1.1 * facts.loaders * float(rates["synthetic"]) / float(loading)))
-        if enough < facts.loaders:
-            what = "loading threads" if facts.executor == "threads" else "loading processes"
+            ahead = 4 * facts.prefetch
+            text = f"each loader up to {ahead} batches ahead instead of {facts.prefetch}"
+            yield Remedy("prefetch", text, FeedSettings(prefetch=ahead), "same bits")
+    loading = case.values.get("loading_samples_per_second")
+    if case.interferes and loading and facts.executor != "none" and not facts.stream:
+        ceiling = float(case.values["samples_per_second"]["synthetic"])
+        enough = max(1, math.ceil(1.1 * loaders * ceiling / float(loading)))
+        if enough < loaders:
             text = (
-                f"{enough} {what} for each worker instead of {facts.loaders}: as many as are "
-                "needed, and fewer to take the step's cores"
+                f"{enough} {what} for each worker instead of {loaders}: enough for the step, "
+                "and they take fewer of its cores"
             )
-            found.append(Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits"))
-    if lost.get("oversubscription", 0.0) >= _WORTH or "threads" in str(
-        (values.get("neighbour") or {}).get("cause", "")
-    ):
-        found.insert(
-            0,
-            Remedy(
-                "thread-limit",
-                "one compute thread in each loader",
-                FeedSettings(threads=1),
-                "same distribution",
-                rate=_gained(values, lost.get("oversubscription", 0.0)),
-            ),
-        )
-    if facts.cuda and not facts.pinned and lost.get("copy", 0.0) >= _WORTH:
-        found.append(
-            Remedy(
-                "pin-memory",
-                "page-locked batches: the copy runs beside the step",
-                FeedSettings(pin_memory=True),
-                "same bits",
-            )
-        )
-    if facts.jpeg and lost.get("decode", 0.0) >= _WORTH:
-        now = facts.decoders.get("pillow")
-        faster = min(
-            ((ms, name) for name, ms in facts.decoders.items() if name != "pillow"), default=None
-        )
-        if now and faster and faster[0] < 0.9 * now:
-            ms, name = faster
-            found.append(
-                Remedy(
-                    f"decoder-{name}",
-                    f"decode JPEG with {name}: {ms:.2f} instead of {now:.2f} ms an image",
-                    FeedSettings(decoder=name),
-                    "same bits" if name in facts.same_pixels else "same distribution",
-                    faster={"decode": ms / now},
-                )
-            )
-        scale = 0.3 + 0.7 / facts.shrink**2 if facts.shrink > 1 else 1.0
-        quicker = scale * (
-            facts.array_milliseconds / now if now and facts.array_milliseconds else 1.0
-        )
-        if facts.images and quicker < 0.9:
-            found.append(
-                Remedy(
-                    "feed-images",
-                    f"read the images with {_images(facts, facts.shrink > 1)} instead of "
-                    "the Dataset",
-                    None,
-                    "same distribution",
-                    faster={"decode": quicker},
-                    can_try=False,
-                )
-            )
-    room = 0.5 * facts.memory_bytes
-    if lost.get("read", 0.0) >= _WORTH:
+            yield Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits")
+
+
+def _first_loaders(case: _Case) -> Iterator[Remedy]:
+    """Loaders for a training process that reads its samples itself."""
+    facts = case.facts
+    if facts.stream:
+        text = "one loading process for each worker, which reads ahead"
+        yield Remedy("loaders", text, FeedSettings(executor="processes", workers=1), "same bits")
+    elif not facts.held:  # several loaders would move each other's position in the open file
+        each = max(1, facts.cores // facts.workers)
+        ceiling = float(case.values["samples_per_second"]["synthetic"])
+        wanted = max(2, math.ceil(case.wall * ceiling / facts.workers * 1.2))
+        n = min(wanted, max(each, math.ceil(each / max(1 - case.idle, 0.1)), 2), 16)
+        text = f"{n} loaders for each worker, which read ahead"
+        settings = FeedSettings(executor="processes" if facts.opens else "auto", workers=n)
+        yield Remedy("loaders", text, settings, "same bits", loaders=n)
+
+
+def _of_device(case: _Case) -> Iterator[Remedy]:
+    if case.facts.cuda and not case.facts.pinned and case.loses("copy"):
+        text = "page-locked batches: the copy runs during the step"
+        yield Remedy("pin-memory", text, FeedSettings(pin_memory=True), "same bits")
+
+
+def _of_decoding(case: _Case) -> Iterator[Remedy]:
+    facts = case.facts
+    if not facts.jpeg or not case.loses("decode"):
+        return
+    now = facts.decoders.get("pillow")
+    others = [(ms, name) for name, ms in facts.decoders.items() if name != "pillow"]
+    if now and others and min(others)[0] < 0.9 * now:
+        ms, name = min(others)
+        text = f"decode JPEG with {name}: {ms:.2f} instead of {now:.2f} ms per image"
+        label = "same bits" if name in facts.same_pixels else "same distribution"
+        settings, faster = FeedSettings(decoder=name), {"decode": ms / now}
+        yield Remedy(f"decoder-{name}", text, settings, label, faster=faster)
+    quicker = 0.3 + 0.7 / facts.shrink**2 if facts.shrink > 1 else 1.0
+    quicker *= facts.array_milliseconds / now if now and facts.array_milliseconds else 1.0
+    if facts.images and quicker < 0.9:
+        text = f"read the images with {_images(facts, facts.shrink > 1)} instead of the Dataset"
+        yield _by_hand("feed-images", text, "same distribution", {"decode": quicker})
+
+
+def _of_storage(case: _Case) -> Iterator[Remedy]:
+    facts, room = case.facts, 0.5 * case.facts.memory_bytes
+    if case.loses("read"):
         whole = facts.sample_bytes * facts.samples
-        if whole == 0 or whole < room:
+        if whole < room or whole == 0:
             size = f" ({whole / 2**30:.1f} GiB)" if whole > 2**29 else ""
-            by_hand = (
-                f": {_images(facts)}.cache('read') instead of the Dataset"
-                if facts.images and facts.imread
-                else ""
-            )
-            found.append(
-                Remedy(
-                    "cache-read",
-                    f"keep the files in memory{size}, from the second epoch on{by_hand}",
-                    None if by_hand else FeedSettings(cache="read", cache_in="memory"),
-                    "same distribution" if by_hand else "same bits",
-                    faster={"read": 0.02},
-                    can_try=False,
-                )
-            )
+            text = f"keep the files in memory{size}, from the second epoch on"
+            by_hand = facts.images and facts.imread
+            yield _cache("cache-read", facts, "read", text, by_hand, {"read": 0.02})
         if facts.files > 1000 and 0 < facts.sample_bytes < 2**18 and facts.folder:
-            then = (
-                "pack: OUT"
-                if facts.pipeline
-                else f"feed.{'images' if facts.images else 'tar'}(OUT)"
-            )
-            found.append(
-                Remedy(
-                    "pack",
-                    f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, "
-                    f"then {then}",
-                    None,
-                    "same distribution" if facts.images else "same bits",
-                    faster={"read": 0.3},
-                    can_try=False,
-                )
-            )
-    if lost.get("decode", 0.0) >= _WORTH:
-        whole = facts.decoded_bytes * facts.samples
-        if 0 < whole < room:
-            by_hand = (
-                f": {_images(facts)}.cache('decode') instead of the Dataset"
-                if facts.images and facts.draws
-                else ""
-            )
-            found.append(
-                Remedy(
-                    "cache-decode",
-                    f"keep decoded samples in memory ({whole / 2**30:.1f} GiB), from the "
-                    f"second epoch on{by_hand}",
-                    None if by_hand else FeedSettings(cache="decode", cache_in="memory"),
-                    "same distribution" if by_hand else "same bits",
-                    faster={"read": 0.02, "decode": 0.02},
-                    can_try=False,
-                )
-            )
-    if facts.pipeline and lost.get("augment", 0.0) >= _WORTH and facts.cuda:
-        found.append(
-            Remedy(
-                "device-augment",
-                "normalise and augment on the device",
-                FeedSettings(device_augment=True),
-                "same distribution",
-                faster={"augment": 0.1},
-            )
-        )
-    if in_loading >= 10:
-        found.append(
-            Remedy(
-                "echo",
-                "train on each batch twice (data echoing)",
-                FeedSettings(echo=2),
-                "changes the training",
-                echo=2,
-                can_try=False,
-            )
-        )
-    return found
+            reader = f"feed.{'images' if facts.images else 'tar'}(OUT)"
+            text = f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then "
+            text += "pack: OUT" if facts.pipeline else reader
+            label = "same distribution" if facts.images else "same bits"
+            yield _by_hand("pack", text, label, {"read": 0.3})
+    whole = facts.decoded_bytes * facts.samples
+    if case.loses("decode") and 0 < whole < room:
+        size = f"{whole / 2**30:.1f} GiB"
+        text = f"keep decoded samples in memory ({size}), from the second epoch on"
+        by_hand, faster = facts.images and facts.draws, {"read": 0.02, "decode": 0.02}
+        yield _cache("cache-decode", facts, "decode", text, by_hand, faster)
+
+
+def _of_repetition(case: _Case) -> Iterator[Remedy]:
+    if case.facts.pipeline and case.loses("augment") and case.facts.cuda:
+        text, settings = "normalize and augment on the device", FeedSettings(device_augment=True)
+        faster = {"augment": 0.1}
+        yield Remedy("device-augment", text, settings, "same distribution", faster=faster)
+    if case.making >= 10:
+        text, settings = "train on each batch twice (data echoing)", FeedSettings(echo=2)
+        yield Remedy("echo", text, settings, "changes the training", echo=2, can_try=False)
+
+
+def _by_hand(id: str, text: str, label: str, faster: Mapping[str, float]) -> Remedy:
+    """A remedy that changes the script, so that no setting can try it."""
+    return Remedy(id, text, None, label, faster=faster, can_try=False)
+
+
+def _cache(
+    id: str,
+    facts: Facts,
+    after: Literal["read", "decode"],
+    text: str,
+    by_hand: bool,
+    faster: Mapping[str, float],
+) -> Remedy:
+    """A cache in memory, by settings, or in the script where a setting would not reach."""
+    if by_hand:
+        text += f": {_images(facts)}.cache({after!r}) instead of the Dataset"
+        return _by_hand(id, text, "same distribution", faster)
+    settings = FeedSettings(cache=after, cache_in="memory")
+    return Remedy(id, text, settings, "same bits", faster=faster, can_try=False)
 
 
 def _images(facts: Facts, to_size: bool = False) -> str:
-    """What to write instead of a Dataset of image files."""
+    """The call to write in place of a Dataset of image files."""
     folder = repr(facts.folder) if facts.folder else "FOLDER"
     return f"feed.images({folder}{', decode_to_size=True' if to_size else ''})"
 
 
 def _gained(values: Mapping[str, Any], points: float) -> float:
     rates = values["samples_per_second"]
-    return min(
-        float(rates["synthetic"]), float(rates["real"]) + points / 100 * float(rates["synthetic"])
-    )
+    ceiling = float(rates["synthetic"])
+    return min(ceiling, float(rates["real"]) + points / 100 * ceiling)
 
 
 def is_crowded(sweep: Sequence[tuple[int, float]]) -> bool:
@@ -448,16 +385,12 @@ def is_crowded(sweep: Sequence[tuple[int, float]]) -> bool:
 def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     """The measurements as capacities, from which any number of devices is predicted."""
     rates = values["samples_per_second"]
-    rows = [
-        r
-        for r in values["stages"]
-        if r.get("where") == "loading" and r["name"] != "oversubscription"
-    ]
-    cpu = sum(float(r["cpu_ms_per_sample"] or 0.0) for r in rows) / 1e3
+    rows = _loading(values)
+    cpu = _milliseconds(rows, "cpu") / 1e3
     stages = tuple(
         StageCapacity(
             r["name"],
-            float(r["cpu_ms_per_sample"] or 0.0) / 1e3,
+            float(r["cpu_ms_per_sample"]) / 1e3,
             wall_seconds=float(r["wall_ms_per_sample"] or 0.0) / 1e3,
         )
         for r in rows
@@ -490,7 +423,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
         busy,
         nodes_of(Capacities(1.0, devices_per_node=facts.devices_per_node), facts.workers),
     )
-    found = from_runs(
+    c = from_runs(
         [run],
         stages=stages,
         sweep=sweep,
@@ -506,16 +439,12 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
         ),
     )
     if facts.stream:
-        # Every worker goes through all of it and keeps its part: together they make no more samples
-        # than one of them.
-        wall = sum(float(r["wall_ms_per_sample"] or 0.0) for r in rows) / 1e3
-        found = replace(
-            found,
-            storage_samples_per_second=min(
-                found.storage_samples_per_second, 1.0 / wall if wall > 0 else math.inf
-            ),
-        )
-    return found
+        # Every worker reads the whole stream and keeps its part: together they make no more
+        # samples than one of them.
+        wall = _milliseconds(rows, "wall") / 1e3
+        most = min(c.storage_samples_per_second, 1.0 / wall if wall > 0 else math.inf)
+        c = replace(c, storage_samples_per_second=most)
+    return c
 
 
 def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
@@ -530,32 +459,29 @@ def _from_trial(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[st
     that rate.
     """
     rates = values["samples_per_second"]
-    rows = [r for r in values["stages"] if r.get("where") == "loading"]
-    cpu = sum(float(r["cpu_ms_per_sample"] or 0.0) for r in rows) / 1e3
-    least = (
-        min(1.0, max(0.0, facts.cores / rate - facts.step_cpu_seconds) / cpu) if cpu > 0 else 1.0
-    )
+    rows = _loading(values)
+    cpu = _milliseconds(rows, "cpu") / 1e3
+    room = max(0.0, facts.cores / rate - facts.step_cpu_seconds)
+    least = min(1.0, room / cpu) if cpu > 0 else 1.0
     loading = values.get("loading_samples_per_second")
+    if loading is not None:
+        loading = max(rate, float(loading) * rate / float(rates["real"]))
+    stages = [
+        {**r, "cpu_ms_per_sample": float(r["cpu_ms_per_sample"] or 0.0) * least} for r in rows
+    ]
     return {
         **values,
         "samples_per_second": {**rates, "real": rate},
-        "loading_samples_per_second": None
-        if loading is None
-        else max(rate, float(loading) * rate / float(rates["real"])),
-        "stages": [
-            {**r, "cpu_ms_per_sample": float(r["cpu_ms_per_sample"] or 0.0) * least}
-            if r in rows
-            else r
-            for r in values["stages"]
-        ],
+        "loading_samples_per_second": loading,
+        "stages": [*stages, *(r for r in values["stages"] if r not in rows)],
     }
 
 
 def _sizes(here: int, to: int) -> list[int]:
-    found = [here]
-    while found[-1] * 2 <= to:
-        found.append(found[-1] * 2)
-    return found if found[-1] == to or to < here else [*found, to]
+    sizes = [here]
+    while sizes[-1] * 2 <= to:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == to or to < here else [*sizes, to]
 
 
 def outlook(
@@ -574,19 +500,10 @@ def outlook(
     rows = []
     for n in _sizes(facts.workers, to):
         p = predict(c, n)
-        rows.append(
-            {
-                "devices": n,
-                "nodes": p.nodes,
-                "gap": p.gap,
-                "low": p.low,
-                "high": p.high,
-                "wall": p.wall,
-            }
-        )
-    if rows:
-        # Here it was measured.
-        rows[0].update(gap=values["gap"], low=values["gap_low"], high=values["gap_high"])
+        row = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low, "high": p.high}
+        rows.append({**row, "wall": p.wall})
+    # The first size is this one, which was measured.
+    rows[0].update(gap=values["gap"], low=values["gap_low"], high=values["gap_high"])
     return rows, [
         {"stage": w.stage, "devices": w.devices, "limit": w.limit}
         for w in walls(c, max(to, facts.workers))
@@ -595,32 +512,19 @@ def outlook(
 
 def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capacities:
     """The capacities with a remedy applied."""
-    rows = [
-        r
-        for r in values["stages"]
-        if r.get("where") == "loading" and r["name"] != "oversubscription"
-    ]
-    before = sum(float(r["wall_ms_per_sample"] or 0.0) for r in rows)
-    after = sum(
-        float(r["wall_ms_per_sample"] or 0.0) * remedy.faster.get(r["name"], 1.0) for r in rows
-    )
+    rows = _loading(values)
+    before, after = _milliseconds(rows, "wall"), _milliseconds(rows, "wall", remedy.faster)
     quicker = before / after if after > 0 and before > 0 else 1.0
     stages = tuple(
         replace(
             s,
             cpu_seconds=s.cpu_seconds * remedy.faster.get(s.name, 1.0),
-            samples_per_second=s.samples_per_second * quicker * remedy.loaders
-            if math.isfinite(s.samples_per_second)
-            else math.inf,
+            samples_per_second=s.samples_per_second * quicker * remedy.loaders,
         )
         for s in c.stages
     )
     read = remedy.faster.get("read", 1.0)
-    storage = (
-        c.storage_samples_per_second / max(read, 1e-6)
-        if math.isfinite(c.storage_samples_per_second)
-        else math.inf
-    )
+    storage = c.storage_samples_per_second / max(read, 1e-6)
     closes = 1.0 - _not_loading(values) if quicker * remedy.loaders > 1.01 else 0.0
     # step and samples take turns: as much less is lost as samples take less
     if not values["loaders"] and remedy.loaders == 1:
@@ -638,11 +542,8 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capaci
 def _not_loading(values: Mapping[str, Any]) -> float:
     """Share of the gap that no loader can close."""
     gap = 100 * float(values["gap"])
-    inside = sum(
-        float(r["lost_points"])
-        for r in values["stages"]
-        if r.get("where") == "loading" and r["name"] != "transport"
-    )
+    rows = [r for r in values["stages"] if r.get("where") == "loading"]
+    inside = sum(float(r["lost_points"]) for r in rows if r["name"] != "transport")
     return min(1.0, max(0.0, 1.0 - inside / gap)) if gap > 0 else 1.0
 
 
@@ -652,42 +553,27 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     synthetic, real = float(rates["synthetic"]), float(rates["real"])
     if remedy.echo > 1:
         return min(synthetic, real * remedy.echo)
-    rows = [
-        r
-        for r in values["stages"]
-        if r.get("where") == "loading" and r["name"] != "oversubscription"
-    ]
-    before = sum(float(r["wall_ms_per_sample"] or 0.0) for r in rows) / 1e3
-    after = (
-        sum(float(r["wall_ms_per_sample"] or 0.0) * remedy.faster.get(r["name"], 1.0) for r in rows)
-        / 1e3
-    )
-    cpu = (
-        sum(float(r["cpu_ms_per_sample"] or 0.0) * remedy.faster.get(r["name"], 1.0) for r in rows)
-        / 1e3
-    )
+    rows = _loading(values)
+    before = _milliseconds(rows, "wall") / 1e3
+    after = _milliseconds(rows, "wall", remedy.faster) / 1e3
+    cpu = _milliseconds(rows, "cpu", remedy.faster) / 1e3 + facts.step_cpu_seconds
     if facts.loaders == 0:
-        ahead = remedy.loaders > 1
         per_sample = 1.0 / real - (before - after) / facts.workers
         rate = min(1.0 / max(per_sample, 1e-9), synthetic)
-        if ahead:
+        if remedy.loaders > 1:  # they read ahead
             rate = min(synthetic, facts.workers * remedy.loaders / max(after, 1e-12))
     else:
         rate = real * (before / after if after > 0 else math.inf) * remedy.loaders
         rate = real if before == after and remedy.loaders == 1 else min(rate, synthetic)
     if "transport" in remedy.faster:
-        rate = max(rate, _gained(values, _points(_rows(values), "transport")))
+        way = sum(float(r["lost_points"]) for r in rows if r["name"] == "transport")
+        rate = max(rate, _gained(values, way))
     lifted = sum(float(r["alone_points"]) for r in rows if remedy.faster.get(r["name"], 1.0) < 0.1)
     rate = max(rate, _gained(values, lifted)) if lifted else rate
-    full = (
-        facts.cores / (cpu + facts.step_cpu_seconds)
-        if cpu + facts.step_cpu_seconds > 0
-        else math.inf
-    )
-    given = capacities_of(values, facts).storage_samples_per_second / max(
-        remedy.faster.get("read", 1.0), 1e-6
-    )
-    return max(real, min(rate, synthetic, max(full, real), given))
+    busy = facts.cores / cpu if cpu > 0 else math.inf
+    storage = capacities_of(values, facts).storage_samples_per_second
+    storage /= max(remedy.faster.get("read", 1.0), 1e-6)
+    return max(real, min(rate, synthetic, max(busy, real), storage))
 
 
 def prescriptions(
@@ -715,11 +601,8 @@ def prescriptions(
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
         if remedy.tried and not remedy.faster and remedy.loaders == 1 and remedy.echo == 1:
-            altered = _on_nodes(
-                capacities_of(_from_trial(values, facts, min(rate, synthetic)), facts),
-                largest,
-                nodes,
-            )
+            measured = _from_trial(values, facts, min(rate, synthetic))
+            altered = _on_nodes(capacities_of(measured, facts), largest, nodes)
         else:
             altered = _altered(c, values, remedy)
         p = predict(altered, largest)
@@ -731,24 +614,19 @@ def prescriptions(
             continue  # it would have shown here
         if gain < max(_WORTH, noise if remedy.tried else 0.0) and gain_largest < max(5.0, noise):
             continue
-        order = LABELS.index(remedy.label)
-        listed.append(
-            (
-                2 if remedy.echo > 1 else 0 if order == 0 else 1,
-                -max(gain, 0.5 * gain_largest),
-                {
-                    "id": remedy.id,
-                    "text": remedy.text,
-                    "settings": remedy.settings.to_dict() if remedy.settings is not None else None,
-                    "label": remedy.label,
-                    "gap_here": gap_here,
-                    "gap_largest": gap_largest,
-                    "gain_here_points": gain,
-                    "tried": remedy.tried,
-                },
-            )
-        )
-    # By gain, in classes of ten points, so that of two that help alike the safer comes first;
-    # echoing is the last resort.
+        rank = 2 if remedy.echo > 1 else 0 if remedy.label == LABELS[0] else 1
+        row = {
+            "id": remedy.id,
+            "text": remedy.text,
+            "settings": remedy.settings.to_dict() if remedy.settings is not None else None,
+            "label": remedy.label,
+            "gap_here": gap_here,
+            "gap_largest": gap_largest,
+            "gain_here_points": gain,
+            "tried": remedy.tried,
+        }
+        listed.append((rank, -max(gain, 0.5 * gain_largest), row))
+    # By gain, in classes of ten points: of two remedies that help about equally, the safer comes
+    # first. Echoing is the last resort.
     listed.sort(key=lambda x: (x[0] == 2, round(x[1] / 10), x[0], x[1]))
     return [{"number": i, **row} for i, (_, _, row) in enumerate(listed, 1)]

@@ -30,47 +30,25 @@ __all__ = [
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 
-_WARMED = 1.25  # times as fast in the later rounds as in the earlier ones: no noise
-_SURELY = 5.0  # points that it must have at least, for all the noise
-_EXCHANGE_POINTS = 15.0  # what exchange may cost before it is called the cause of anything
-_ENOUGH = 3  # rounds: of so many, one may be far off
-_AT_ONCE = 1.25  # times the fastest of the others: a reading so much faster is no noise
+_WARMED = 1.25  # later rounds so much faster than earlier ones: something warms up, it is no noise
+_SURELY = 5.0  # points that a gap must exceed at the low end of its interval
+_EXCHANGE_POINTS = 15.0  # points that the exchange must cost to be called the cause
+_ENOUGH = 3  # rounds, from which on one outlier does not decide
+_AT_ONCE = 1.25  # a single window so much faster than all others is no noise
 _SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
-# of the time that is lost: what the stages' own times must account for, to share it out among them
-_EXPLAINED = 0.7
-# two halves of the same arm that differ by more say nothing, however small the gap; nor does a
-# wider interval
-_UNCLEAR = 0.10
-# of the gap: a stage that costs less is not called its cause while most of it is not accounted for
-_NAMED = 0.2
-# degrees of freedom that the noise of all arms counts for, beside that of the two that are compared
-_PRIOR = 2
+_EXPLAINED = 0.7  # share of the lost time that stage times must explain before they divide it
+_UNCLEAR = 0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
+_NAMED = 0.2  # share of the gap below which a stage is not its cause while most is unexplained
+_PRIOR = 2  # degrees of freedom granted to the noise of all arms, beside that of the two compared
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
+# fmt: off
 _T95 = (
-    math.inf,
-    12.71,
-    4.30,
-    3.18,
-    2.78,
-    2.57,
-    2.45,
-    2.36,
-    2.31,
-    2.26,
-    2.23,
-    2.20,
-    2.18,
-    2.16,
-    2.14,
-    2.13,
-    2.12,
-    2.11,
-    2.10,
-    2.09,
-    2.09,
+    math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
+    2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -131,8 +109,8 @@ class Measurements:
         startup_seconds: to the first batch.
         loaders_threads: share of the loaders' CPU time that was spent outside the threads that
             read.
-        block_seconds: of one step, by lines within ``with stage(…)`` in the training process, which
-            cannot be taken out.
+        block_seconds: of one step, by ``with stage(…)`` block in the training process; blocks
+            cannot be removed.
         cold: what was found about storage, if asked.
         order: ``seconds`` that the script's sampler takes to draw an epoch's order, and the
             ``share`` of the epoch; None where it is little.
@@ -177,8 +155,8 @@ class Diagnosis:
     @property
     def refused(self) -> str | None:
         """Why there is no verdict."""
-        found: str | None = self.values["refused"]
-        return found
+        reason: str | None = self.values["refused"]
+        return reason
 
 
 def _t95(freedom: int) -> float:
@@ -196,9 +174,8 @@ def _noise(seen: Measurements, ceiling: float) -> tuple[float, int]:
     round; the residuals count (least squares of logarithms).
     """
     arms = sorted({a for r in seen.rounds for a in r})
-    cells = [
-        (arms.index(a), k, v) for k, r in enumerate(seen.rounds) for a, v in r.items() if v > 0
-    ]
+    rounds = enumerate(seen.rounds)
+    cells = [(arms.index(a), k, v) for k, r in rounds for a, v in r.items() if v > 0]
     columns = np.zeros((len(cells), len(arms) + len(seen.rounds)))
     for row, (arm, k, _) in enumerate(cells):
         columns[row, arm] = columns[row, len(arms) + k] = 1.0
@@ -228,10 +205,7 @@ def _same_arm(seen: Measurements, arm: str) -> float:
     if len(values) < 2:
         return 0.0
     # as the gap is: of five or more, one may be far off
-    one, other = (
-        statistics.median(values[::2]),
-        statistics.median(values[1::2]),
-    )
+    one, other = (statistics.median(values[::2]), statistics.median(values[1::2]))
     return abs(one - other) / max(one, other)
 
 
@@ -276,20 +250,17 @@ class _Judge:
 
     def lift(self, arm: str) -> Interval | None:
         """Points gained by an arm over the real one in the same rounds."""
-        found = [
-            (r[arm] - r["real"]) / self.ceiling
-            for r in self.seen.rounds
-            if arm in r and "real" in r
-        ]
-        if not found:
+        rounds = [r for r in self.seen.rounds if arm in r and "real" in r]
+        gains = [(r[arm] - r["real"]) / self.ceiling for r in rounds]
+        if not gains:
             return None
-        value = statistics.median(found)
+        value = statistics.median(gains)
         without, real = ceiling_shares(self.seen, arm), ceiling_shares(self.seen, "real")
         if without and len(real) >= _ENOUGH:
             # The real rate was measured in more rounds than the arm: with all of them, one that is
             # far off counts less.
             value = (statistics.median(without) - statistics.median(real)) / self.factor
-        half = self._half(found)
+        half = self._half(gains)
         return Interval(100 * value, 100 * (value - half), 100 * (value + half))
 
     # -- the input ---------------------------------------------------------------------
@@ -331,30 +302,23 @@ class _Judge:
                 inner = sum(s.wall_seconds for s in seen.stages if s.name in stage.contains)
                 own = stage.wall_seconds / max(stage.wall_seconds + inner, 1e-12)
                 lift = Interval(lift.value * own, lift.low * own, lift.high * own)
-            each = seen.workers * (seen.loaders if stage.where == "loading" and seen.loaders else 1)
+            in_loaders = stage.where == "loading" and seen.loaders
+            each = seen.workers * (seen.loaders if in_loaders else 1)
             alone = min(max(lift.value, 0.0), gap)
-            rows.append(
-                {
-                    "name": stage.name,
-                    "capacity_samples_per_second": each / stage.wall_seconds
-                    if stage.wall_seconds > 0
-                    else None,
-                    "cpu_ms_per_sample": 1e3 * stage.cpu_seconds,
-                    "wall_ms_per_sample": 1e3 * stage.wall_seconds,
-                    "bytes_per_sample": stage.bytes,
-                    "where": stage.where,
-                    "alone_points": alone,
-                    "lost_points": alone,
-                    "low": min(max(lift.low, 0.0), gap),
-                    "high": min(max(lift.high, 0.0), gap),
-                    "measured": measured,
-                    "note": ""
-                    if measured or alone < 1
-                    else "by its share of the time"
-                    if stage.removable
-                    else "timed; it cannot be taken out",
-                }
+            row = _row(
+                stage.name, alone, min(max(lift.low, 0.0), gap), min(max(lift.high, 0.0), gap)
             )
+            if stage.wall_seconds > 0:
+                row["capacity_samples_per_second"] = each / stage.wall_seconds
+            row["cpu_ms_per_sample"] = 1e3 * stage.cpu_seconds
+            row["wall_ms_per_sample"] = 1e3 * stage.wall_seconds
+            row["bytes_per_sample"] = stage.bytes
+            row["where"] = stage.where
+            row["measured"] = measured
+            if not measured and alone >= 1:
+                by_time = "by its share of the time"
+                row["note"] = by_time if stage.removable else "timed; it cannot be removed"
+            rows.append(row)
         return rows
 
     def _python(self, stage: TimedStage, by_time: float) -> float:
@@ -364,12 +328,9 @@ class _Judge:
         whole = self.lift("replayed")
         if whole is None:
             return by_time
-        own = [
-            s
-            for s in self.seen.stages
-            if s.where == "loading" and s.name not in ("collate", "transport")
-        ]
-        total = sum(s.wall_seconds for s in own)
+        others = ("collate", "transport")
+        loading = [s for s in self.seen.stages if s.where == "loading" and s.name not in others]
+        total = sum(s.wall_seconds for s in loading)
         share = stage.wall_seconds / total if total else 0.0
         return max(0.0, whole.value) if share > 0.8 else min(by_time, max(0.0, whole.value))
 
@@ -378,13 +339,10 @@ class _Judge:
         seen = self.seen
         if seen.executor != "processes":
             return
-        # Whatever is taken out, the way stays: it costs no more than the shortest wait that is
-        # left.
-        left, spread = math.inf, 100 * self.noise
-        for arm in (
-            "replayed",
-            *(f"without:{s.name}" for s in seen.stages if s.where == "loading"),
-        ):
+        # Transfer stays whatever stage is removed: it costs at most the shortest remaining wait.
+        left = math.inf
+        removed = [f"without:{s.name}" for s in seen.stages if s.where == "loading"]
+        for arm in ("replayed", *removed):
             wait = seen.arm_waits.get(arm)
             if wait is not None and _middle(seen, arm) is not None:
                 step = seen.batch / self.ceiling
@@ -394,61 +352,36 @@ class _Judge:
         points = min(left, 100 * max(0.0, self.gap))
         collate = next((r for r in rows if r["name"] == "collate"), None)
         if collate is not None:
-            # Collating in a loading process also copies into memory that both see: that is the way,
-            # not the collating.
+            # Collation in a loading process also copies into shared memory: that part is transfer.
             in_loader, taken = collate["cpu_ms_per_sample"], collate["alone_points"]
-            on_the_way = 0.0
+            copying = 0.0
             if seen.collate_seconds is not None and in_loader > 0.3 * collate["wall_ms_per_sample"]:
-                on_the_way = max(0.0, 1.0 - 1e3 * seen.collate_seconds / in_loader)
-            if on_the_way > 0.3:
-                points += taken * on_the_way
-                collate["alone_points"] = collate["lost_points"] = taken * (1.0 - on_the_way)
+                copying = max(0.0, 1.0 - 1e3 * seen.collate_seconds / in_loader)
+            if copying > 0.3:
+                points += taken * copying
+                collate["alone_points"] = collate["lost_points"] = taken * (1.0 - copying)
             elif "replayed" in seen.arm_waits and "without:collate" not in seen.arm_waits:
                 points = max(0.0, points - taken)  # it was still collated there
         points = min(points, 100 * max(0.0, self.gap))
-        half = spread
-        rows.append(
-            {
-                "name": "transport",
-                "capacity_samples_per_second": None,
-                "cpu_ms_per_sample": None,
-                "wall_ms_per_sample": None,
-                "bytes_per_sample": 0.0,
-                "where": "loading",
-                "alone_points": points,
-                "lost_points": points,
-                "low": max(0.0, points - half),
-                "high": points + half,
-                "measured": True,
-                "note": "",
-            }
-        )
+        half = 100 * self.noise
+        rows.append(_row("transport", points, max(0.0, points - half), points + half))
 
     def neighbour(self) -> dict[str, Any] | None:
         """Slowdown of the step itself while loaders run."""
-        beside = _middle(self.seen, "beside")
-        synthetic = _middle(self.seen, "synthetic")
+        seen = self.seen
+        beside, synthetic = _middle(seen, "beside"), _middle(seen, "synthetic")
         if beside is None or synthetic is None:
             return None
-        slowdown = synthetic / beside
-        # What the step loses to the loaders in the real training too; the rest of that it waits.
-        step = self.seen.batch / self.real
-        slower = self.seen.batch / beside - self.seen.batch / synthetic
-        if (
-            self.seen.workers == 1
-            and self.seen.real_step_seconds is not None
-            and self.seen.step_seconds
-        ):
-            slower = min(slower, self.seen.real_step_seconds - self.seen.step_seconds)
-        rate = min(self.seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
-        if self.seen.loading is not None:
-            # a faster step would not be fed faster than that
-            rate = min(rate, max(self.real, self.seen.loading))
-        return {
-            "slowdown": slowdown,
-            "points": max(0.0, 100 * (rate - self.real) / self.ceiling),
-            "cause": "",
-        }
+        # What the step loses to the loaders in the real training too; the rest it spends waiting.
+        step = seen.batch / self.real
+        slower = seen.batch / beside - seen.batch / synthetic
+        if seen.workers == 1 and seen.real_step_seconds is not None and seen.step_seconds:
+            slower = min(slower, seen.real_step_seconds - seen.step_seconds)
+        rate = min(seen.batch / max(step - max(slower, 0.0), 0.01 * step), self.ceiling)
+        if seen.loading is not None:  # the loaders would feed a faster step no faster than this
+            rate = min(rate, max(self.real, seen.loading))
+        points = max(0.0, 100 * (rate - self.real) / self.ceiling)
+        return {"slowdown": synthetic / beside, "points": points, "cause": ""}
 
     # -- the workers -------------------------------------------------------------------
 
@@ -461,14 +394,9 @@ class _Judge:
         usual = statistics.median_high(each)  # of two, the faster: the other may be the straggler
         ideal = usual * seen.workers
         slowest = min(each)
-        synthetic = self.ceiling
-        # In time: the usual step, what the slowest adds to it, and what all of them then need to
-        # come together.
-        usual_step, slowest_step, together = (
-            seen.workers / ideal,
-            1.0 / slowest,
-            seen.workers / synthetic,
-        )
+        # In time: the usual step, the step of the slowest rank, and the step of all together.
+        usual_step, slowest_step = seen.workers / ideal, 1.0 / slowest
+        together = seen.workers / self.ceiling
         exchange_step = max(0.0, together - slowest_step)
         slower = usual / slowest
         lost = 100 * (1.0 - (usual_step + exchange_step) / max(together, slowest_step))
@@ -477,27 +405,18 @@ class _Judge:
             mean_step = 1.0 / statistics.fmean(each)
             return max(0.0, 100 * (1.0 - mean_step / together)), ideal, None
         exchange = 100 * exchange_step / (usual_step + exchange_step)
-        return (
-            exchange,
-            ideal,
-            {"rank": each.index(slowest), "slower": slower, "points": lost, "stage": "step"},
-        )
+        straggler = {"rank": each.index(slowest), "slower": slower, "points": lost, "stage": "step"}
+        return exchange, ideal, straggler
 
-    def slow_loader(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    def slow_loader(self) -> dict[str, Any] | None:
         """A rank with slower samples, which all ranks wait for."""
         seen = self.seen
         if seen.workers == 1:
             return None
-        walls = np.array(
-            [
-                [
-                    s.wall_by_rank[k]
-                    for s in seen.stages
-                    if s.where == "loading" and len(s.wall_by_rank) == seen.workers
-                ]
-                for k in range(seen.workers)
-            ]
-        )
+        stages = [
+            s for s in seen.stages if s.where == "loading" and len(s.wall_by_rank) == seen.workers
+        ]
+        walls = np.array([[s.wall_by_rank[k] for s in stages] for k in range(seen.workers)])
         if walls.size == 0:
             return None
         totals = walls.sum(axis=1)
@@ -505,38 +424,47 @@ class _Judge:
         worst = int(totals.argmax())
         if usual <= 0 or totals[worst] < 1.3 * usual:
             return None
-        waits = (
-            [statistics.median(r[k] for r in seen.waits) for k in range(seen.workers)]
-            if seen.waits
-            else []
-        )
         step = seen.batch / self.real
         excess_seconds = (totals[worst] - usual) * seen.batch / seen.workers / max(1, seen.loaders)
-        if excess_seconds < 0.05 * step or (
-            waits and (waits[worst] < max(waits) or waits[worst] < 0.3 * self.gap * step)
-        ):
-            return None  # it does not matter, or is not what they wait for
-        # As the others are: each rank feeds itself, the slowest decides.
-        loaders = max(1, seen.loaders)
+        if excess_seconds < 0.05 * step:
+            return None
+        if seen.waits:
+            waits = [statistics.median(r[k] for r in seen.waits) for k in range(seen.workers)]
+            if waits[worst] < max(waits) or waits[worst] < 0.3 * self.gap * step:
+                return None  # the others wait for something else
+        # If it were as fast as the others: each rank feeds itself, and the slowest decides.
         if seen.loaders:
-            better = min(self.ceiling, seen.workers * loaders / usual)
+            better = min(self.ceiling, seen.workers * seen.loaders / usual)
         else:
             better = 1.0 / (1.0 / self.real - (totals[worst] - usual) / seen.workers)
         gained = min(100 * self.gap, 100 * (better - self.real) / self.ceiling)
         if gained < max(_STRAGGLER_POINTS, 0.5 * 100 * self.gap):
             return None
-        names = [
-            s.name
-            for s in seen.stages
-            if s.where == "loading" and len(s.wall_by_rank) == seen.workers
-        ]
         excess = walls[worst] - np.median(np.delete(walls, worst, axis=0), axis=0)
         return {
             "rank": worst,
             "slower": float(totals[worst] / usual),
             "points": gained,
-            "stage": names[int(excess.argmax())],
+            "stage": stages[int(excess.argmax())].name,
         }
+
+
+def _row(name: str, points: float, low: float, high: float, note: str = "") -> dict[str, Any]:
+    """A stage's row, with no times yet."""
+    return {
+        "name": name,
+        "capacity_samples_per_second": None,
+        "cpu_ms_per_sample": None,
+        "wall_ms_per_sample": None,
+        "bytes_per_sample": 0.0,
+        "where": "loading",
+        "alone_points": points,
+        "lost_points": points,
+        "low": low,
+        "high": high,
+        "measured": True,
+        "note": note,
+    }
 
 
 def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
@@ -550,9 +478,8 @@ def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
         if others > left:
             row["lost_points"] = max(0.0, row["alone_points"] * max(0.0, left) / others)
         if row["alone_points"] - row["lost_points"] > 3:
-            row["note"] = (
-                row["note"] + "; " if row["note"] else ""
-            ) + f"{row['alone_points']:.0f} if it alone were free"
+            note = f"{row['alone_points']:.0f} if it alone were free"
+            row["note"] = f"{row['note']}; {note}" if row["note"] else note
             row["high"] = max(row["high"], row["alone_points"])
         row["low"] = min(row["low"], row["lost_points"])
 
@@ -565,16 +492,13 @@ def _share_rest(
     """
     timed = [r for r in rows if r["where"] == "loading" and r["wall_ms_per_sample"]]
     left = 100 * j.gap - sum(r["lost_points"] for r in rows)
-    if (
-        cause is None
-        or cause["stage"] not in {r["name"] for r in timed}
-        or left < max(10.0, 25 * j.gap)
-    ):
+    if cause is None or left < max(10.0, 25 * j.gap):
+        return
+    if cause["stage"] not in {r["name"] for r in timed}:
         return
     total = sum(r["wall_ms_per_sample"] for r in timed) / 1e3
-    available = seen.workers * (
-        seen.loaders / j.real if seen.loaders else 1 / j.real - 1 / j.ceiling
-    )
+    per_sample = seen.loaders / j.real if seen.loaders else 1 / j.real - 1 / j.ceiling
+    available = seen.workers * per_sample
     if total < _EXPLAINED * available:
         return
     for row in timed:
@@ -627,7 +551,7 @@ def judge(seen: Measurements) -> Diagnosis:
     _settle_overlaps(rows, 100 * gap)
     neighbour = j.neighbour()
     limited = j.lift("limited")
-    slow_loader = j.slow_loader(rows) if straggler is None else None
+    slow_loader = j.slow_loader() if straggler is None else None
 
     healthy_input = 100 * gap <= HEALTHY_POINTS
     cause: dict[str, Any] | None = None
@@ -637,32 +561,15 @@ def judge(seen: Measurements) -> Diagnosis:
         straggler = slow_loader
     if cause is not None and cause["stage"] != "straggler":
         _share_rest(rows, seen, j, cause)
-    # What is lost between workers is lost of the steps, and of the real training as much less as it
-    # waits for its input.
-    between = max(
-        exchange if exchange >= _EXCHANGE_POINTS else 0.0, straggler["points"] if straggler else 0.0
-    )
-    if cause is None or (cause["stage"] != "straggler" and cause["points"] < between * (1.0 - gap)):
-        if straggler is not None and straggler["points"] >= exchange:
-            cause = {"stage": "straggler", "points": straggler["points"], "rank": straggler["rank"]}
-        elif exchange >= _EXCHANGE_POINTS:
-            cause = {"stage": "exchange", "points": exchange}
-    left = (
-        100 * gap
-        - sum(r["lost_points"] for r in rows)
-        - (neighbour["points"] if neighbour is not None else 0.0)
-    )
-    if (
-        cause is not None
-        and cause["stage"] in {r["name"] for r in rows}
-        and cause["points"] < _NAMED * 100 * gap
-        and left > 50 * gap
-    ):
-        cause = {"stage": "unexplained", "points": left}  # the largest of small ones is not why
+    cause = _between_workers(cause, gap, exchange, straggler)
+    cause = _or_unexplained(cause, rows, 100 * gap, neighbour)
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
+    # The gap is the median over rounds, each with both rates. The real rate follows from it: on a
+    # noisy machine the median of the real rates would not agree with it.
+    rates = {"synthetic": j.ceiling, "real": j.ceiling * (1.0 - gap), "alone": ideal}
     return Diagnosis(
         {
             "workers": seen.workers,
@@ -670,13 +577,7 @@ def judge(seen: Measurements) -> Diagnosis:
             "executor": seen.executor,
             "cores": seen.cores,
             "batch": seen.batch,
-            # The gap is the median over rounds, each with both rates. The real rate that is shown
-            # follows from it: medians of their own would not agree with it on a noisy machine.
-            "samples_per_second": {
-                "synthetic": j.ceiling,
-                "real": j.ceiling * (1.0 - gap),
-                "alone": ideal,
-            },
+            "samples_per_second": rates,
             "gap": gap,
             "gap_low": max(0.0, j.gap - j.half),
             "gap_high": max(gap, min(1.0, j.gap + j.half)),
@@ -697,17 +598,48 @@ def judge(seen: Measurements) -> Diagnosis:
     )
 
 
+# fmt: off
 _ORDER = [
-    "read",
-    "decode",
-    "augment",
-    "python",
-    "collate",
-    "transport",
-    "copy",
-    "finish",
+    "read", "decode", "augment", "python", "collate", "transport", "copy", "finish",
     "oversubscription",
 ]
+# fmt: on
+
+
+def _between_workers(
+    cause: dict[str, Any] | None, gap: float, exchange: float, straggler: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The cause, unless the exchange or a straggler costs more.
+
+    They cost a share of the steps. A training that waits for its input loses that much less.
+    """
+    late = straggler["points"] if straggler else 0.0
+    points = max(exchange if exchange >= _EXCHANGE_POINTS else 0.0, late)
+    if cause is not None and cause["stage"] == "straggler":
+        return cause
+    if cause is not None and cause["points"] >= points * (1.0 - gap):
+        return cause
+    if straggler is not None and late >= exchange:
+        return {"stage": "straggler", "points": late, "rank": straggler["rank"]}
+    if exchange >= _EXCHANGE_POINTS:
+        return {"stage": "exchange", "points": exchange}
+    return cause
+
+
+def _or_unexplained(
+    cause: dict[str, Any] | None,
+    rows: list[dict[str, Any]],
+    gap: float,
+    neighbour: dict[str, Any] | None,
+) -> dict[str, Any] | None:
+    """The cause, unless it is only the largest of many small ones."""
+    if cause is None or cause["stage"] not in {r["name"] for r in rows}:
+        return cause
+    shared = neighbour["points"] if neighbour is not None else 0.0
+    left = gap - sum(r["lost_points"] for r in rows) - shared
+    if cause["points"] < _NAMED * gap and left > 0.5 * gap:
+        return {"stage": "unexplained", "points": left}
+    return cause
 
 
 def _cause(
@@ -722,40 +654,22 @@ def _cause(
     gap = 100 * j.gap
     top = max(rows, key=lambda r: r["lost_points"], default=None)
     best = top["lost_points"] if top is not None else 0.0
-    # more than their compute threads account for: they burn something else
+    # slower steps beyond what the loaders' compute threads cost: they burn something else
     slows = neighbour["points"] if neighbour is not None else 0.0
-    if (
-        limited is not None
-        and _is_surely_faster(seen, limited)
-        and limited.value >= max(HEALTHY_POINTS, 0.5 * max(best, gap / 2, slows))
-    ):
+    least = max(HEALTHY_POINTS, 0.5 * max(best, gap / 2, slows))
+    if limited is not None and limited.value >= least and _is_surely_faster(seen, limited):
         points = min(gap, limited.value)
-        note = f"in {top['name']}" if top is not None and best > 0 else ""
+        note = "compute threads of the loaders"
+        if top is not None and best > 0:
+            note += f", in {top['name']}"
         _hand_over(rows, points)
         if neighbour is not None:
             neighbour["points"] = max(0.0, min(neighbour["points"], gap - points))
             neighbour["cause"] = "threads of the loaders"
-        rows.append(
-            {
-                "name": "oversubscription",
-                "capacity_samples_per_second": None,
-                "cpu_ms_per_sample": None,
-                "wall_ms_per_sample": None,
-                "bytes_per_sample": 0.0,
-                "where": "loading",
-                "alone_points": points,
-                "lost_points": points,
-                "low": max(0.0, limited.low),
-                "high": min(gap, limited.high),
-                "measured": True,
-                "note": f"compute threads of the loaders{', ' + note if note else ''}",
-            }
-        )
-        return {
-            "stage": "oversubscription",
-            "points": points,
-            "within": top["name"] if top is not None else None,
-        }
+        low, high = max(0.0, limited.low), min(gap, limited.high)
+        rows.append(_row("oversubscription", points, low, high, note))
+        within = top["name"] if top is not None else None
+        return {"stage": "oversubscription", "points": points, "within": within}
     if slow_loader is not None:
         _hand_over(rows, slow_loader["points"])
         if neighbour is not None:
@@ -771,11 +685,10 @@ def _cause(
         and seen.executor == "processes"
         and neighbour["points"] >= max(HEALTHY_POINTS / 2, 0.5 * gap)
     ):
-        within = (
-            {"within": top["name"]} if top is not None and best >= 0.5 * neighbour["points"] else {}
-        )
+        mainly = top is not None and best >= 0.5 * neighbour["points"]
+        within = {"within": top["name"]} if top is not None and mainly else {}
         _hand_over(rows, neighbour["points"])
-        neighbour["cause"] = _who_burns(seen, top)
+        neighbour["cause"] = _busiest(seen)
         return {"stage": "neighbour", "points": neighbour["points"], **within}
     if neighbour is not None:
         # The stage that is the cause also makes the step slower: it is counted there.
@@ -795,62 +708,50 @@ def _is_surely_faster(seen: Measurements, limited: Interval) -> bool:
     return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
 
 
-def _who_burns(seen: Measurements, top: dict[str, Any] | None) -> str:
-    busiest = max(
-        (s for s in seen.stages if s.where == "loading"), key=lambda s: s.cpu_seconds, default=None
-    )
-    if busiest is None:
+def _busiest(seen: Measurements) -> str:
+    loading = [s for s in seen.stages if s.where == "loading"]
+    if not loading:
         return ""
-    return (
-        f"{busiest.name} in {seen.workers * seen.loaders} loading processes on {seen.cores} cores"
-    )
+    busiest = max(loading, key=lambda s: s.cpu_seconds).name
+    return f"{busiest} in {seen.workers * seen.loaders} loading processes on {seen.cores} cores"
 
 
 def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
     """Whether the gap may be zero, and may be large."""
-    if (
-        (100 * (gap - j.half) > _SURELY)
-        if not healthy
-        else (gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR)
-    ):
+    if healthy and gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR:
+        return None
+    if not healthy and 100 * (gap - j.half) > _SURELY:
         return None
     return (
-        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too "
-        "uncertain to call it "
-        f"{'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds "
+        f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to "
+        f"call it {'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds "
         "are needed (--rounds, --seconds)"
     )
 
 
 def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
-    same = {arm: _same_arm(seen, arm) for arm in ("synthetic", "real")}
-    # Both are counted in points of the ceiling, as the gap is.
-    worst = max(same["synthetic"] * (1.0 - j.gap), same["real"] * j.real / j.ceiling)
-    arm = (
-        "synthetic"
-        if same["synthetic"] * (1.0 - j.gap) >= same["real"] * j.real / j.ceiling
-        else "real"
-    )
-    if worst > max(claimed / 2, 0.0 if claimed else _UNCLEAR):
-        what = (
-            f"more than half of the {100 * claimed:.0f} that it would claim"
-            if claimed
-            else "too much to call it healthy"
-        )
-        values = _column(seen, arm)
-        early, late = (
-            statistics.median(values[: len(values) // 2]),
-            statistics.median(values[-(len(values) // 2) :]),
-        )
-        if arm == "real" and late > _WARMED * early:
-            return (
-                f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was "
-                f"measured, {what}: something is kept after it was made "
-                "once (a cache that fills). The first epoch is as the beginning, later "
-                "ones as the end; --seconds 240 sees more of that"
-            )
+    """Why the measurement contradicts itself too much for the claim."""
+    # in shares of the ceiling, as the gap is
+    differs = {
+        "synthetic": _same_arm(seen, "synthetic") * (1.0 - j.gap),
+        "real": _same_arm(seen, "real") * j.real / j.ceiling,
+    }
+    arm = max(differs, key=differs.__getitem__)
+    if differs[arm] <= max(claimed / 2, 0.0 if claimed else _UNCLEAR):
+        return None
+    what = "too much to call it healthy"
+    if claimed:
+        what = f"more than half of the {100 * claimed:.0f} that it would claim"
+    values = _column(seen, arm)
+    half = len(values) // 2
+    early, late = statistics.median(values[:half]), statistics.median(values[-half:])
+    if arm == "real" and late > _WARMED * early:
         return (
-            f"the {arm} arm differs from itself by {100 * worst:.0f} points, {what}: the "
-            "machine is disturbed, or samples differ too much"
+            f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, "
+            f"{what}. The usual reason is a cache that fills: the first epoch runs as at the "
+            "start, later ones as at the end. --seconds 240 shows more of the end"
         )
-    return None
+    return (
+        f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}: the "
+        "machine is disturbed, or samples differ too much"
+    )
