@@ -1078,7 +1078,7 @@ def test_a_board_holds_many_names_and_tells_differences(tmp_path):
 
 
 def test_what_cannot_be_asked_for():
-    with pytest.raises(ArgumentError, match="'sample' removes all of it"):
+    with pytest.raises(ArgumentError, match="Use 'sample' to remove all of it"):
         Probe(None, {"python"})
     for threads in (0, True, 1.5):
         with pytest.raises(ArgumentError, match="whole number"):
@@ -1086,7 +1086,7 @@ def test_what_cannot_be_asked_for():
     first, second = Probe(None), Probe(None)
     first.install()
     try:
-        with pytest.raises(RondeError, match="two probes at once"):
+        with pytest.raises(RondeError, match="another probe is active"):
             second.install()
     finally:
         first.uninstall()

@@ -1,11 +1,10 @@
-"""A digest of what a function or object does: equal in every process of a job, and different when
-code or settings change.
+"""Digests of functions and objects: equal in all processes of a job, different after a change.
 
-A disk cache must not serve another transform version's results. Code counts (functions, classes
-outside installed packages, and the functions, modules and constants they use), and so do values:
-numbers, strings, arrays, and objects of those. An installed package counts by its version, a source
-by its fingerprint and the location of its samples. Anything else, such as an open file, is refused
-rather than guessed.
+A disk cache must not serve the results of another version of a transform. Code counts: functions
+and classes outside installed packages, with the functions, modules and constants they use. Values
+count: numbers, strings, arrays, and objects of those. An installed package counts by its version, a
+source by its fingerprint and the location of its samples. Anything else, such as an open file, is
+refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -110,34 +109,25 @@ def _origins(source: Any) -> Iterable[Any]:
     """
     kind = type(source)
     own = vars(source) if hasattr(source, "__dict__") else {}
-    told: Iterable[Any] | None = (
-        source.origins() if callable(getattr(kind, "origins", None)) else None
-    )
-    if told is not None:
-        return told
+    if callable(getattr(kind, "origins", None)):
+        origins: Iterable[Any] | None = source.origins()
+        if origins is not None:
+            return origins
     ours = is_ronde(kind)
     if ours and (parts := [own[name] for name in _PARTS if name in own]):
         return parts
     if callable(getattr(kind, "file", None)):
-        n = len(source)  # at most so many of them, evenly spread
+        n = len(source)
+        sampled = range(0, n, max(1, -(-n // _MOST_STATS)))  # evenly spread
         try:
-            return [
-                own.get("path"),
-                *dict.fromkeys(
-                    str(source.file(i)) for i in range(0, n, max(1, -(-n // _MOST_STATS)))
-                ),
-            ]
+            return [own.get("path"), *dict.fromkeys(str(source.file(i)) for i in sampled)]
         except (TypeError, ValueError, IndexError, NotImplementedError):
             pass
     found: list[Any] = []
     for name, value in own.items():
-        several = (
-            list(value.values())
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        several = list(value.values()) if isinstance(value, dict) else value
+        if not isinstance(several, list | tuple):
+            several = [value]
         for each in several[:_MOST_STATS]:
             if isinstance(each, str | os.PathLike):
                 if name in ("path", "paths") or _is_there(os.fspath(each)):
@@ -216,10 +206,8 @@ class Digest:
         elif isinstance(value, torch.Tensor):
             self._tensor(value, where)
         elif isinstance(value, _BY_NAME):
-            self.put(
-                kind.__name__,
-                getattr(value, "name", "") if isinstance(value, logging.Logger) else _plain(value),
-            )
+            name = value.name if isinstance(value, logging.Logger) else _plain(value)
+            self.put(kind.__name__, name)
         elif isinstance(value, re.Pattern):
             self.put("pattern", value.pattern, value.flags)
         elif isinstance(value, types.ModuleType):
@@ -246,11 +234,8 @@ class Digest:
         elif isinstance(value, types.MappingProxyType):
             self.visit(dict(value), where)
         elif isinstance(value, _FROM_C):
-            self.put(
-                "builtin",
-                getattr(value, "__module__", ""),
-                getattr(value, "__qualname__", value.__name__),
-            )
+            name = getattr(value, "__qualname__", value.__name__)
+            self.put("builtin", getattr(value, "__module__", ""), name)
             owner = getattr(value, "__self__", None)
             if not isinstance(owner, types.ModuleType | type | None):
                 self.visit(owner, where)
@@ -279,17 +264,11 @@ class Digest:
         words: frozenset[str] | None = None,
     ) -> None:
         if words is None:
-            # also of the functions inside: a module may be imported outside of them and used inside
+            # with those of inner functions, which may use a module that the outer one imports
             words = _words(code)
             self.kept.append(words)
-        self.put(
-            "code",
-            code.co_code,
-            code.co_argcount,
-            code.co_kwonlyargcount,
-            *code.co_names,
-            *code.co_varnames,
-        )
+        self.put("code", code.co_code, code.co_argcount, code.co_kwonlyargcount)
+        self.put(*code.co_names, *code.co_varnames)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._code(constant, names, where, words)
@@ -313,11 +292,8 @@ class Digest:
         string is a constant or a global.
         """
         used = set(code.co_names)
-        texts = [
-            text
-            for text in (*code.co_consts, *(names.get(name) for name in code.co_names))
-            if isinstance(text, str)
-        ]
+        values = (*code.co_consts, *(names.get(name) for name in code.co_names))
+        texts = [text for text in values if isinstance(text, str)]
         refused = f"{where} looks up %s by a name that does not stand beside it"
         if used & {"environ", "environb", "getenv"}:
             found = [text for text in texts if _NAME.fullmatch(text)]
@@ -332,11 +308,8 @@ class Digest:
             for text in known:
                 self.visit(names[text], f"{where}: {text}")
         if used & {"import_module", "__import__"}:
-            modules = [
-                text
-                for text in texts
-                if all(map(_NAME.fullmatch, text.split("."))) and _is_module(text)
-            ]
+            dotted = [text for text in texts if all(map(_NAME.fullmatch, text.split(".")))]
+            modules = [text for text in dotted if _is_module(text)]
             if not modules:
                 raise CannotDescribe(refused % "a module")
             for text in modules:

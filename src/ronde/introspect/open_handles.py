@@ -26,13 +26,7 @@ _FEW = 1000  # entries of what is copied
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
 # what these libraries say of a file, and keep without it
-_CLOSED = (
-    "ZipInfo",
-    "TarInfo",
-    "Row",
-    "Empty",
-    "Reference",
-)
+_CLOSED = ("ZipInfo", "TarInfo", "Row", "Empty", "Reference")
 
 
 def _space(one: Any) -> dict[Any, Any]:

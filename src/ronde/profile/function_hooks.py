@@ -1,6 +1,4 @@
-"""Replacements for library functions while a probe is installed: the same result, timed while a
-sample is made.
-"""
+"""Replacements for library functions: same result, timed while a sample is made."""
 
 from __future__ import annotations
 
@@ -47,10 +45,10 @@ def suffix_of(path: Any) -> str:
 
 
 def timed_function(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
-    """A replacement for a function that reads, decodes or augments.
+    """Make a replacement for a function that reads, decodes, or augments.
 
     Args:
-        first: what it takes first: ``path``, ``name`` or ``count``, or nothing of interest.
+        first: the kind of its first argument: ``path``, ``name``, ``count``, or anything else.
     """
 
     @functools.wraps(original)
@@ -59,40 +57,23 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
         if account is None or account.current < 0:
             return original(*args, **kwargs)
         number = account.slot.stage(stage)
-        # What augments by its name counts only where no stage is named around it, but for reading:
-        # the user's ``read_image`` may do all of it. What reads or decodes counts everywhere.
-        if account.current == number or (
-            stage == "augment" and account.current not in (account.python, account.read)
-        ):
+        if account.current == number:
             return original(*args, **kwargs)
-        if first == "path" or first == "name":
-            kind = (
-                suffix_of(args[0 if first == "path" else 1])
-                if len(args) > (first == "name")
-                else ""
-            )
-        elif first == "count":
-            kind = str(args[1]) if len(args) > 1 else ""
-        else:
-            kind = type(args[0]).__name__ if args else ""
+        # Reading and decoding count everywhere. Augmentation counts only outside of named stages,
+        # and inside reading: the user's ``read_image`` may do all of it.
+        if stage == "augment" and account.current not in (account.python, account.read):
+            return original(*args, **kwargs)
         probe = account.probe
-        place = (
-            probe.place(account, stage, original, kind)
-            if stage in probe.remove and first != "keep"
-            else None
-        )
-        if place is not None:
+        place = None
+        if stage in probe.remove and first != "keep":
+            place = probe.place(account, stage, original, _kind(args, first))
             found = probe.earlier(account, place, args)
             if found is not MISSING:
                 if first == "path" and stage == "decode":
                     # taking out the decoding leaves the reading
                     read_for(args[0] if args else None)
                 return found
-        account.enter(number)
-        try:
-            value = original(*args, **kwargs)
-        finally:
-            account.leave()
+        value = account.run(number, original, *args, **kwargs)
         if stage == "read":
             if first == "count":
                 account.count_bytes(len(value))
@@ -103,6 +84,16 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
         return value
 
     return function
+
+
+def _kind(args: tuple[Any, ...], first: str) -> str:
+    """What tells this call's argument from others at the same place."""
+    at = 1 if first in ("name", "count") else 0
+    if len(args) <= at:
+        return ""
+    if first == "count":
+        return str(args[1])
+    return suffix_of(args[at]) if first in ("path", "name") else type(args[0]).__name__
 
 
 def note_read(account: StageTimer, path: Any, all_of_it: bool) -> None:
@@ -145,11 +136,7 @@ class _TimedFile(io.FileIO):
             if earlier is not MISSING:
                 buffer[: len(earlier)] = earlier
                 return len(earlier)
-        account.enter(account.read)
-        try:
-            n = super().readinto(buffer)
-        finally:
-            account.leave()
+        n = account.run(account.read, super().readinto, buffer)
         if place is not None:
             probe.learn(account, place, bytes(buffer[:n]), final=True)
         return self._count(account, n)
@@ -159,11 +146,7 @@ class _TimedFile(io.FileIO):
         if account is None or account.current == account.read:
             data = super().readall()
         else:
-            account.enter(account.read)
-            try:
-                data = super().readall()
-            finally:
-                account.leave()
+            data = account.run(account.read, super().readall)
         self._count(account, len(data))
         return data
 
@@ -182,11 +165,7 @@ class _TimedFile(io.FileIO):
 
 
 class HeldFile(io.RawIOBase):
-    """A file's bytes from elsewhere, under its name.
-
-    Args:
-        real: opens the real one, for who needs its number; None: it has none.
-    """
+    """A file whose bytes are in memory. ``real`` opens the file itself if its number is asked."""
 
     def __init__(self, data: bytes, name: Any, real: Callable[..., Any] | None = None) -> None:
         super().__init__()
@@ -260,12 +239,9 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         name = os.fspath(file)
         probe = account.probe
-        place = (
-            probe.place(account, "read", "open", suffix_of(file))
-            if "read" in probe.remove
-            else None
-        )
-        if place is not None:
+        place = None
+        if "read" in probe.remove:
+            place = probe.place(account, "read", "open", suffix_of(file))
             data = probe.earlier(account, place)
             if data is not MISSING:
                 return wrap_raw(HeldFile(data, name), mode, buffering, encoding, errors, newline)
@@ -321,10 +297,8 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
 def _timed_again(file: Any, name: Any) -> _TimedFile | None:
     """A file from another ``open``, with timed reads; None for unusual files."""
     raw = getattr(getattr(file, "buffer", file), "raw", getattr(file, "buffer", file))
-    if (
-        type(file) not in (io.TextIOWrapper, io.BufferedReader, io.FileIO)
-        or type(raw) is not io.FileIO
-    ):
+    usual = type(file) in (io.TextIOWrapper, io.BufferedReader, io.FileIO)
+    if not usual or type(raw) is not io.FileIO:
         return None
     timed = _TimedFile(os.dup(raw.fileno()), "r")
     timed.name = name
@@ -342,22 +316,16 @@ class _TimedObject:
         account = current_timer()
         if account is None or account.current == account.read:
             return function(*args, **kwargs)
-        account.enter(account.read)
-        try:
-            value = function(*args, **kwargs)
-        finally:
-            account.leave()
+        value = account.run(account.read, function, *args, **kwargs)
         if isinstance(value, bytes | str):
             account.count_bytes(len(value))
         return value
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._ronde_file, name)
-        return (
-            functools.partial(self._ronde_read, value)
-            if name.startswith("read") and callable(value)
-            else value
-        )
+        if name.startswith("read") and callable(value):
+            return functools.partial(self._ronde_read, value)
+        return value
 
     def __iter__(self) -> Any:
         return iter(functools.partial(self._ronde_read, next, iter(self._ronde_file), _END), _END)
@@ -393,12 +361,8 @@ def wrap_raw(
         )
     if buffering == 0:
         return raw
-    binary = io.BufferedReader(
-        raw,
-        buffering
-        if buffering > 1
-        else max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE,
-    )
+    size = max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE
+    binary = io.BufferedReader(raw, buffering if buffering > 1 else size)
     if "b" in mode:
         return binary
     text = io.TextIOWrapper(binary, io.text_encoding(encoding), errors, newline)
@@ -414,13 +378,8 @@ class _Picture:
 
     def __init__(self, image: Any) -> None:
         self.kind: Any = type(image)
-        self.values = {
-            **vars(image),
-            "_im": image.im.copy(),
-            "fp": None,
-            "tile": [],
-            "_readonly": 1,
-        }
+        pixels = image.im.copy()
+        self.values = {**vars(image), "_im": pixels, "fp": None, "tile": [], "_readonly": 1}
         self.nbytes = image.size[0] * image.size[1] * 4
 
     def make(self) -> Any:
@@ -450,11 +409,7 @@ def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
             if picture is not MISSING:
                 read_for(args[0] if args else kwargs.get("fp"))
                 return picture.make()
-        account.enter(account.decode)
-        try:
-            image = original(*args, **kwargs)
-        finally:
-            account.leave()
+        image = account.run(account.decode, original, *args, **kwargs)
         if removes:
             account.opened.append((image, place))
         return image
@@ -463,10 +418,8 @@ def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
-    """Replaces ``PIL.ImageFile.ImageFile.load`` and the formats' own.
-
-    Args:
-        plain: it is that of ``ImageFile``, which has nothing to do where there are no tiles.
+    """Replaces ``PIL.ImageFile.ImageFile.load`` and the formats' own; ``plain`` is the first, which
+    does nothing without tiles.
     """
 
     @functools.wraps(original)
@@ -477,11 +430,7 @@ def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
         if account.current == account.decode:
             value = original(self, *args, **kwargs)
         else:
-            account.enter(account.decode)
-            try:
-                value = original(self, *args, **kwargs)
-            finally:
-                account.leave()
+            value = account.run(account.decode, original, self, *args, **kwargs)
         if account.opened:
             for i, (image, place) in enumerate(account.opened):
                 # one that has more pictures to come is left alone
@@ -509,20 +458,13 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
         ):
             return original(self, *args, **kwargs)
         probe, stage = account.probe, "decode" if file else "augment"
-        place = (
-            probe.place(account, stage, original, str(args[0]) if args else "")
-            if stage in probe.remove
-            else None
-        )
-        if place is not None:
+        place = None
+        if stage in probe.remove:
+            place = probe.place(account, stage, original, str(args[0]) if args else "")
             found = probe.earlier(account, place, (self,))
             if found is not MISSING:
                 return found
-        account.enter(number)
-        try:
-            value = original(self, *args, **kwargs)
-        finally:
-            account.leave()
+        value = account.run(number, original, self, *args, **kwargs)
         if place is not None:
             probe.learn(account, place, value)
         return value
@@ -531,9 +473,7 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
 
 
 def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Splits ``cv2.imread``: the file is read here, and OpenCV decodes the bytes to the same
-    pixels.
-    """
+    """Replaces ``cv2.imread``: reads the file here, and lets OpenCV decode the bytes."""
 
     @functools.wraps(original)
     def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
@@ -560,11 +500,8 @@ def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swap_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set ``owner.name``, or an item if the owner is a dictionary.
-
-    Returns:
-        A function that puts back what was there, unless somebody else has set it since, or taken it
-        away.
+    """Set an attribute, or an item of a dictionary. Returns a function that restores the old value
+    unless somebody else has changed it since.
     """
     if isinstance(owner, dict):
         item = owner[name]
@@ -602,10 +539,10 @@ def original_of(function: Any) -> Any:
 
 
 class ByName:
-    """A module's function, looked up on each call, so that it meets replacements; pickled by name.
+    """A module's function, looked up by name on each call and in pickles.
 
-    It replaces such a function held by a dataset (``loader=PIL.Image.open``) meanwhile: pickle
-    refuses the function itself, because its name now leads to another.
+    It stands in for a function that a dataset stores (``loader=PIL.Image.open``). Pickle refuses
+    the function itself, because its name now leads to the replacement.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -628,9 +565,7 @@ def _original(value: Any) -> Any:
 
 
 class Named:
-    """A user's callable that belongs to a stage. It poses as the original, and is pickled as
-    that.
-    """
+    """A user's callable that belongs to a stage. It poses as the original, also in pickles."""
 
     def __init__(self, value: Any, stage: str) -> None:
         object.__setattr__(self, "_ronde_value", value)

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import Dataset
 
@@ -18,7 +18,16 @@ from ronde.introspect import attributes, is_user_module, walk
 
 __all__ = ["FUNCTIONS", "find_functions", "find_transforms"]
 
-# module, attribute (dotted for a class's method), stage, what the first argument is; "keep": it
+_PILLOW_METHODS = "resize crop transpose rotate transform filter reduce"
+_PILLOW_OPERATIONS = (
+    "autocontrast contain cover crop equalize exif_transpose expand fit flip grayscale invert "
+    "mirror pad posterize scale solarize"
+)
+_OPENCV_FUNCTIONS = (
+    "resize cvtColor flip rotate warpAffine warpPerspective GaussianBlur blur remap LUT "
+    "copyMakeBorder normalize addWeighted medianBlur filter2D equalizeHist"
+)
+# module, attribute (dotted for a class's method), stage, kind of the first argument; "keep": it
 # changes its object and is never replayed
 FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("numpy", "load", "read", "path"),
@@ -81,8 +90,8 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("torchvision.io", "decode_jpeg", "decode", ""),
     ("torchvision.io", "decode_png", "decode", ""),
     ("torchvision.io", "read_video", "decode", "path"),
-    # Its functions find their kernels by what they are, so they must stay what they are: transforms
-    # are looked at as a whole instead.
+    # The functions of v2 look up kernels by identity, so they cannot be replaced: transforms are
+    # timed as a whole instead.
     ("torchvision.transforms.v2", "Transform.__call__", "augment", ""),
     ("torchcodec.decoders", "VideoDecoder.get_frames_at", "decode", ""),
     ("torchcodec.decoders", "VideoDecoder.get_frame_at", "decode", ""),
@@ -93,57 +102,10 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("torchaudio", "load", "decode", "path"),
     ("soundfile", "read", "decode", "path"),
     ("librosa", "load", "decode", "path"),
-    *(
-        ("PIL.Image", f"Image.{name}", "augment", "")
-        for name in ("resize", "crop", "transpose", "rotate", "transform", "filter", "reduce")
-    ),
+    *(("PIL.Image", f"Image.{name}", "augment", "") for name in _PILLOW_METHODS.split()),
     ("PIL.ImageEnhance", "_Enhance.enhance", "augment", ""),
-    *(
-        ("PIL.ImageOps", name, "augment", "")
-        for name in (
-            "autocontrast",
-            "contain",
-            "cover",
-            "crop",
-            "equalize",
-            "exif_transpose",
-            "expand",
-            "fit",
-            "flip",
-            "grayscale",
-            "invert",
-        )
-    ),
-    *(
-        ("PIL.ImageOps", name, "augment", "")
-        for name in ("mirror", "pad", "posterize", "scale", "solarize")
-    ),
-    *(
-        ("cv2", name, "augment", "")
-        for name in (
-            "resize",
-            "cvtColor",
-            "flip",
-            "rotate",
-            "warpAffine",
-            "warpPerspective",
-            "GaussianBlur",
-            "blur",
-            "remap",
-            "LUT",
-        )
-    ),
-    *(
-        ("cv2", name, "augment", "")
-        for name in (
-            "copyMakeBorder",
-            "normalize",
-            "addWeighted",
-            "medianBlur",
-            "filter2D",
-            "equalizeHist",
-        )
-    ),
+    *(("PIL.ImageOps", name, "augment", "") for name in _PILLOW_OPERATIONS.split()),
+    *(("cv2", name, "augment", "") for name in _OPENCV_FUNCTIONS.split()),
 )
 
 # of a name in small letters
@@ -173,9 +135,6 @@ def find_functions() -> Iterator[tuple[Any, str, str, str]]:
             yield owner, name, stage, first
 
 
-# -- random numbers of their own -------------------------------------------------------
-
-
 def _names_transform(name: str) -> bool:
     return _TRANSFORMS.search(name.lower()) is not None
 
@@ -191,6 +150,13 @@ def _stage_named(name: str) -> str | None:
     return "read" if _READS.match(name) else None
 
 
+def _is_users(value: Any) -> TypeGuard[FunctionType]:
+    """Whether this is a function of the user's code."""
+    return isinstance(value, FunctionType) and is_user_module(
+        str(value.__globals__.get("__name__"))
+    )
+
+
 def _calls(value: Any) -> bool:
     return callable(value) and not isinstance(value, type | ModuleType)
 
@@ -204,15 +170,11 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = waiting.pop()
-        function = (
-            function.__func__ if isinstance(function, staticmethod | classmethod) else function
-        )
-        function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
-        if (
-            not isinstance(function, FunctionType)
-            or id(function) in seen
-            or not is_user_module(str(function.__globals__.get("__name__")))
-        ):
+        if isinstance(function, staticmethod | classmethod):
+            function = function.__func__
+        if isinstance(function, FunctionType):
+            function = inspect.unwrap(function)
+        if id(function) in seen or not _is_users(function):
             continue
         seen.add(id(function))
         codes, names = [function.__code__], function.__globals__
@@ -221,13 +183,12 @@ def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
             # comprehensions
             codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
             waiting += [inspect.getattr_static(kind, name, None) for name in code.co_names]
+            values = [names.get(name) for name in code.co_names]
             modules = [
-                vars(m)
-                for n in code.co_names
-                if isinstance(m := names.get(n), ModuleType) and is_user_module(m.__name__)
+                m for m in values if isinstance(m, ModuleType) and is_user_module(m.__name__)
             ]
             for name in code.co_names:
-                for place in (names, *modules):
+                for place in (names, *map(vars, modules)):
                     value = place.get(name)
                     if _calls(value):
                         yield place, name, value
@@ -245,27 +206,18 @@ def find_transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
         items = value if isinstance(value, list | tuple) else [value]
         if _names_transform(name) and items and all(_calls(v) for v in items):
             yield dataset, name, "augment"
-    inner = [
-        one
-        for one in walk(dataset)
-        if one is not dataset
-        and not isinstance(one, Dataset)
-        and is_user_module(type(one).__module__)
-    ]
-    for owner in (dataset, *inner):
+    parts = [one for one in walk(dataset) if one is not dataset and not isinstance(one, Dataset)]
+    users = [one for one in parts if is_user_module(type(one).__module__)]
+    for owner in (dataset, *users):
         for kind in type(owner).__mro__:
             if not is_user_module(kind.__module__):
                 continue
             for name, value in list(vars(kind).items()):
                 stage = _stage_named(name)
-                # A transform is looked at as a whole, by the name that it is kept under.
-                if (
-                    stage is None
-                    or (owner is not dataset and stage == "augment")
-                    or name in attributes(owner)
-                ):
+                # A transform is timed as a whole, under the name of the attribute that holds it.
+                if stage is None or (owner is not dataset and stage == "augment"):
                     continue
-                if isinstance(value, FunctionType | staticmethod):
+                if name not in attributes(owner) and isinstance(value, FunctionType | staticmethod):
                     yield owner, name, stage
     met: set[tuple[int, str]] = set()
     for names, name, value in _reached(dataset):
@@ -273,8 +225,5 @@ def find_transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
         if stage is None or (id(names), name) in met or isinstance(value, BuiltinFunctionType):
             continue
         met.add((id(names), name))
-        if stage == "augment" or (
-            isinstance(value, FunctionType)
-            and is_user_module(str(value.__globals__.get("__name__")))
-        ):
+        if stage == "augment" or _is_users(value):
             yield names, name, stage

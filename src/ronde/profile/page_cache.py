@@ -22,9 +22,7 @@ _LOOKS = 64  # pages of a file that are looked at
 
 
 def in_cache(file: int, at: int = 0) -> bool | None:
-    """Whether a byte of an open file is in memory; None if the system does not say. Reads nothing
-    from disk.
-    """
+    """Whether a byte of an open file is in memory, without reading from disk; None if unknown."""
     if not _NOWAIT:
         return None
     try:
@@ -71,10 +69,8 @@ def cached_share(path: str | os.PathLike[str]) -> float | None:
         if size == 0:
             return 1.0
         pages = -(-size // mmap.PAGESIZE)
-        looks = [
-            in_cache(file, int(p) * mmap.PAGESIZE)
-            for p in np.linspace(0, pages - 1, min(pages, _LOOKS)).astype(int)
-        ]
+        sampled = np.linspace(0, pages - 1, min(pages, _LOOKS)).astype(int)
+        looks = [in_cache(file, int(page) * mmap.PAGESIZE) for page in sampled]
         if None not in looks:
             return sum(map(bool, looks)) / len(looks)
     finally:
@@ -86,7 +82,7 @@ def evict(paths: Iterable[str | os.PathLike[str]]) -> int:
     """Ask the system to drop files from memory, after writing dirty pages.
 
     Returns:
-        int: files for which it was asked. That it was done is for :func:`cached_share` to say.
+        int: number of files. The system may keep them: see :func:`cached_share`.
     """
     asked = 0
     for path in paths:
@@ -146,11 +142,10 @@ def storage_sweep(
     """Files and bytes per second the storage delivers with so many concurrent reads.
 
     Args:
-        files: to be read whole, over and over.
+        files: to be read whole, in turns.
         in_flight: numbers of readers to try, one after the other.
         seconds: for each.
-        cold: have the system forget each file before it is read. On a virtual machine the host may
-            remember it still.
+        cold: evict each file before it is read. The host of a virtual machine may still cache it.
 
     Returns:
         dict: readers -> (files a second, bytes a second).

@@ -104,8 +104,8 @@ class Probe:
         self.threads = threads
         if "python" in self.remove:
             raise ArgumentError(
-                "remove='python': what is left of making a sample has no results to "
-                "replay; 'sample' removes all of it."
+                "remove='python': the rest of making a sample has no results to replay. "
+                "Use 'sample' to remove all of it."
             )
         if threads is not None and (
             isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
@@ -120,9 +120,8 @@ class Probe:
         self._ended = False
         self._undo: list[Callable[[], Any]] = []
         self._patched: set[tuple[int, str]] = set()
-        self._named: dict[
-            int, tuple[Any, str, str]
-        ] = {}  # functions of modules that are replaced, and where they are found
+        # replaced functions by id, with their module and name
+        self._named: dict[int, tuple[Any, str, str]] = {}
         self._modules = 0
         self._watched: list[Any] = []
         self._rings = Rings()
@@ -140,9 +139,7 @@ class Probe:
     # What others ask
 
     def times(self) -> dict[str, StageTimes]:
-        """What each stage has cost so far: over all writers of the board, or this process without
-        one.
-        """
+        """The cost of each stage so far, over the whole board, or else in this process."""
         if self.board is not None:
             return read_board(self.board)
         total: dict[str, StageTimes] = {}
@@ -152,7 +149,7 @@ class Probe:
         return total
 
     def notes(self) -> list[str]:
-        """What could not be done, and why."""
+        """Remarks on stages that could not be removed."""
         if self.board is not None:
             return read_notes(self.board)
         return list(dict.fromkeys(line for slot in self._slots for line in slot.notes()))
@@ -175,10 +172,8 @@ class Probe:
                 be iterated.
             collate: makes a batch of a list of samples.
         """
-        watched: Any = (_WatchedStream if isinstance(dataset, IterableDataset) else _Watched)(
-            dataset, self
-        )
-        return watched, _WatchedCollate(collate, self)
+        kind: Any = _WatchedStream if isinstance(dataset, IterableDataset) else _Watched
+        return kind(dataset, self), _WatchedCollate(collate, self)
 
     def install(self) -> None:
         """Install in this process; happens by itself at the first sample.
@@ -192,7 +187,7 @@ class Probe:
             if self._token is not None and self._installed_in == here:
                 return
             if _active is not None and _active is not self and _active._installed_in == here:
-                raise RondeError("two probes at once: uninstall the first one.")
+                raise RondeError("another probe is active: uninstall it first.")
             # inherited from the parent of this process, with what it has replaced
             if _active is not None:
                 _active._undo_all()
@@ -273,27 +268,17 @@ class Probe:
 
     def _name(self, owner: Any, name: str, stage: str) -> None:
         value = owner[name] if isinstance(owner, dict) else getattr(owner, name)
-        if type(value) is list:  # in place: what the user adds to it meanwhile stays in it
+        if type(value) is list:  # in place: items that the user adds meanwhile stay
 
             def put_back(items: list[Any] = value) -> None:
                 items[:] = [v._ronde_value if type(v) is Named else v for v in items]
 
             self._undo.append(put_back)
-            value[:] = [
-                v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage)
-                for v in value
-            ]
+            value[:] = [_in_stage(v, stage) for v in value]
         elif type(value) is tuple:
-            self._set(
-                owner,
-                name,
-                tuple(
-                    v if type(v) is Named or hasattr(v, "ronde_stage") else Named(v, stage)
-                    for v in value
-                ),
-            )
-        elif type(value) is not Named and not hasattr(value, "ronde_stage"):
-            self._set(owner, name, Named(value, stage))
+            self._set(owner, name, tuple(_in_stage(v, stage) for v in value))
+        elif (replacement := _in_stage(value, stage)) is not value:
+            self._set(owner, name, replacement)
 
     def _patch(self) -> None:
         """Replace the known functions imported so far."""
@@ -301,59 +286,47 @@ class Probe:
             if self._installed_in != os.getpid() or self._token is None:
                 return
             self._modules = len(sys.modules)
-            replaced: dict[int, tuple[Any, Any]] = {}
+            replaced: Replaced = {}
             if (id(builtins), "open") not in self._patched:
                 for module in (builtins, io):
                     self._replace(module, "open", opener, replaced)
             for owner, name, stage, first in found.find_functions():
-                self._replace(
-                    owner,
-                    name,
-                    functools.partial(timed_function, stage=stage, first=first),
-                    replaced,
-                )
+                timed = functools.partial(timed_function, stage=stage, first=first)
+                self._replace(owner, name, timed, replaced)
             if "cv2" in sys.modules:
                 self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
             if "PIL.Image" in sys.modules:
                 self._patch_pillow(replaced)
             if replaced:
-                # from simplejpeg import decode_jpeg: the name in the user's module holds the
-                # function itself.
-                for module in user_modules():
-                    for name, value in list(vars(module).items()):
-                        pair = replaced.get(id(value))
-                        if pair is not None and pair[0] is value:
-                            self._set(module, name, pair[1])
+                self._patch_imports(replaced)
+
+    def _patch_imports(self, replaced: Replaced) -> None:
+        """Replace names in the user's modules: ``from simplejpeg import decode_jpeg``."""
+        for module in user_modules():
+            for name, value in list(vars(module).items()):
+                pair = replaced.get(id(value))
+                if pair is not None and pair[0] is value:
+                    self._set(module, name, pair[1])
 
     def _replace(
-        self,
-        owner: Any,
-        name: str,
-        make: Callable[[Any], Any],
-        replaced: dict[int, tuple[Any, Any]],
+        self, owner: Any, name: str, make: Callable[[Any], Any], replaced: Replaced
     ) -> None:
         if (id(owner), name) in self._patched:
             return
         self._patched.add((id(owner), name))
         original = getattr(owner, name)
         with suppress(TypeError, AttributeError):  # a class written in C cannot be changed
-            # Where files come from is for those who lay something over them to say; what is done
-            # with them is seen from outside.
-            self._undo.append(
-                monkeypatch.put(
-                    owner, name, make, rank=0 if name == "open" and owner in (builtins, io) else 2
-                )
-            )
+            # ``open`` goes below the replacements of others, which may serve files from elsewhere;
+            # all other functions go on top.
+            lowest = name == "open" and owner in (builtins, io)
+            self._undo.append(monkeypatch.put(owner, name, make, rank=0 if lowest else 2))
             replaced[id(original)] = (original, getattr(owner, name))
             if isinstance(owner, ModuleType):
                 plain = original_of(original)
                 self._named[id(plain)] = (plain, owner.__name__, name)
 
-    def _patch_pillow(self, replaced: dict[int, tuple[Any, Any]]) -> None:
-        from PIL import (  # Pillow itself imports the second when it first opens something
-            Image,
-            ImageFile,
-        )
+    def _patch_pillow(self, replaced: Replaced) -> None:
+        from PIL import Image, ImageFile  # Pillow imports the second when it first opens a file
 
         image: Any = Image
         base = ImageFile.ImageFile
@@ -384,17 +357,12 @@ class Probe:
             return self.batch(function, args[0])
         place: Place | None = None
         if name in self.remove:
-            place = self.place(
-                account, name, _key(function), type(args[0]).__name__ if args else ""
-            )
+            kind = type(args[0]).__name__ if args else ""
+            place = self.place(account, name, _key(function), kind)
             earlier = self.earlier(account, place, args)
             if earlier is not MISSING:
                 return earlier
-        account.enter(number)
-        try:
-            value = function(*args, **kwargs)
-        finally:
-            account.leave()
+        value = account.run(number, function, *args, **kwargs)
         if place is not None:
             self.learn(account, place, value, args)
         return value
@@ -447,9 +415,8 @@ class Probe:
         if account.real or stage in self._given_up:
             return MISSING
         if _many(args, account.size):  # one result for each of the samples that are made together
-            value: Any = [
-                self._rings.give((what, "each"), account.turn + k) for k in range(account.size)
-            ]
+            turns = range(account.turn, account.turn + account.size)
+            value: Any = [self._rings.give((what, "each"), k) for k in turns]
             if any(v is MISSING for v in value):
                 value = self._rings.give((what, nth, account.size), turn)
         else:
@@ -458,16 +425,7 @@ class Probe:
             account.replayed.add(stage)
             if stage not in ("read", "decode"):
                 for argument in args:
-                    several = (
-                        argument.values()
-                        if isinstance(argument, dict)
-                        else argument
-                        if isinstance(argument, list | tuple)
-                        else (argument,)
-                    )
-                    for one in several:
-                        if getattr(one, "tile", None) and hasattr(one, "load"):
-                            one.load()
+                    _decode(argument)
         return value
 
     def learn(
@@ -512,13 +470,11 @@ class Probe:
         if self.board is None:
             self._files.append(file)
             return
-        line = f"{file.size}\t{'?' if cached is None else int(cached)}\t{file.path}\n".encode(
-            errors="surrogateescape"
-        )
+        text = f"{file.size}\t{'?' if cached is None else int(cached)}\t{file.path}\n"
+        line = text.encode(errors="surrogateescape")
         if b"\n" not in line[:-1]:
-            out = os.open(
-                _files_of(self.board), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            out = os.open(_files_of(self.board), flags, 0o600)
             try:
                 os.write(out, line)  # appended as a whole, whoever else writes
             finally:
@@ -614,9 +570,7 @@ class Probe:
         account.sample += 1
         account.size = n = len(samples) if hasattr(samples, "__len__") else 1
         try:
-            removes = (
-                "collate" in self.remove and not account.real and "collate" not in self._given_up
-            )
+            removes = "collate" in self.remove - self._given_up and not account.real
             if removes:
                 place, turn = ("collate", n), self._batches
                 self._batches += 1
@@ -624,11 +578,7 @@ class Probe:
                 if earlier is not MISSING:
                     account.replayed.add("collate")
                     return earlier
-            account.enter(number)
-            try:
-                value = collate(samples)
-            finally:
-                account.leave()
+            value = account.run(number, collate, samples)
             if removes:
                 self._rings.keep(place, turn, value, final=True)
             return value
@@ -644,15 +594,27 @@ class Probe:
 
 
 Place = tuple[tuple[str, Any, str], int, int]
+Replaced = dict[int, tuple[Any, Any]]
+"""id of a function -> the function, and its replacement."""
+
+
+def _in_stage(value: Any, stage: str) -> Any:
+    """A callable under a stage's name, unless it has one already."""
+    return value if type(value) is Named or hasattr(value, "ronde_stage") else Named(value, stage)
+
+
+def _decode(argument: Any) -> None:
+    """Decode images of which only the header was read: decoding is not what was removed."""
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    for image in argument if isinstance(argument, list | tuple) else (argument,):
+        if getattr(image, "tile", None) and hasattr(image, "load"):
+            image.load()
 
 
 def _many(args: Sequence[Any], size: int) -> bool:
-    return (
-        size > 1
-        and len(args) > 0
-        and isinstance(args[0], list | tuple | range)
-        and len(args[0]) == size
-    )
+    several = size > 1 and len(args) > 0 and isinstance(args[0], list | tuple | range)
+    return several and len(args[0]) == size
 
 
 def _key(function: Any) -> Any:
@@ -714,11 +676,8 @@ class _Watched(Dataset[Any]):
         probe = self._ronde_probe
         if probe._ended:
             return False
-        if (
-            probe._token is None
-            or self._ronde_token is not probe._token
-            or probe._installed_in != os.getpid()
-        ):
+        ready = probe._token is not None and self._ronde_token is probe._token
+        if not ready or probe._installed_in != os.getpid():
             self.__dict__["_ronde_token"] = probe.watch(self._ronde_dataset)
         return True
 
@@ -734,11 +693,9 @@ class _Watched(Dataset[Any]):
         return self._ronde_probe.one(dataset.__getitem__, i, 1) if self._ready() else dataset[i]
 
     def _ronde_many(self, function: Any, ids: Any) -> Any:
-        return (
-            self._ronde_probe.one(function, ids, len(ids), many=True)
-            if self._ready()
-            else function(ids)
-        )
+        if not self._ready():
+            return function(ids)
+        return self._ronde_probe.one(function, ids, len(ids), many=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__getitems__":
@@ -746,11 +703,9 @@ class _Watched(Dataset[Any]):
         if name == "__getitems__" and _one_by_one(self.__dict__["_ronde_dataset"]):
             raise AttributeError(name)
         value = getattr(self.__dict__["_ronde_dataset"], name)
-        return (
-            functools.partial(self._ronde_many, value)
-            if name in ("__getitems__", "attempt") and callable(value)
-            else value
-        )
+        if name in ("__getitems__", "attempt") and callable(value):
+            return functools.partial(self._ronde_many, value)
+        return value
 
     def __reduce__(self) -> Any:
         return _Watched, (self._ronde_dataset, self._ronde_probe)
@@ -790,6 +745,6 @@ class _WatchedCollate:
         self.probe = probe
 
     def __call__(self, samples: list[Any]) -> Any:
-        return (
-            self.collate(samples) if self.probe._ended else self.probe.batch(self.collate, samples)
-        )
+        if self.probe._ended:
+            return self.collate(samples)
+        return self.probe.batch(self.collate, samples)

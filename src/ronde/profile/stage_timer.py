@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, Protocol
 
@@ -63,38 +64,20 @@ class StageTimer:
         replayed: stages of which results were given again since the batch began.
     """
 
+    # fmt: off
     __slots__ = (
-        "counts",
-        "cpu",
-        "current",
-        "decode",
-        "files",
-        "last",
-        "opened",
-        "pending",
-        "probe",
-        "python",
-        "read",
-        "real",
-        "replayed",
-        "sample",
-        "size",
-        "slot",
-        "stack",
-        "token",
-        "turn",
-        "values",
-        "wall",
+        "counts", "cpu", "current", "decode", "files", "last", "opened", "pending", "probe",
+        "python", "read", "real", "replayed", "sample", "size", "slot", "stack", "token", "turn",
+        "values", "wall",
     )
+    # fmt: on
 
     def __init__(self, probe: TimerOwner, slot: Slot, token: object) -> None:
         self.probe = probe
         self.slot = slot
         self.token = token
         self.values = slot.values
-        self.python, self.read, self.decode = (
-            slot.stage(name) for name in ("python", "read", "decode")
-        )
+        self.python, self.read, self.decode = map(slot.stage, ("python", "read", "decode"))
         self.stack: list[int] = []
         self.current = -1
         self.wall = self.cpu = 0
@@ -155,6 +138,14 @@ class StageTimer:
             values[at + WALL] += wall - self.wall
         self.current = self.stack.pop()
         self.wall, self.cpu = wall, cpu
+
+    def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function as part of a stage."""
+        self.enter(number)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.leave()
 
     def count_bytes(self, n: int) -> None:
         """Count bytes read."""
