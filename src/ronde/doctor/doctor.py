@@ -231,8 +231,8 @@ class _Study:
                 ranked.append((promised.get(name, 0.0), f"without:{name}", arm))
         if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
             ranked.append((1e3, "limited", Arm("real", threads=1)))
-        python = stages["python"].wall_seconds / total if total else 0.0
-        if executor == "processes" or python >= _REMOVED_ABOVE:
+        python = stages.get("python", TimedStage("python")).wall_seconds
+        if executor == "processes" or (total and python / total >= _REMOVED_ABOVE):
             # Time that no stage explains is lost between the processes, or in Python.
             capacity = self.run.world_size * max(1, self.bench.loaders) / total if total else 0.0
             unexplained = capacity > 1.2 * verdict.values["samples_per_second"]["real"]
