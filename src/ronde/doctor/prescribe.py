@@ -65,37 +65,33 @@ class Facts:
     """Facts about the machine and the dataset, besides the measurements.
 
     Attributes:
-        workers, loaders: training processes, and loaders of each.
-        executor: ``none``, ``threads`` or ``processes``.
-        cores: that the workers of this node may use.
+        workers, loaders: training processes, and loaders per process.
+        executor: ``none``, ``threads``, or ``processes``.
+        cores: usable cores of this node.
         devices_per_node: of a full node.
-        cuda: whether a GPU trains.
-        pinned: whether batches are page-locked.
+        cuda: a GPU trains.
+        pinned: batches are page-locked.
         prefetch: batches that each loader may be ahead.
-        jpeg: whether the data set decodes JPEG images with Pillow.
-        decoders: decoder -> milliseconds for one of the data set's own images.
-        same_pixels: decoders that give Pillow's very pixels.
-        array_milliseconds: for one of them, decoded as ``feed.images`` does; 0 if not known.
-        images: each sample is one image file, as ``feed.images`` reads them; ``imread``: OpenCV
-            reads it.
-        draws: samples are random, so finished ones cannot be kept.
-        shrink: 2, 4 or 8 where ``feed.images`` could decode them at that fraction of their size.
-        files: how many files are read, one for each sample, or 0.
-        folder: that they lie in, or empty.
-        sample_bytes: read for one sample; ``decoded_bytes`` after decoding; 0 where not known.
-        samples: in the data set.
+        jpeg: the dataset decodes JPEG images with Pillow.
+        decoders: decoder -> milliseconds per image of the dataset.
+        same_pixels: decoders that give exactly Pillow's pixels.
+        array_milliseconds: per image, decoded as ``feed.images`` does; 0 if unknown.
+        images, imread: each sample is one image file; OpenCV reads it.
+        draws: samples are random, so finished ones cannot be cached.
+        shrink: 2, 4, or 8 if ``feed.images`` could decode at that fraction of the size.
+        files, folder: number of files with one sample each, and their folder.
+        sample_bytes, decoded_bytes: per sample, before and after decoding; 0 if unknown.
+        samples: in the dataset.
         memory_bytes: free on this node.
-        pipeline: it is a pipeline of ronde.feed whose steps could move to the device.
-        step_cpu_seconds: of one sample, in the training process.
-        queued: seconds that the threads which read were ready and had no core, for each second that
-            they had one.
-        stream: the data set can only be iterated: at most one loader can read it.
-        held: what the data set holds open, whose place in it loaders would share; "" for nothing.
-        opens: what it opens when it reads its first sample, which threads would share and processes
-            do not; "" for nothing.
-        loading_sweep: ``(loaders at once, samples per second)`` without training.
-        storage_sweep: ``(readers at once, samples per second)`` of files that are not in memory;
-            empty where it was not asked.
+        pipeline: a pipeline of ronde.feed, whose steps could move to the device.
+        step_cpu_seconds: per sample, in the training process.
+        queued: seconds that loaders waited for a core, per second on one.
+        stream: the dataset is iterable only: at most one loader can read it.
+        held: open files of the dataset, whose position loaders would share; "" if none.
+        opens: files that the first sample opens, shared by threads but not by processes.
+        loading_sweep: ``(concurrent loaders, samples per second)`` without training.
+        storage_sweep: ``(concurrent readers, samples per second)`` of uncached files; empty
+            without ``--cold``.
     """
 
     workers: int
@@ -135,16 +131,16 @@ class Remedy:
     """A possible remedy.
 
     Attributes:
-        id: a short name.
-        text: what it is, for a person.
-        settings: what ``ronde run`` is told; None where it takes more than settings.
+        id: one of :data:`NAMES`.
+        text: for the reader.
+        settings: for ``ronde run``; None if the script must change.
         label: one of :data:`LABELS`.
-        rate: samples per second that are predicted here; None until it is tried.
-        faster: stage -> what its time is multiplied by.
-        loaders: how many times as many loaders.
-        echo: how many times each batch is used.
-        tried: whether ``rate`` was measured.
-        can_try: whether it shows within seconds (a cache does not: it fills in the first epoch).
+        rate: samples per second expected here; None until tried.
+        faster: stage -> factor on its time.
+        loaders: factor on the number of loaders.
+        echo: how often each batch is used.
+        tried: ``rate`` was measured.
+        can_try: it shows within seconds (a cache does not: it fills in the first epoch).
     """
 
     id: str

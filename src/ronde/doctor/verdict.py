@@ -66,13 +66,12 @@ class TimedStage:
 
     Attributes:
         name: of the stage.
-        where: ``loading``, or ``step`` where the training process does it between two batches (a
-            copy, the finish on the device).
-        cpu_seconds, wall_seconds: of one sample, in the thread that did it.
-        wall_by_rank: wall seconds of one sample on each rank; 0 where a rank did none.
-        bytes: read for one sample.
-        removable: whether it could be taken out.
-        contains: stages that go with it when it is taken out.
+        where: ``loading``, or ``step`` if the training process runs it between two batches.
+        cpu_seconds, wall_seconds: per sample, in the thread that ran it.
+        wall_by_rank: wall seconds per sample on each rank; 0 if a rank had none.
+        bytes: read per sample.
+        removable: it can be removed.
+        contains: stages that are removed with it.
     """
 
     name: str
@@ -90,31 +89,27 @@ class Measurements:
     """All measurements.
 
     Attributes:
-        workers, loaders: training processes, and loaders of each (0: samples are read in the
-            training process).
-        executor: ``none``, ``threads`` or ``processes``.
-        cores: that the workers of this node may use.
+        workers, loaders: training processes, and loaders per process (0: the training process
+            reads its samples).
+        executor: ``none``, ``threads``, or ``processes``.
+        cores: usable cores of this node.
         rounds: one dictionary per round, arm -> samples per second of all ranks. Arms:
             ``synthetic``, ``real``, ``beside``, ``limited``, ``replayed``, and ``without:STAGE``.
-        alone: per round, samples per second of each rank by itself; empty with one worker, or where
-            it cannot be measured.
+        alone: per round, samples per second of each rank by itself; empty if not measured.
         waits: per real round, seconds per step that each rank waits for its batch.
-        arm_waits: arm -> the usual wait of the rank that waits longest, in the round in which it
-            was shortest.
-        step_seconds: of one synthetic step; ``real_step_seconds`` of a real one without its wait.
-        stages: as timed.
-        collate_seconds: CPU time of one sample in the training process itself, to be told from the
-            way between processes; None if not measured.
-        loading: samples per second of all loaders while nothing trains; None if not measured.
+        arm_waits: arm -> the longest usual wait of a rank, in the round with the shortest.
+        step_seconds, real_step_seconds: of a synthetic step, and of a real one without its wait.
+        stages: with their times.
+        collate_seconds: CPU time per sample in the training process, to tell collation from
+            transfer; None if not measured.
+        loading: samples per second of all loaders without training; None if not measured.
         startup_seconds: to the first batch.
-        loaders_threads: share of the loaders' CPU time that was spent outside the threads that
-            read.
-        block_seconds: of one step, by ``with stage(…)`` block in the training process; blocks
-            cannot be removed.
-        cold: what was found about storage, if asked.
-        order: ``seconds`` that the script's sampler takes to draw an epoch's order, and the
-            ``share`` of the epoch; None where it is little.
-        notes: sentences to pass on.
+        loaders_threads: share of the loaders' CPU time outside the threads that read.
+        block_seconds: per step, by ``with stage(…)`` block in the training process; blocks cannot
+            be removed.
+        cold: storage measurements, with ``--cold``.
+        order: ``seconds`` to draw an epoch's order, and their ``share`` of it; None if small.
+        notes: for the reader.
     """
 
     workers: int
