@@ -183,7 +183,7 @@ CARRIED = [
         ["replicate", SPLIT, "pipeline=2"],
         {"pipeline=2": "itself, and under plan='pipeline=2"},
     ),
-    ("slope", ["replicate", SPLIT], {SPLIT: "differentiates by itself"}),
+    ("slope", ["replicate", SPLIT], {SPLIT: "a gathered parameter was read after it was freed"}),
     ("hooked", ["replicate", SPLIT], {SPLIT: "'4.weight' has a hook on its gradient"}),
     (
         "clipped",
