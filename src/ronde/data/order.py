@@ -36,10 +36,7 @@ _BLOCK = 4096
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 # keep the keys of these permutations apart from (seed, epoch)'s own
-_OF_BLOCKS, _OF_WINDOW = (
-    0xB10C,
-    0x71D0,
-)
+_OF_BLOCKS, _OF_WINDOW = (0xB10C, 0x71D0)
 
 
 def _mix(x: _U64) -> _U64:

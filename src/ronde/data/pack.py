@@ -721,11 +721,7 @@ def _list_pack(
     if manifest["kind"] == "tar":
         opened = tar(place)
         # a sample's data come first, its label behind them
-        return (
-            opened.keys,
-            opened._size[opened._first[:-1]],
-            opened.labels,
-        )
+        return (opened.keys, opened._size[opened._first[:-1]], opened.labels)
     import pyarrow.compute as compute
     import pyarrow.parquet as pq
 

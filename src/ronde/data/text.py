@@ -116,10 +116,7 @@ class _Description(describe.Digest):
             state = json.loads(backend.to_str())
             if backend is not value:
                 # transformers sets them anew in every call
-                state |= {
-                    "truncation": None,
-                    "padding": None,
-                }
+                state |= {"truncation": None, "padding": None}
             self.visit([kind, json.dumps(state)], where)
         elif callable(getattr(value, "get_vocab", None)) and hasattr(
             value, "init_kwargs"
@@ -238,10 +235,7 @@ def _iterate_text(
                     yield value or "", True
         elif whole:
             # read_text() would change the ends of lines
-            yield (
-                file.read_bytes().decode("utf-8"),
-                True,
-            )
+            yield (file.read_bytes().decode("utf-8"), True)
         else:
             decoder = codecs.getincrementaldecoder("utf-8")()
             with open(file, "rb") as opened_file:
