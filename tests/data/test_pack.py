@@ -13,6 +13,7 @@ import signal
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from parquet_pack import parquet_pack
 from processes import child, python
 from ronde import feed
 from ronde.cli.app import app
@@ -80,16 +80,16 @@ def test_what_went_in_comes_out(tmp_path):
             )
 
 
-def test_a_parquet_pack_of_an_earlier_version_still_opens(tmp_path):
-    source = feed.folder(folder(tmp_path / "files"))
-    out = parquet_pack(source, tmp_path / "out")
-    packed = feed.parquet(out)
-    assert packed.read(range(len(source))) == source.read(range(len(source)))
-    assert packed.classes == source.classes and packed.fingerprint == source.fingerprint
-    assert verify_pack(out).kind == "parquet" and verify_pack(out).problems == ()
-    with pytest.raises(ArgumentError, match=r"other settings \(kind 'parquet', now 'tar'\)"):
-        pack(source, out)
-    (out / "ronde-pack.json").rename(out / PARTIAL)
+def test_a_parquet_pack_of_an_earlier_version_is_refused(tmp_path):
+    out = tmp_path / "out"
+    pack(folder(tmp_path / "files"), out)
+    manifest = out / "ronde-pack.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "kind": "parquet"}))
+    again = partial(pack, tmp_path / "files")
+    for opens in (verify_pack, feed.parquet, feed.tar, feed.images, again):
+        with pytest.raises(ArgumentError, match=r"Parquet pack of an earlier version"):
+            opens(out)
+    manifest.rename(out / PARTIAL)
     for opens in (verify_pack, feed.parquet, feed.images):
         with pytest.raises(ArgumentError, match=r"unfinished pack"):
             opens(out)
@@ -111,11 +111,6 @@ def test_labels_of_every_kind(tmp_path):
             packed.read(range(len(source))) == source.read(range(len(source)))
             and packed.classes is None
         )
-        if name != "mixed":
-            parquet_pack(source, tmp_path / f"{name}-p")
-            assert feed.parquet(tmp_path / f"{name}-p").read(range(len(source))) == source.read(
-                range(len(source))
-            )
     with pytest.raises(ArgumentError, match=r"must be classes or numbers; found"):
         pack(files, tmp_path / "bad", labels=lambda n: {"a": 1})
 
@@ -200,23 +195,20 @@ def test_killed_and_gone_on(tmp_path):
     assert contents(out) == wanted
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
 @pytest.mark.parametrize("labels", ["folder", "none", len])
-def test_a_manifest_that_is_damaged_is_told(tmp_path, kind, labels):
+def test_a_manifest_that_is_damaged_is_told(tmp_path, labels):
     files, out = folder(tmp_path / "files", 20), tmp_path / "out"
-    pack(files, out, labels=labels) if kind == "tar" else parquet_pack(
-        feed.folder(files, labels=labels), out
-    )
+    pack(files, out, labels=labels)
     assert verify_pack(out).problems == ()
     manifest = out / "ronde-pack.json"
     good = manifest.read_bytes()
     values = json.loads(good)
     for key in ("kind", "samples", "classes", "labels", "fingerprint", "shards", "pixels_changed"):
         manifest.write_text(json.dumps({k: v for k, v in values.items() if k != key}))
-        for opens in (verify_pack, getattr(feed, kind)):
+        for opens in (verify_pack, feed.tar):
             with pytest.raises(ArgumentError, match=rf"ronde-pack\.json is damaged: its {key} is"):
                 opens(out)
-    for key in ("name", "samples", "bytes", "sha256", *(["index_sha256"] if kind == "tar" else [])):
+    for key in ("name", "samples", "bytes", "sha256", "index_sha256"):
         manifest.write_text(
             json.dumps(
                 {**values, "shards": [{k: v for k, v in values["shards"][0].items() if k != key}]}
@@ -433,14 +425,10 @@ def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path, monkeypatch):
         pack(files, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_damage_is_found_and_named(tmp_path, kind):
+def test_damage_is_found_and_named(tmp_path):
     source = feed.folder(folder(tmp_path / "files"))
-    if kind == "tar":
-        pack(source, tmp_path / "out", shard_bytes=1 << 16)
-    else:
-        parquet_pack(source, tmp_path / "out", shards=3)
-    shard = sorted((tmp_path / "out").glob(f"*.{kind}"))[1]
+    pack(source, tmp_path / "out", shard_bytes=1 << 16)
+    shard = sorted((tmp_path / "out").glob("*.tar"))[1]
     whole = bytearray(shard.read_bytes())
     i = next(
         i for i in range(len(source)) if source.sizes[i] > 600 and source.read([i])[0].data in whole
@@ -450,27 +438,22 @@ def test_damage_is_found_and_named(tmp_path, kind):
     bent[where + 100] ^= 1
     shard.write_bytes(bent)
     result = CliRunner().invoke(app, ["pack", "--verify", str(tmp_path / "out")])
-    assert (
-        result.exit_code == 1
-        and shard.name in result.output
-        and (kind == "parquet" or name in result.output)
-    )
+    assert result.exit_code == 1 and shard.name in result.output and name in result.output
     shard.write_bytes(whole[:-600])
     assert any("bytes" in p and shard.name in p for p in verify_pack(tmp_path / "out").problems)
     shard.unlink()
     assert verify_pack(tmp_path / "out").problems == (f"{shard.name}: No such file or directory",)
     shard.write_bytes(whole)
     assert verify_pack(tmp_path / "out").problems == ()
-    if kind == "tar":
-        index = tmp_path / "out" / (shard.name + ".ronde-index")
-        raw = index.read_bytes()
-        index.write_bytes(raw[:-1] + b"\x01")
-        assert any(index.name in p for p in verify_pack(tmp_path / "out").problems)
-        index.unlink()
-        with pytest.raises(ArgumentError, match=f"{index.name} cannot be used: it is missing"):
-            feed.tar(tmp_path / "out")
-        with pytest.raises(ArgumentError, match=r"open it with feed.tar"):
-            feed.parquet(tmp_path / "out")
+    index = tmp_path / "out" / (shard.name + ".ronde-index")
+    raw = index.read_bytes()
+    index.write_bytes(raw[:-1] + b"\x01")
+    assert any(index.name in p for p in verify_pack(tmp_path / "out").problems)
+    index.unlink()
+    with pytest.raises(ArgumentError, match=f"{index.name} cannot be used: it is missing"):
+        feed.tar(tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"Open it with feed.tar"):
+        feed.parquet(tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"is not a pack"):
         verify_pack(tmp_path / "files")
 
@@ -536,8 +519,7 @@ def test_the_command(tmp_path):
     assert "--verify" in shown and "ronde pack photos/train packed/train" in shown
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_a_damaged_sample_is_named_when_it_is_read_and_the_others_are_read(tmp_path, kind):
+def test_a_damaged_sample_is_named_when_it_is_read_and_the_others_are_read(tmp_path):
     content = {
         f"{c}/{i}.bin": np.random.default_rng([i, ord(c)]).bytes(400)
         for c in "ab"
@@ -546,20 +528,18 @@ def test_a_damaged_sample_is_named_when_it_is_read_and_the_others_are_read(tmp_p
     for name, data in content.items():
         (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "files" / name).write_bytes(data)
-    pack(tmp_path / "files", tmp_path / "out") if kind == "tar" else parquet_pack(
-        feed.folder(tmp_path / "files"), tmp_path / "out"
-    )
+    pack(tmp_path / "files", tmp_path / "out")
     names = sorted(content)
-    (shard,) = (tmp_path / "out").glob(f"*.{kind}")
+    (shard,) = (tmp_path / "out").glob("*.tar")
     raw = bytearray(shard.read_bytes())
     raw[raw.index(content[names[3]]) + 200] ^= 1
     shard.write_bytes(raw)
-    packed = getattr(feed, kind)(tmp_path / "out")
+    packed = feed.tar(tmp_path / "out")
     others = [i for i in range(10) if i != 3]
     assert [s.data for s in packed.read(others)] == [content[names[i]] for i in others]
     for ids in ([3], [5, 3, 1]):
         with pytest.raises(
             SampleError,
-            match=rf"shard-000000\.{kind}: '{names[3]}' is damaged: .*ronde pack --verify .*out'",
+            match=rf"shard-000000\.tar: '{names[3]}' is damaged: .*ronde pack --verify .*out'",
         ):
             packed.read(ids)

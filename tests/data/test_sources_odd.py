@@ -21,7 +21,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from parquet_pack import parquet_pack
 from ronde import feed
 from ronde.data.pack import pack, verify_pack
 from ronde.data.sources import byte_ranges, tar_index
@@ -320,13 +319,15 @@ def test_folders_whose_names_look_like_patterns(tmp_path, name):
     files = write(tmp_path / "files", {"cat/1.jpg": b"one", "dog/2.jpg": b"two"})
     expected = [Sample(b"one", 0, "cat/1.jpg"), Sample(b"two", 1, "dog/2.jpg")]
     pack(files, tmp_path / "tar" / name)
-    parquet_pack(feed.folder(files), tmp_path / "parquet" / name)
-    for kind, opened in (("tar", feed.tar), ("parquet", feed.parquet)):
-        assert opened(tmp_path / kind / name).read([0, 1]) == expected
+    (tmp_path / "parquet" / name).mkdir(parents=True)
+    rows = [sample._asdict() for sample in expected]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parquet" / name / "shard-000000.parquet")
+    columns = {"data": "data", "label": "label", "name": "name"}
+    assert feed.tar(tmp_path / "tar" / name).read([0, 1]) == expected
+    assert feed.parquet(tmp_path / "parquet" / name, **columns).read([0, 1]) == expected
     (tmp_path / "tar" / name / "ronde-pack.json").unlink()
     assert len(feed.tar(tmp_path / "tar" / name)) == 2
     assert len(feed.tar(tmp_path / "tar" / name / "shard-000000.tar")) == 2
-    (tmp_path / "parquet" / name / "ronde-pack.json").unlink()
     assert len(feed.parquet(tmp_path / "parquet" / name)) == 2
     assert len(feed.parquet([tmp_path / "parquet" / name / "shard-000000.parquet"])) == 2
     (tmp_path / "empty" / name).mkdir(parents=True)

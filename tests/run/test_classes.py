@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import Subset
 
 import ronde
-from parquet_pack import parquet_pack
 from ronde import feed
 from ronde.data.pack import pack
 from ronde.data.sources.base import Sample
@@ -81,10 +80,6 @@ def packed(root: Path, names) -> Path:
     return root
 
 
-def packed_parquet(root: Path, names) -> Path:
-    return parquet_pack(feed.folder(folders(root.with_name(root.name + " files"), names)), root)
-
-
 OPENED = {
     "folder": (folders, feed.folder),
     "csv": (
@@ -104,7 +99,6 @@ OPENED = {
         lambda root, **more: feed.parquet(root, data="image", label="label", **more),
     ),
     "packed tar": (packed, feed.tar),
-    "packed parquet": (packed_parquet, feed.parquet),
     "images": (folders, lambda root, **more: feed.images(root, **more).source),
     "images of Parquet": (
         texts,

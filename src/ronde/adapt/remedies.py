@@ -400,13 +400,8 @@ def _file_cache(
 def _opened_pack(path: str) -> Any:
     from ronde.data import is_pack, tar
 
-    kind = is_pack(path)
-    if kind is None:
+    if not is_pack(path):
         raise ArgumentError(f"feed setting pack: {path} is not what ronde pack wrote.")
-    if kind != "tar":
-        raise ArgumentError(
-            f"feed setting pack: {path} is in Parquet; a pipeline of files needs one of kind tar."
-        )
     return tar(path)
 
 

@@ -417,11 +417,9 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
     names = [os.fspath(p) for p in path] if isinstance(path, list | tuple) else [os.fspath(path)]
     if not names:
         raise ArgumentError("feed.images was given an empty list.")
-    pack = is_pack(names[0]) if len(names) == 1 else None
-    if pack is not None:
-        opens: Callable[..., Source] = parquet if pack == "parquet" else tar
-        _check_options(options, opens, ("data", "label"))
-        return opens(names[0], **options)
+    if len(names) == 1 and is_pack(names[0]):
+        _check_options(options, tar, ("data", "label"))
+        return tar(names[0], **options)
     if all(".tar" in name.rpartition("/")[2] for name in names):
         _check_options(options, tar, ("data", "label"))
         label = "cls" if labels == "folder" else None if labels == "none" else labels

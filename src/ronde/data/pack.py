@@ -47,7 +47,7 @@ class Packed:
 
     Attributes:
         path: the pack.
-        kind: ``tar``; ``parquet`` for a pack that an earlier version wrote.
+        kind: ``tar``.
         samples: in it.
         bytes: of its shards.
         shards: how many.
@@ -680,7 +680,7 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
     problems: list[str] = []
     done = 0
     for shard in manifest["shards"]:
-        problems += _problems(place, shard, manifest)
+        problems += _problems(place, shard)
         done += shard["samples"]
         if progress is not None:
             progress(done, manifest["samples"])
@@ -703,7 +703,7 @@ def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
             if right
             else [f"{MANIFEST}: its fingerprint, {given}, does not say how the pixels were changed"]
         )
-    names, sizes, labels = _list_pack(place, manifest)
+    names, sizes, labels = _list_pack(place)
     files = FolderSource(str(place), names, labels, manifest["classes"], Store())
     files._sizes = sizes
     if files.fingerprint == given:
@@ -714,50 +714,28 @@ def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
     ]
 
 
-def _list_pack(
-    place: Path, manifest: dict[str, Any]
-) -> tuple[Names, np.ndarray[Any, np.dtype[np.int64]], Any]:
+def _list_pack(place: Path) -> tuple[Names, np.ndarray[Any, np.dtype[np.int64]], Any]:
     """Names, sizes and labels of the files in a pack."""
-    if manifest["kind"] == "tar":
-        opened = tar(place)
-        # a sample's data come first, its label behind them
-        return (opened.keys, opened._size[opened._first[:-1]], opened.labels)
-    import pyarrow.compute as compute
-    import pyarrow.parquet as pq
-
-    names: list[str] = []
-    sizes: list[np.ndarray[Any, Any]] = []
-    labels: list[np.ndarray[Any, Any]] = []
-    for shard in manifest["shards"]:
-        with pq.ParquetFile(place / shard["name"]) as opened_file:
-            for batch in opened_file.iter_batches(batch_size=1024):
-                names += batch.column("name").to_pylist()
-                sizes.append(
-                    compute.binary_length(batch.column("data"))
-                    .to_numpy(zero_copy_only=False)
-                    .astype(np.int64)
-                )
-                if manifest["labels"]:
-                    labels.append(batch.column("label").to_numpy(zero_copy_only=False))
-    return Names.of(names), np.concatenate(sizes), np.concatenate(labels) if labels else None
+    opened = tar(place)
+    # a sample's data come first, its label behind them
+    return opened.keys, opened._size[opened._first[:-1]], opened.labels
 
 
-def _problems(place: Path, shard: dict[str, Any], manifest: dict[str, Any]) -> list[str]:
+def _problems(place: Path, shard: dict[str, Any]) -> list[str]:
     path = place / shard["name"]
     found: list[str] = []
     index: TarIndex | None = None
-    if manifest["kind"] == "tar":
-        side = path.with_name(path.name + SUFFIX)
-        try:
-            raw = side.read_bytes()
-            if hashlib.sha256(raw).hexdigest() != shard["index_sha256"]:
-                found.append(f"{side.name}: damaged (its SHA-256 differs)")
-            else:
-                index = TarIndex.from_bytes(raw)
-        except OSError as error:
-            found.append(f"{side.name}: {error.strerror}")
-        except ValueError as error:
-            found.append(f"{side.name}: {error}")
+    side = path.with_name(path.name + SUFFIX)
+    try:
+        raw = side.read_bytes()
+        if hashlib.sha256(raw).hexdigest() != shard["index_sha256"]:
+            found.append(f"{side.name}: damaged (its SHA-256 differs)")
+        else:
+            index = TarIndex.from_bytes(raw)
+    except OSError as error:
+        found.append(f"{side.name}: {error.strerror}")
+    except ValueError as error:
+        found.append(f"{side.name}: {error}")
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from ronde.data.sources.byte_ranges import (
     is_remote,
     local_path,
 )
-from ronde.data.sources.tar import damage_message, manifest_of
+from ronde.data.sources.tar import is_pack
 from ronde.world import ArgumentError, SampleError
 
 __all__ = [
@@ -303,14 +302,12 @@ class ParquetSource(BaseSource):
         cache_bytes: int,
         blocks: bool | None,
         sample: tuple[str, str | None, str | None] | None,
-        manifest: dict[str, Any] | None,
     ) -> None:
         import pyarrow as pa
 
         self.paths = paths
         self._store = store
         self._sample = sample
-        self._manifest = manifest is not None
         self._number: dict[Any, int] = {}
         self._metadata: dict[int, Any] = {}
         self._sizes = [store.size(path) for path in paths]
@@ -347,8 +344,6 @@ class ParquetSource(BaseSource):
                             f"{', '.join(names)}.{hint}"
                         )
                 self.columns = list(columns) if columns is not None else names
-                if manifest is not None and "crc32" in names:
-                    self.columns = list(dict.fromkeys([*self.columns, "crc32"]))
                 if sample is not None:
                     kind = (
                         plain_type(schema.field(sample[0]).type)
@@ -404,19 +399,9 @@ class ParquetSource(BaseSource):
         if blocks if blocks is not None else is_remote(paths[0]) or sum(bytes_of) > cache_bytes:
             self.blocks = tuple(counts)
             self.window = int(min(64, max(2, cache_bytes // max(1, max(bytes_of)))))
-        if manifest is not None:
-            self.classes = manifest["classes"]
-        self._fingerprint = (
-            str(manifest["fingerprint"])
-            if manifest is not None
-            else digest_values(
-                "parquet",
-                [p.rpartition("/")[2] for p in paths],
-                self._sizes,
-                counts,
-                self.columns,
-                sample,
-            )
+        names = [p.rpartition("/")[2] for p in paths]
+        self._fingerprint = digest_values(
+            "parquet", names, self._sizes, counts, self.columns, sample
         )
 
     def __len__(self) -> int:
@@ -598,7 +583,6 @@ class ParquetSource(BaseSource):
         if self._sample is None:
             return Batch(columns)
         data, label, name = self._sample
-        sums = columns.get("crc32") if self._manifest else None
         labels = [None] * len(ids) if label is None else columns[label]
         labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
         if self._number:
@@ -609,10 +593,6 @@ class ParquetSource(BaseSource):
             if name is None:
                 names = [(d or {}).get("path") or n for d, n in zip(values, names, strict=True)]
             values = [d and d["bytes"] for d in values]
-        if sums is not None:
-            for i, d, sum_, which in zip(ids, values, sums.tolist(), names, strict=True):
-                if zlib.crc32(d or b"") != sum_:
-                    raise SampleError(damage_message(self._path(i), which))
         for i, d, one in zip(ids, values, labels, strict=True):
             if d is None or (
                 label is not None and (one is None or (isinstance(one, float) and math.isnan(one)))
@@ -707,8 +687,7 @@ def parquet(
     turns into the smallest integer.
 
     Args:
-        paths: a file, a folder, a glob, URLs, or a list of such; or a Parquet pack from an earlier
-            version.
+        paths: a file, a folder, a glob, URLs, or a list of such.
         columns: which are read; None for all.
         data: a column of bytes, or of structs of ``bytes`` and ``path`` as Hugging Face's data sets
             have it: samples are then :class:`Sample` of it, ``label`` and ``name``, as
@@ -718,8 +697,8 @@ def parquet(
         name: the column of names, with ``data``; the struct's path or else the row's number where
             there is none.
         classes: with ``label``, the names that labels count from 0; the column is then read once,
-            whole. In Hugging Face's data sets, and in
-            packs, numbers stand for names: they become those of the same names here.
+            whole. In Hugging Face's data
+            sets, numbers stand for names: they become those of the same names here.
         like: another source, or a pipeline of one, whose classes count here too: the training
             set's, for a test set.
         blocks: whether the order goes by row groups (see :class:`Order`); None where files are
@@ -729,12 +708,10 @@ def parquet(
         options: for fsspec.
 
     Raises:
-        ArgumentError: no such file or column, files that do not agree, an unfinished pack; it says
-            which.
+        ArgumentError: no such file or column, files that do not agree, a pack; it says which.
     """
     need("pyarrow", "tables", "feed.parquet")
     store = Store(options)
-    manifest = None
     files: list[str] = []
     if isinstance(paths, str | os.PathLike):
         text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local_path(paths)).rstrip("/")
@@ -743,17 +720,9 @@ def parquet(
         plain = here or (
             is_remote(text) and not text.endswith(".parquet") and not set("*[{") & set(text)
         )
-        manifest = manifest_of(text, store) if plain else None
-        if manifest is not None:
-            if manifest["kind"] != "parquet":
-                raise ArgumentError(
-                    f"{text} is a pack in {manifest['kind']}: open it with "
-                    f"feed.{manifest['kind']}({text!r})."
-                )
-            files = [f"{text}/{shard['name']}" for shard in manifest["shards"]]
-            data, name = "data", "name"
-            label = "label" if manifest["labels"] else None
-        elif here:
+        if plain and is_pack(text, options):
+            raise ArgumentError(f"{text} is a pack of tars. Open it with feed.tar({text!r}).")
+        if here:
             files = inside(text, ".parquet", "feed.parquet")
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
@@ -763,13 +732,6 @@ def parquet(
     known = classes_of(classes, like, "feed.parquet")
     if known is not None and label is None:
         raise ArgumentError("feed.parquet: classes= and like= go with data= and label=.")
-    source = ParquetSource(
-        files,
-        columns,
-        store,
-        cache_bytes,
-        blocks,
-        (data, label, name) if data is not None else None,
-        manifest,
-    )
+    sample = (data, label, name) if data is not None else None
+    source = ParquetSource(files, columns, store, cache_bytes, blocks, sample)
     return source if known is None else source.count_classes(known)

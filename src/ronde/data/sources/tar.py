@@ -70,6 +70,11 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
         raise ArgumentError(
             f"{path}/{MANIFEST} is not a pack manifest that this version of ronde reads: {error}."
         ) from None
+    if found.get("kind") == "parquet":
+        raise ArgumentError(
+            f"{path} is a Parquet pack of an earlier version, which ronde no longer opens. Pack "
+            "the original files again."
+        )
     wrong = _wrong_in(found)
     if wrong is not None:
         raise ArgumentError(
@@ -99,19 +104,19 @@ _FIELDS_OF_SHARD: dict[str, tuple[type, ...]] = {
     "samples": (int,),
     "bytes": (int,),
     "sha256": (str,),
+    "index_sha256": (str,),
 }
 
 
 def _wrong_in(manifest: dict[str, Any]) -> str | None:
     """What a manifest lacks; None if nothing."""
-    if manifest.get("kind") not in ("tar", "parquet"):
-        return f"its kind is {manifest.get('kind')!r}, expected tar or parquet"
-    fields = _FIELDS_OF_SHARD | ({"index_sha256": (str,)} if manifest["kind"] == "tar" else {})
+    if manifest.get("kind") != "tar":
+        return f"its kind is {manifest.get('kind')!r}, expected tar"
     for name, kinds in _FIELDS.items():
         if not isinstance(manifest.get(name, ...), kinds):
             return f"its {name} is missing or not {_CALLED[kinds[0]]}"
     for number, shard in enumerate(manifest["shards"]):
-        for name, kinds in fields.items():
+        for name, kinds in _FIELDS_OF_SHARD.items():
             if not isinstance(shard, dict) or not isinstance(shard.get(name), kinds):
                 return f"{name} of shard {number} is missing or not {_CALLED[kinds[0]]}"
     return None
@@ -132,15 +137,14 @@ def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
     return found
 
 
-def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | None:
-    """``"tar"`` or ``"parquet"`` if ``path`` is a pack, else None.
+def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> bool:
+    """Whether ``path`` is a pack.
 
     Raises:
-        ArgumentError: it is a pack that cannot be opened, as one that is unfinished.
+        ArgumentError: the pack cannot be opened; an unfinished one, for example.
     """
     text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
-    found = manifest_of(text, Store(options))
-    return str(found["kind"]) if found is not None else None
+    return manifest_of(text, Store(options)) is not None
 
 
 class TarSource(BaseSource):
