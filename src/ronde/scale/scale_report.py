@@ -18,57 +18,40 @@ Values = Mapping[str, Any]
 
 
 def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
-    """Write the answer of ``ronde scale`` as one HTML file.
-
-    Args:
-        values: as ``ronde scale --json`` writes them.
-        path: of the file.
+    """Write ``values``, the JSON of ``ronde scale``, as one HTML file.
 
     Raises:
         ArgumentError: matplotlib is not installed, or the values have no row.
         RondeError: the file cannot be written.
-
-    Example:
-        >>> scale_report(json.loads(Path("scale.json").read_text()),  # doctest: +SKIP
-        ...     "report.html")
     """
     rows = list(values.get("rows") or ())
     if not rows:
         raise ArgumentError("the values of a scaling report have no 'rows': nothing was measured.")
     first, last = rows[0], rows[-1]
     n = last["workers"]
+    speedup, synthetic_speedup = (f"{last[f'speedup_{k}']:.2f}×" for k in ("real", "synthetic"))
+    efficiency, synthetic_efficiency = (
+        html.percent(last[f"efficiency_{k}"]) for k in ("real", "synthetic")
+    )
+    first_gap = f"at {first['workers']}: {html.percent(first['gap'])}"
     numbers = [
-        (
-            f"speed-up at {n}",
-            f"{last['speedup_real']:.2f}×",
-            f"synthetic {last['speedup_synthetic']:.2f}×",
-        ),
-        (
-            f"efficiency at {n}",
-            html.percent(last["efficiency_real"]),
-            f"synthetic {html.percent(last['efficiency_synthetic'])}",
-        ),
-        (
-            f"gap at {n}",
-            html.percent(last["gap"]),
-            f"at {first['workers']}: {html.percent(first['gap'])}",
-        ),
+        (f"speed-up at {n}", speedup, f"synthetic {synthetic_speedup}"),
+        (f"efficiency at {n}", efficiency, f"synthetic {synthetic_efficiency}"),
+        (f"gap at {n}", html.percent(last["gap"]), first_gap),
         ("stop at", str(values.get("stop_at", "–")), "workers"),
     ]
-    # Rates per worker at the smallest size: what a speed-up is relative to.
+    # A speed-up is relative to the rate per worker at the smallest size.
     base = {name: first[name] / first["workers"] for name in ("synthetic", "real")}
     further = list(values.get("extrapolated") or ())
-    solid = (
-        "Each over its own rate at the smallest size. Solid: measured. Dashed, with a band: "
+    legend = (
+        "Relative to the same rate at the smallest size. Solid: measured. Dashed, with a band: "
         "extrapolated, not measured"
     )
+    gap_legend = "Hatched: extrapolated, not measured"
+    stop = html.show_number(values.get("stop_at"))
     charts = [
-        ("Speed-up", solid, _speedup(rows, further, base, html.show_number(values.get("stop_at")))),
-        (
-            "Gap between synthetic and real",
-            "Hatched: extrapolated, not measured",
-            _gaps(rows, further),
-        ),
+        ("Speed-up", legend, _speedup(rows, further, base, stop)),
+        ("Gap between synthetic and real", gap_legend, _gaps(rows, further)),
     ]
     priced = html.show_number(values.get("cost_per_device_hour")) is not None
     sections = [
@@ -77,15 +60,8 @@ def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
         html.Section(foot=_wall(values.get("wall"))),
         html.Section("Notes", items=[str(note) for note in values.get("notes") or ()]),
     ]
-    html.write_page(
-        path,
-        "ronde scale",
-        values.get("script", ""),
-        str(values.get("sentence") or ""),
-        numbers,
-        charts,
-        sections,
-    )
+    script, sentence = values.get("script", ""), str(values.get("sentence") or "")
+    html.write_page(path, "ronde scale", script, sentence, numbers, charts, sections)
 
 
 def _wall(wall: Any) -> str:
@@ -114,20 +90,15 @@ def _speedup(
             if further:
                 guesses = [f[name] / base[name] for f in further]
                 xs = [sizes[-1], *beyond]
-                axes.plot(
-                    xs, [measured[-1], *guesses], linestyle=(0, (4, 2)), color=color, linewidth=1.3
-                )
+                ys, dashes = [measured[-1], *guesses], (0, (4, 2))
+                axes.plot(xs, ys, linestyle=dashes, color=color, linewidth=1.3)
                 axes.plot(beyond, guesses, marker, color=color, markersize=5, fillstyle="none")
+                prefix = "" if name == "real" else "synthetic_"
                 low, high = (
-                    ("low", "high") if name == "real" else ("synthetic_low", "synthetic_high")
+                    [html.number_or(f.get(prefix + end), f[name]) / base[name] for f in further]
+                    for end in ("low", "high")
                 )
-                bounds = [
-                    [
-                        measured[-1],
-                        *(html.number_or(f.get(k), f[name]) / base[name] for f in further),
-                    ]
-                    for k in (low, high)
-                ]
+                bounds = [measured[-1], *low], [measured[-1], *high]
                 axes.fill_between(xs, *bounds, color=color, alpha=0.15, linewidth=0)
         html.sizes_axis(axes, every, "workers")
         axes.set_yscale("log", base=2)
@@ -139,15 +110,8 @@ def _speedup(
         axes.set_ylim(max(min(1.0, *reached) * 0.85, 1 / 64), top * 1.12)
         axes.grid(axis="y")
         if stop is not None and stop < every[-1]:
-            html.mark_size(
-                axes,
-                stop,
-                f"stop at {stop:.0f}",
-                left=stop**2 > every[-1] * every[0],
-                y=0.02,
-                shift=2,
-                va="baseline",
-            )
+            left, label = stop**2 > every[-1] * every[0], f"stop at {stop:.0f}"
+            html.mark_size(axes, stop, label, left=left, y=0.02, shift=2, va="baseline")
         axes.legend(loc="upper left", fontsize=9.5)
         text = "; ".join(
             f"{r['workers']} workers: {r['speedup_real']:.2f} real, "
@@ -167,24 +131,11 @@ def _gaps(rows: Sequence[Values], further: Sequence[Values]) -> Markup:
         split = len(rows)
         axes.bar(places[:split], gaps[:split], color=html.REAL, width=0.62, linewidth=0)
         if further:
-            axes.bar(
-                places[split:],
-                gaps[split:],
-                facecolor="none",
-                edgecolor=html.REAL,
-                hatch="///",
-                width=0.62,
-                linewidth=1.2,
-            )
+            style = {"facecolor": "none", "edgecolor": html.REAL, "hatch": "///"}
+            axes.bar(places[split:], gaps[split:], width=0.62, linewidth=1.2, **style)
+        above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 9.5}
         for i, value in enumerate(gaps):
-            axes.annotate(
-                f"{value:.0f} %",
-                (i, value),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9.5,
-            )
+            axes.annotate(f"{value:.0f} %", (i, value), **above)
         axes.set_xticks(places, [str(r["workers"]) for r in [*rows, *further]])
         axes.set_xlabel("workers")
         axes.set_ylabel("gap, % of synthetic")
@@ -200,17 +151,9 @@ def _gaps(rows: Sequence[Values], further: Sequence[Values]) -> Markup:
 def _sizes(
     rows: Sequence[Values], further: Sequence[Values], base: Mapping[str, float], priced: bool
 ) -> html.Section:
-    heads = [
-        "workers",
-        "synthetic, samples/s",
-        "real, samples/s",
-        "gap",
-        "speed-up",
-        "efficiency",
-        "epoch",
-    ]
-    heads.append("cost per epoch" if priced else "device-seconds per epoch")
-    made: list[tuple[str, Sequence[str]]] = []
+    heads = ["workers", "synthetic, samples/s", "real, samples/s", "gap", "speed-up"]
+    heads += ["efficiency", "epoch", "cost per epoch" if priced else "device-seconds per epoch"]
+    body: list[tuple[str, Sequence[str]]] = []
     for r in rows:
         cells = [
             str(r["workers"]),
@@ -222,19 +165,15 @@ def _sizes(
             html.show_seconds(r["epoch_seconds"]),
             html.plain(r.get("cost_per_epoch" if priced else "cost_per_epoch_device_seconds")),
         ]
-        made.append(("", cells))
+        body.append(("", cells))
     for f in further:
-        n, up, synthetic = (
-            f["workers"],
-            f["real"] / base["real"],
-            f["synthetic"] / base["synthetic"],
-        )
+        n, up = f["workers"], f["real"] / base["real"]
+        synthetic = f["synthetic"] / base["synthetic"]
+        rates = (html.rate(f[k]) for k in ("real", "low", "high"))
         cells = [
             f"~{n}",
             html.rate(f["synthetic"]),
-            Markup("{}<br>{} to {}").format(
-                html.rate(f["real"]), html.rate(f["low"]), html.rate(f["high"])
-            ),
+            Markup("{}<br>{} to {}").format(*rates),
             html.percent(f["gap"]),
             f"{up:.1f}× ({synthetic:.1f}×)",
             f"{html.percent(up / n)} ({html.percent(synthetic / n)})",
@@ -243,13 +182,12 @@ def _sizes(
             if priced
             else html.plain(html.number_or(f.get("epoch_seconds"), 0.0) * n),
         ]
-        made.append(("guess", cells))
+        body.append(("guess", cells))
     foot = "Speed-up and efficiency: real, and synthetic in brackets."
     if further:
         foot += " Rows with ~ are extrapolated, not measured; the real rate has its 95 % interval."
-    return html.Section(
-        "Measured and extrapolated", heads, made, foot=Markup('<p class="soft">{}</p>').format(foot)
-    )
+    paragraph = Markup('<p class="soft">{}</p>').format(foot)
+    return html.Section("Measured and extrapolated", heads, body, foot=paragraph)
 
 
 def _fits(values: Values) -> html.Section:
@@ -259,10 +197,9 @@ def _fits(values: Values) -> html.Section:
         for law, fit in laws.items():
             low, high = fit.get("low") or {}, fit.get("high") or {}
             contention, coherency = (
-                html.soft(
-                    html.plain(fit.get(k)), f"{html.plain(low.get(k))} to {html.plain(high.get(k))}"
-                )
+                html.soft(html.plain(fit.get(k)), f"{html.plain(a)} to {html.plain(b)}")
                 for k in ("contention", "coherency")
+                for a, b in [(low.get(k), high.get(k))]
             )
             used = " (used)" if (values.get("laws") or {}).get(which) == law else ""
             freedom = "assumed" if fit.get("error_assumed") else fit.get("degrees_of_freedom")
