@@ -19,9 +19,9 @@ class Arm:
 
     Args:
         kind: ``synthetic``: real batches, recycled on the device. ``alone``: synthetic without
-            exchange, each rank by itself. ``host``: recycled, but copied to the device each time.
-            ``real``: with the input pipeline. ``beside``: synthetic while the loaders run, their
-            batches thrown away. ``loading``: the loaders without training.
+            exchange, each rank by itself. ``real``: with the input pipeline. ``beside``: synthetic
+            while the loaders run, their batches thrown away. ``loading``: the loaders without
+            training.
         remove: stages of the input pipeline to take out, by replaying their earlier results.
         samples: replay whole samples through the real loaders, which leaves the transport.
         threads: compute threads inside loading processes; None leaves them alone.
@@ -75,7 +75,6 @@ class ArmResult:
         cpu_seconds: per sample, in the training processes.
         other_threads: share of the loaders' CPU time spent outside their main threads.
         queued: seconds that reading threads waited for a core, per second on a core.
-        drift: rate of the window's second half over that of its first.
         notes: problems that the readers reported.
     """
 
@@ -92,5 +91,4 @@ class ArmResult:
     cpu_seconds: float = 0.0
     other_threads: float = 0.0
     queued: float = 0.0
-    drift: float = 1.0
     notes: tuple[str, ...] = ()

@@ -61,6 +61,7 @@ _SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20, 25 << 20)
 _QUICK_SIZES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
 _ROUNDS, _QUICK_ROUNDS = 8, 4
 _ATTEMPTS = 3
+_TIMEOUT = 120.0
 _METHOD = 2  # raised when the measurement changes, so that older files are measured again
 _LAUNCHER_VARIABLES = ("RONDE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
@@ -229,13 +230,7 @@ def has_cuda() -> bool:
     return os.environ.get("RONDE_DEVICE") != "cpu" and torch.cuda.is_available()
 
 
-def default_cluster(
-    workers: int,
-    *,
-    fresh: bool = False,
-    tell: Callable[[str], None] | None = None,
-    timeout: float = 120.0,
-) -> Cluster:
+def default_cluster(workers: int, tell: Callable[[str], None] | None = None) -> Cluster:
     """This machine as a cluster of ``workers``, measured once and then kept.
 
     It is kept by host, torch version and workers in ``$RONDE_STATE`` or ``~/.local/state/ronde``.
@@ -243,7 +238,6 @@ def default_cluster(
 
     Args:
         workers: world size to plan for.
-        fresh: measure again.
         tell: shows progress.
 
     Raises:
@@ -254,7 +248,7 @@ def default_cluster(
     started = min(workers, most)
     kind = f"{socket.gethostname()}-{'cuda' if cuda else 'cpu'}-torch{torch.__version__}"
     file = _state_folder() / f"cluster-{kind}-{started}-method{_METHOD}.yaml"
-    if file.exists() and not fresh:
+    if file.exists():
         with contextlib.suppress(Exception):
             return _resized(Cluster.load(file), workers)
     if tell is not None:
@@ -264,7 +258,7 @@ def default_cluster(
     processes: list[subprocess.Popen[str]] = []
     try:
         _start_workers(processes, started, temporary)
-        _wait_for(processes, timeout)
+        _wait_for(processes)
         cluster = Cluster.load(temporary)
         if cluster.noise <= TOLERANCE:
             temporary.replace(file)
@@ -312,12 +306,12 @@ def _start_workers(processes: list[subprocess.Popen[str]], count: int, output: P
         )
 
 
-def _wait_for(processes: list[subprocess.Popen[str]], timeout: float) -> None:
-    limit = time.monotonic() + timeout
+def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
+    limit = time.monotonic() + _TIMEOUT
     while any(p.poll() is None for p in processes):
         failed = next((p for p in processes if p.poll()), None)
         if failed is not None or time.monotonic() > limit:
-            why = f"it took longer than {timeout:.0f} s"
+            why = f"it took longer than {_TIMEOUT:.0f} s"
             if failed is not None and failed.stderr is not None:
                 lines = failed.stderr.read().strip().splitlines()
                 why = lines[-1] if lines else f"a worker exited with status {failed.returncode}"

@@ -44,7 +44,6 @@ class UnitBytes:
     saved: int = 0
     forward_transient: int = 0
     backward_transient: int = 0
-    gradient: int = 0
     late_gradient: int = 0
     crossing: int = 0
     crossing_grad: int = 0
@@ -65,8 +64,6 @@ class MemoryAccount:
         buffers: bytes of buffers, for each unit.
         batch: micro-batch size -> bytes of the micro-batch itself.
         faked: whether fake tensors worked, and ``reason``: why not.
-        total: micro-batch size -> peak bytes, gradients included, without parameters, buffers and
-            batch.
         again: level of recomputation -> the same as ``sizes``; levels that failed are missing.
         recomputed: names of the blocks that are recomputed.
         blocks: names of the blocks that are gathered or recomputed as a whole.
@@ -81,7 +78,6 @@ class MemoryAccount:
     batch: dict[int, int] = field(default_factory=dict)
     faked: bool = True
     reason: str = ""
-    total: dict[int, int] = field(default_factory=dict)
     again: dict[str, dict[int, list[UnitBytes]]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
@@ -168,14 +164,10 @@ def _account(
 
         blocks = repeated_blocks(stand_in) or large_children(stand_in)
         with _counted_calls(blocks) as calls:
-            if chain is not None and within is None:
-                run_once()
             units = chain or find_chain(stand_in, run_once)
         memory = MemoryAccount(units, faked=fake, blocks=list(blocks), calls=calls)
         for b in sizes:
-            memory.sizes[b], ledger, memory.total[b] = _one_size(
-                stand_in, units, compute, micro[b], autocast
-            )
+            memory.sizes[b], ledger = _one_size(stand_in, units, compute, micro[b], autocast)
             memory.batch[b] = sum(bytes_of(t) for t in tensors_in(micro[b], attributes=True))
         for level in ("selective", "full") if within is None else ():
             # A level that fails is missing: the plan that needs it says why.
@@ -257,7 +249,7 @@ class _Recomputing:
 
 def _one_size(
     model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, autocast: Autocast
-) -> tuple[list[UnitBytes], Ledger, int]:
+) -> tuple[list[UnitBytes], Ledger]:
     """Run one step of a stand-in and account for it."""
     order = dict(model.named_parameters())
     for p in order.values():
@@ -303,7 +295,6 @@ def _one_size(
                 saved=saved[i],
                 forward_transient=max(0, forward),
                 backward_transient=max(0, backward),
-                gradient=own[i],
                 late_gradient=late[i],
                 crossing=sum(e.read_bytes for e in crossing),
                 crossing_grad=sum(e.read_bytes for e in crossing if e.floating),
@@ -311,10 +302,9 @@ def _one_size(
                 runs_again=i in watch.again,
             )
         )
-    total = max(ledger.peaks.values(), default=0)
     for p in order.values():
         p.grad = None
-    return units, ledger, total
+    return units, ledger
 
 
 def _owners(

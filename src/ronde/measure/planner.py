@@ -105,7 +105,6 @@ def gauge(
         calls,
         work.sample,
         plan.batch_size,
-        device=next((p.device for p in work.model.parameters()), torch.device("cpu")),
         precision=plan.precision,
         threads=threads,
         clips=plan.clip_norm is not None,

@@ -35,15 +35,13 @@ class NoisyMachine(RondeError):
 
 
 class Reference:
-    """Times a fixed piece of work of about ``seconds`` on ``device``.
+    """Times a fixed piece of work of about 4 ms on ``device``.
 
     ``cpu_time``: count only this thread's CPU time. With one thread, being preempted is no
     disturbance then.
     """
 
-    def __init__(
-        self, device: torch.device, seconds: float = 0.004, cpu_time: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, cpu_time: bool = False) -> None:
         self._device = device
         self._now = time.thread_time if cpu_time else time.perf_counter
         # Made without a generator, so that no random state changes.
@@ -52,7 +50,7 @@ class Reference:
         for _ in range(3):
             self._run(20)
         once = min(self._run(20) for _ in range(5)) / 20
-        self._times = max(1, round(seconds / max(once, 1e-7)))
+        self._times = max(1, round(0.004 / max(once, 1e-7)))
 
     def _run(self, times: int) -> float:
         start = self._now()

@@ -33,7 +33,7 @@ from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
 from ronde.measure.step_stages import StepStages
 from ronde.plan import Share, shares
 from ronde.profile import StageTimes, read_board, read_notes
-from ronde.run.evaluation import on_device, to_device
+from ronde.run.evaluation import on_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
 
@@ -80,7 +80,6 @@ class Bench:
         self.draw_seconds: float | None = None
         self.files: list[str] = []
         self._recycled: list[tuple[Share, list[Any]]] = []
-        self._on_host: list[list[Any]] = []
         self._step_seconds: dict[Arm, float] = {}
         self._warm = False
         self._slowest_first = 0.0
@@ -103,7 +102,7 @@ class Bench:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._recycled, self._on_host = [], []
+        self._recycled = []
         self._stack.__exit__(*error)
 
     # -- batches -----------------------------------------------------------------------
@@ -228,8 +227,6 @@ class Bench:
                 self._executor = feed.executor
                 self._recycled.append((share, on_device(feed, share, micros, self.run.device)))
                 size += sum(t.numel() * t.element_size() for t in tensors_in(micros))
-                if self.run.device.type != "cpu":
-                    self._on_host.append(micros)
                 n, spent = len(self._recycled), time.perf_counter() - start
                 quick = 2 * size < _SMALL_BYTES and spent < 0.5
                 enough = n >= (2 * _RECYCLED if quick else _RECYCLED)
@@ -295,14 +292,11 @@ class Bench:
         """A window on recycled batches."""
         turn = itertools.cycle(range(len(self._recycled)))
         train = self.port.step_alone if arm.kind == "alone" else self.port.step
-        copies = arm.kind == "host" and bool(self._on_host)
 
         def step() -> None:
             k = next(turn)
             share, micros = self._recycled[k]
             with self.in_step.step(k, None):
-                if copies:
-                    micros = [to_device(m, self.run.device) for m in self._on_host[k]]
                 train(share, micros)
 
         for _ in range(2):
@@ -458,22 +452,16 @@ class Bench:
         self, arm: Arm, moments: Sequence[float], waits: Sequence[float], cpu: float, **extra: Any
     ) -> ArmResult:
         """Gather every rank's reading of the window."""
-        steps, half = len(waits), len(waits) // 2
-        seconds = moments[-1] - moments[0]
+        steps, in_step = len(waits), self.in_step
         together = self._depth(arm)[1] if arm.loads else 1
         starts = range(0, steps - together + 1, together)
         groups = [sum(waits[i : i + together]) / together for i in starts]
-        in_step, drift = self.in_step, 1.0
-        if half:
-            first_half, second_half = moments[half] - moments[0], moments[-1] - moments[half]
-            drift = (first_half / half) / (second_half / (steps - half))
         mine = {
-            "seconds": seconds,
+            "seconds": moments[-1] - moments[0],
             "wait": sum(waits) / steps,
             "usual": statistics.median(groups) if groups else sum(waits) / steps,
             "cpu": cpu,
             "samples": self._recycled[0][0].samples,
-            "drift": drift,
             "in_step": {
                 name: [in_step.cpu[name] / steps, wall / steps, name in in_step.blocks]
                 for name, wall in in_step.wall.items()
@@ -510,7 +498,6 @@ class Bench:
             cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
-            drift=everyone[0]["drift"],
             notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )
 

@@ -79,7 +79,6 @@ def measure(
     samples: Sequence[int] | None = None,
     seconds: float = 8.0,
     threads: int | None = None,
-    chain: list[ModelUnit] | None = None,
     clips: bool = False,
     on_noise: Literal["error", "note"] = "error",
     reference: Callable[[], float] | None = None,
@@ -97,7 +96,6 @@ def measure(
         samples: micro-batch sizes to measure at; None chooses up to three.
         seconds: about how long to measure.
         threads: compute threads that a worker will have; None leaves them alone.
-        chain: the units; None finds them.
         clips: whether gradients are clipped before the optimizer's step.
         on_noise: on a busy machine, raise, or report it in ``Costs.noise`` and ``Costs.notes``.
         reference: takes a reading of fixed work, in seconds; None makes one.
@@ -125,7 +123,7 @@ def measure(
         if not model.training:  # train() would also change frozen layers in eval mode
             model.train()
         tell("counting the memory of layers")
-        costs = weigh(model, optimizer, compute, make, batch_size, autocast=autocast, chain=chain)
+        costs = weigh(model, optimizer, compute, make, batch_size, autocast=autocast)
         units = [ModelUnit(u.name, u.alike) for u in costs.units]
         timed = TimedModel(stack, model, optimizer, compute, units, where, autocast, clips)
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

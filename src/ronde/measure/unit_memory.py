@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ronde.measure.cost_lines import line, most
 from ronde.measure.memory_account import MemoryAccount, account
-from ronde.measure.model_units import LOSS, ModelUnit
+from ronde.measure.model_units import LOSS
 from ronde.measure.optimizer_memory import optimizer_bytes
 from ronde.measure.storage_ledger import bytes_of
 from ronde.parallel.optimizer_coupling import ways_refused
@@ -33,7 +33,6 @@ def weigh(
     *,
     sizes: Sequence[int] | None = None,
     autocast: Callable[[], Any] = contextlib.nullcontext,
-    chain: list[ModelUnit] | None = None,
 ) -> Costs:
     """A model's units with their bytes and operations, and no times.
 
@@ -45,7 +44,7 @@ def weigh(
     """
     least = min(2, batch_size)  # normalization over a batch of one fails
     sizes = sorted(set(sizes or (least, max(least, batch_size // 8), batch_size)))
-    memory = account(model, compute, batches, sizes, autocast=autocast, chain=chain)
+    memory = account(model, compute, batches, sizes, autocast=autocast)
     notes = []
     if not memory.faked:
         notes.append(
