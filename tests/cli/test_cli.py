@@ -705,67 +705,60 @@ def test_show_names_a_long_curve_whole(place, whole, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("plan", "told"),
-    [
-        ("pipeline=3", "workers in multiples of 3"),
-        ("tensor=2,pipeline=2", "workers in multiples of 4"),
-        ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
-        ("pipeline=2,pipeline=1", "pipeline is said twice"),
-        ("schedule=zbv", "schedule is said of a pipeline, and there is none"),
-        ("pipelines=2", "Did you mean 'pipeline'?"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path, plan, told):
+REFUSED_PLANS = [
+    ("pipeline=3", "workers in multiples of 3"),
+    ("tensor=2,pipeline=2", "workers in multiples of 4"),
+    ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
+    ("pipeline=2,pipeline=1", "pipeline is said twice"),
+    ("schedule=zbv", "schedule is said of a pipeline, and there is none"),
+    ("pipelines=2", "Did you mean 'pipeline'?"),
+]
+NO_PLANS = [
+    ("plan.json", None, "plan.json: no such file"),
+    ("plan.json", "{}", "plan.json holds no plan"),
+    (
+        "answer.json",
+        '{"plans": []}',
+        "answer.json holds no plan: expected what 'ronde plan --save' writes",
+    ),
+    (
+        "cluster.txt",
+        "nodes: 2\n",
+        "cluster.txt holds no plan that can be used: a plan has no nodes",
+    ),
+    (
+        "mine",
+        "shard: all\n",
+        "mine holds no plan that can be used: plan: shard='all' is not known",
+    ),
+    ("mine", "a: b: c\n", "mine holds no plan: it is not YAML"),
+    ("mine", "shard_within: two\n", "shard_within='two' must be a whole number"),
+    (
+        "large",
+        "workers: 8\n",
+        "large: it is for 8 workers: start it with ronde run --workers 8",
+    ),
+]
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
-    done = ronde_run(["run", "-n", "2", "--plan", plan, "train.py"], tmp_path, timeout=60)
-    assert (
-        done.returncode == 2
-        and told in " ".join(done.stderr.split())
-        and "started" not in done.stdout + done.stderr
-    )
+    commands, expected = [], []
+    for plan, message in REFUSED_PLANS:
+        commands.append(["run", "-n", "2", "--plan", plan, "train.py"])
+        expected.append(message)
+    for number, (name, text, message) in enumerate(NO_PLANS):
+        file = tmp_path / str(number) / name
+        file.parent.mkdir()
+        if text is not None:
+            file.write_text(text)
+        commands.append(["run", "-n", "2", "--plan", f"{number}/{name}", "train.py"])
+        expected.append(message)
+    for done, message in zip(ronde_batch(commands, tmp_path), expected, strict=True):
+        printed = " ".join(done.stderr.split())
+        assert done.returncode == 2 and message in printed, (message, done)
+        assert "started" not in done.stdout + printed
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("plan.json", None, "plan.json: no such file"),
-        ("plan.json", "{}", "plan.json holds no plan"),
-        (
-            "answer.json",
-            '{"plans": []}',
-            "answer.json holds no plan: expected what 'ronde plan --save' writes",
-        ),
-        (
-            "cluster.txt",
-            "nodes: 2\n",
-            "cluster.txt holds no plan that can be used: a plan has no nodes",
-        ),
-        (
-            "mine",
-            "shard: all\n",
-            "mine holds no plan that can be used: plan: shard='all' is not known",
-        ),
-        ("mine", "a: b: c\n", "mine holds no plan: it is not YAML"),
-        ("mine", "shard_within: two\n", "shard_within='two' must be a whole number"),
-        (
-            "large",
-            "workers: 8\n",
-            "large: it is for 8 workers: start it with ronde run --workers 8",
-        ),
-    ],
-)
-def test_a_file_that_holds_no_plan_is_told(tmp_path, name, text, told):
-    (tmp_path / "train.py").write_text("raise SystemExit('it was started')")
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    done = ronde_run(["run", "-n", "2", "--plan", name, "train.py"], tmp_path, timeout=60)
-    assert (
-        done.returncode == 2
-        and told in " ".join(done.stderr.split())
-        and "started" not in done.stdout + done.stderr
-    )
 
 
 def test_a_plan_is_read_from_a_file_of_any_name(place):

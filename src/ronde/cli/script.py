@@ -135,12 +135,13 @@ def feed_of(asked: str | None, script: str) -> tuple[str, str]:
         asked = os.environ.get("RONDE_FEED") or None
     if asked == "none":
         return "none", ""
-    from ronde.adapt import summarize
     from ronde.loader import FeedSettings, settings_file
 
     file = settings_file(script) if asked is None else Path(asked)
     if asked is None and not file.is_file():
         return "none", ""
+    from ronde.adapt import summarize  # imports torch: only if there are settings
+
     settings = FeedSettings.load(file)
     return str(file.absolute()), f"feed: {short(file)} ({summarize(settings)})"
 

@@ -9,10 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.data import (
-    default_collate,
-)
-
 from ronde.world import ArgumentError
 
 __all__ = ["FeedSettings", "settings_file", "LoaderSettings"]
@@ -179,6 +175,12 @@ def settings_file(script: str) -> Path:
     )
 
 
+def _default_collate() -> Callable[[list[Any]], Any]:
+    from torch.utils.data import default_collate  # the command line must not wait for torch
+
+    return default_collate
+
+
 @dataclass(frozen=True)
 class LoaderSettings:
     """How samples are fetched, from a user's DataLoader or pipeline and from feed settings.
@@ -201,7 +203,7 @@ class LoaderSettings:
             ``uninstall()``, and can be pickled.
     """
 
-    collate: Callable[[list[Any]], Any] = default_collate
+    collate: Callable[[list[Any]], Any] = field(default_factory=_default_collate)
     num_workers: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     init: Callable[[int], None] | None = None
