@@ -170,11 +170,7 @@ def available() -> list[str]:
 
 
 def check_decoder(decoder: str) -> str:
-    """Resolve the decoder for JPEG images to a name; ``auto`` picks one.
-
-    Raises:
-        ArgumentError: it is not known, or cannot be imported here.
-    """
+    """Resolve the JPEG decoder's name, ``auto`` included; refuse one that is not usable here."""
     if decoder == "auto":
         for name in AUTO:
             if _why_not(name) is None:
@@ -261,11 +257,7 @@ def _error(name: str, data: bytes, error: Exception) -> SampleError:
 
 
 def image_size(data: bytes, name: str = "") -> tuple[int, int]:
-    """Height and width from the file's header, before orientation.
-
-    Raises:
-        SampleError: the header cannot be read.
-    """
+    """Height and width from the file's header, before orientation."""
     if format_of(data) == "jpeg" and _why_not("simplejpeg") is None:
         import simplejpeg
 

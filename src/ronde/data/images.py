@@ -134,9 +134,7 @@ class Images:
 
 
 def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
-    """The largest power of two by which an image can be decoded smaller without losing wanted
-    pixels.
-    """
+    """The largest power of two by which decoding may shrink an image."""
     if isinstance(first, RandomResizedCrop) and drawn is not None:
         ratio = min(drawn[2] / first.result[0], drawn[3] / first.result[1])
     elif isinstance(first, Resize):
@@ -242,9 +240,7 @@ class DevicePlacement:
 
 
 def _new(shape: tuple[int, ...]) -> Tensor:
-    """Allocate an uninitialized batch of bytes; in a loading process in shared memory, to avoid a
-    copy.
-    """
+    """Allocate a batch of bytes; in shared memory in a loading process, to avoid a copy."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     n = 1

@@ -165,9 +165,7 @@ class sample_keys:
 
 
 class sample_key(sample_keys):
-    """Set the random key of the one sample this thread is making; :func:`rng` depends on ``key``
-    alone.
-    """
+    """Set this thread's random key for one sample; :func:`rng` depends on ``key`` alone."""
 
     __slots__ = ()
 

@@ -138,9 +138,7 @@ def _suffix_of(name: str) -> str:
 
 
 class _Keys:
-    """Unique keys for files in a tar: the path without suffix and dots, because WebDataset splits
-    at the first dot.
-    """
+    """Unique tar keys: paths without suffix and dots; WebDataset splits at the first dot."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -425,11 +423,7 @@ def _as_message(error: OSError, place: Path) -> RondeError:
 
 
 def _done(place: Path, task: _Task) -> Packed | None:
-    """The pack at ``place``, if it is complete and the same.
-
-    Raises:
-        ArgumentError: it is another one, or something else is there.
-    """
+    """The pack at ``place``, if it is complete and the same; refuse anything else there."""
     if not place.exists():
         return None
     manifest = read_manifest(str(place), Store())
@@ -692,9 +686,7 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
 
 
 def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
-    """Whether the fingerprint no longer matches the packed files. For changed pixels only the
-    settings are known.
-    """
+    """Problems with the fingerprint; for changed pixels only the settings can be checked."""
     given, changed = manifest["fingerprint"], manifest["pixels_changed"]
     if changed is not None:
         right = given.endswith(f"-{changed.get('short_side')}-{changed.get('quality')}")

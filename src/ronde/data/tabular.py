@@ -216,9 +216,7 @@ def _as_float64(column: Any, name: str, file: Path) -> Matrix:
 
 
 def _finite_mask(values: Matrix) -> npt.NDArray[np.bool_]:
-    """Mask of finite float32 values: one infinity, or 1e300, would dominate a column's mean and
-    spread.
-    """
+    """Mask of finite float32 values: one infinity would dominate a mean and spread."""
     with np.errstate(over="ignore"):
         return np.isfinite(values.astype(np.float32))
 
@@ -239,9 +237,7 @@ def _as_strings(column: Any, name: str, file: Path) -> Any:
 
 
 def _sorted(values: set[str]) -> list[str]:
-    """Numbers by value, then texts; "nan" and "inf" are texts, because NaN has no place in an
-    order.
-    """
+    """Numbers by value, then texts; NaN has no place in an order, so it counts as text."""
 
     def key(value: str) -> tuple[int, float, str]:
         try:
@@ -391,9 +387,7 @@ def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
 
 
 def _reserve_array(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
-    """A new array on disk with its space reserved: a full disk under a memory map kills the process
-    (SIGBUS).
-    """
+    """A new array with its disk space reserved: a full disk under a memory map is a SIGBUS."""
     found = np.lib.format.open_memmap(file, "w+", kind, shape)  # type: ignore[no-untyped-call]
     with open(file, "r+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)

@@ -60,9 +60,7 @@ def _points(piece: str) -> Tokens:
 
 
 class _Given:
-    """A user's tokenizer: a function, or an object with ``encode`` (``tokenizers``,
-    ``transformers``).
-    """
+    """A user's tokenizer: a function, or an object with ``encode``."""
 
     def __init__(self, tokenizer: Any, name: str | None) -> None:
         self.tokenizer = tokenizer
@@ -167,11 +165,7 @@ _TABLES = (".parquet", ".pq")
 
 
 def _refuse_others(file: Path) -> None:
-    """Refuse files that are not text, by their first bytes.
-
-    Raises:
-        SampleError: it is compressed, an archive, or binary.
-    """
+    """Refuse compressed files, archives and binaries, by their first bytes."""
     with open(file, "rb") as opened:
         head = opened.read(262)
     found = next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)

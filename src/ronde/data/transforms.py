@@ -408,9 +408,7 @@ class ColorJitter(Transform):
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Means and deviations in 0 … 255, repeated to a pixel row: an innermost dimension of 3 is slow
-    on CPUs.
-    """
+    """Means and deviations in 0 … 255, repeated to a row: innermost 3 is slow on CPUs."""
     found = [
         (torch.tensor(values, dtype=torch.float32) * 255).repeat(width).to(device)
         for values in (mean, std)

@@ -23,11 +23,7 @@ __all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
 def npy_header(
     store: Store, path: str, size: int, start: int = 0
 ) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """The data offset, shape and type of an npy file.
-
-    Raises:
-        ArgumentError: it is none, holds Python objects, stands in Fortran order, or is truncated.
-    """
+    """The data offset, shape and type of an npy file; refuse one that cannot be mapped."""
     head = io.BytesIO(store.read([ByteRange(path, start, min(size - start, 4096), size)])[0])
     try:
         version = np.lib.format.read_magic(head)
@@ -232,9 +228,7 @@ class _Arrow:
 
 
 def _in_order(folder: Path) -> list[Path]:
-    """A folder's Arrow files, in the order of ``state.json`` (Hugging Face's ``save_to_disk``) or
-    by name.
-    """
+    """Arrow files in the order of ``state.json`` (Hugging Face's ``save_to_disk``) or by name."""
     try:
         named = [
             folder / str(each["filename"])
@@ -360,11 +354,7 @@ def _one(given: Any, name: str, store: Store) -> Any:
 
 
 def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
-    """An array, tensor or list as an equal NumPy array.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """An array, tensor or list as an equal NumPy array, or an ArgumentError."""
     if isinstance(given, np.ma.MaskedArray):
         masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
         if masked:

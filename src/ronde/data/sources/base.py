@@ -261,12 +261,7 @@ class BaseSource(Dataset[Any]):
 
 
 def check_ids(ids: Sequence[int], n: int) -> Ints:
-    """Ids as an array, each in [0, n).
-
-    Raises:
-        IndexError: one of them is not.
-        TypeError: one of them is no whole number.
-    """
+    """Ids as an integer array, each in [0, n); otherwise IndexError or TypeError."""
     given = np.asarray(ids)
     if given.dtype.kind in "fc" and given.size:  # numpy would cut off what is behind the point
         raise TypeError(f"a sample index must be an integer, not {given.reshape(-1)[0].item()!r}")
@@ -299,11 +294,7 @@ def digest_values(*parts: Any) -> str:
 
 
 def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str] | None:
-    """The classes named by ``classes=`` or ``like=``, in label order; None without either.
-
-    Raises:
-        ArgumentError: both are given, or what is given names none.
-    """
+    """The classes named by ``classes=`` or ``like=``, in label order; None without either."""
     if like is not None:
         if classes is not None:
             raise ArgumentError(

@@ -425,11 +425,7 @@ def expand(
 
 
 def inside(folder: str, ending: str, argument: str) -> list[str]:
-    """A local folder's files with this suffix, sorted; the folder's name is not a pattern.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """A local folder's files with this suffix, sorted; the folder's name is not a pattern."""
     found = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
     if not found:
         raise ArgumentError(f"{argument}: nothing matches {folder}/*{ending}.")

@@ -225,11 +225,7 @@ def folder(
 
 
 def _none_is_empty(root: str, classes: set[str], endings: tuple[str, ...] | None) -> None:
-    """Refuse empty class folders, which would shift the numbers of later classes.
-
-    Raises:
-        ArgumentError: there is one.
-    """
+    """Refuse empty class folders, which would shift the numbers of later classes."""
     with os.scandir(root) as entries:
         for entry in sorted(entries, key=lambda each: each.name):
             if (

@@ -235,9 +235,7 @@ def _leaves(kind: Any) -> int:
 
 
 def _owners(metadata: Any) -> list[str]:
-    """The field each file column belongs to. Paths are ambiguous: ``a.b`` may be a field, or a part
-    of ``a``.
-    """
+    """The field of each file column; paths are ambiguous (``a.b`` may be a part of ``a``)."""
     return [
         field.name
         for field in metadata.schema.to_arrow_schema()
@@ -261,9 +259,7 @@ def _is_bytes(kind: Any) -> bool:
 
 
 def _holds_files(kind: Any) -> bool:
-    """Whether a column holds bytes, or structs of ``bytes`` and ``path`` (Hugging Face images and
-    audio).
-    """
+    """Whether a column holds bytes, or structs of ``bytes`` and ``path`` (Hugging Face)."""
     import pyarrow as pa
 
     kind = plain_type(kind)

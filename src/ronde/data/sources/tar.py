@@ -54,11 +54,7 @@ Label = str | Callable[[dict[str, Any]], Any]
 
 
 def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
-    """A pack's manifest, or None if ``path`` is not a pack.
-
-    Raises:
-        ArgumentError: it cannot be read.
-    """
+    """A pack's manifest, or None if ``path`` is not a pack; refuse one that cannot be read."""
     raw = store.whole(f"{path.rstrip('/')}/{MANIFEST}")
     if raw is None:
         return None
@@ -138,11 +134,7 @@ def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
 
 
 def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether ``path`` is a pack.
-
-    Raises:
-        ArgumentError: the pack cannot be opened; an unfinished one, for example.
-    """
+    """Whether ``path`` is a complete pack; refuse an unfinished or damaged one."""
     text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
     return manifest_of(text, Store(options)) is not None
 

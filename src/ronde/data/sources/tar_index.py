@@ -380,11 +380,7 @@ def _windowed(store: Store, path: str, size: int) -> Callable[[int, int], bytes]
 
 
 def build_index(store: Store, path: str) -> TarIndex:
-    """Walk a tar's headers.
-
-    Raises:
-        ArgumentError: it cannot be read as a tar.
-    """
+    """Walk a tar's headers; refuse a file that is not a tar."""
     size, mtime, tag = store.stat(path)
     keys: list[str] = []
     first: list[int] = []
@@ -483,11 +479,7 @@ def cache_folder() -> Path:
 
 
 def index_of(store: Store, path: str) -> TarIndex:
-    """The stored index of a tar if it matches, else a new one, which is stored.
-
-    Raises:
-        ArgumentError: there is no such tar, or it cannot be read as one.
-    """
+    """The stored index of a tar if it matches, else a new one, which is then stored."""
     absolute = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
     elsewhere = cache_folder() / f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
     places = [path + SUFFIX, str(elsewhere)]
