@@ -1,6 +1,4 @@
-"""An optimizer whose step derives what it does to one parameter from all of them is not given a
-part of them.
-"""
+"""An optimizer whose update of one parameter depends on all of them never gets only some."""
 
 from __future__ import annotations
 
@@ -264,7 +262,7 @@ def test_a_plan_that_would_give_it_a_part_is_refused(plan, trained):
     said = trained("Lamb", plan)
     assert (
         isinstance(said, str)
-        and "Lamb derives what it does to one parameter from all of them" in said
+        and "Lamb computes the update of each parameter from all of them" in said
         and "replicate" in said
     )
 

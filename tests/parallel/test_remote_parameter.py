@@ -158,7 +158,7 @@ def test_no_way_to_read_or_write_it(use, kind):
     model, _ = held_elsewhere(kind)
     assert isinstance(model.weight, kind)
     match = (
-        r"reads or writes 'weight' itself, which belongs to stage 1: under plan='pipeline=2' "
+        r"reads or writes 'weight', which belongs to stage 1: under plan='pipeline=2' "
         r"another worker holds .*keep_vars=True"
     )
     with torch.no_grad(), pytest.raises(PlanError, match=match):

@@ -20,13 +20,7 @@ from ronde.capture.intercept import (
     eagerly,
     keeps_shape,
 )
-from ronde.capture.pass_state import (
-    IMMUTABLE,
-    generator_states,
-    snapshot,
-    storage_of,
-    version_of,
-)
+from ronde.capture.pass_state import IMMUTABLE, generator_states, snapshot, storage_of, version_of
 from ronde.capture.trace import ELSEWHERE, Call, Given, TraceEvent, Value
 from ronde.world.tensors import Opaque, build, flatten, tensors_in
 

@@ -44,9 +44,7 @@ _all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllRed
 
 @contextmanager
 def absent() -> Iterator[None]:
-    """Exclude this worker's samples within the block: its share is empty, and it only takes part in
-    the exchange.
-    """
+    """Within the block this worker's share is empty: it only takes part in the exchange."""
     _present[0] = False
     try:
         yield
@@ -55,7 +53,7 @@ def absent() -> Iterator[None]:
 
 
 def set_present(present: bool) -> None:
-    """Whether the samples of the script's next forward passes count."""
+    """Set whether the samples of the script's next forward passes count."""
     _present[0] = present
 
 
@@ -65,13 +63,11 @@ def batchnorms(model: nn.Module) -> list[str]:
 
 
 def _is_batchnorm(module: nn.Module) -> bool:
-    """Whether it normalizes over the batch here; torch's SyncBatchNorm handles itself, except on a
-    CPU.
-    """
+    """Whether Ronde must synchronize it: torch's SyncBatchNorm does so itself, but not on a CPU."""
     if not isinstance(module, nn.SyncBatchNorm):
         return isinstance(module, _BatchNorm)
-    held = next(iter((*module.parameters(), *module.buffers())), None)
-    return held is not None and held.device.type == "cpu"
+    tensor = next(iter((*module.parameters(), *module.buffers())), None)
+    return tensor is not None and tensor.device.type == "cpu"
 
 
 class _Converted(_BatchNorm):
@@ -89,20 +85,15 @@ def converted(model: nn.Module) -> bool:
 
 
 def spectral_norms(model: nn.Module) -> list[str]:
-    """Names of the modules with a spectrally normalized weight: each training forward iterates
-    once.
-    """
-    found = []
+    """Names of modules with spectral norm, which iterates once per training forward."""
+    names = []
     for name, m in model.named_modules():
         kinds = [type(hook).__name__ for hook in m._forward_pre_hooks.values()]
-        kinds += [
-            type(one).__name__
-            for held in getattr(m, "parametrizations", {}).values()
-            for one in held
-        ]
+        parametrizations = getattr(m, "parametrizations", {})
+        kinds += [type(p).__name__ for chain in parametrizations.values() for p in chain]
         if {"SpectralNorm", "_SpectralNorm"} & set(kinds):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -125,9 +116,8 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-            self.running_var.lerp_(
-                (var * (n / (n - 1).clamp(min=1))).to(self.running_var.dtype), rate
-            )
+            unbiased = var * (n / (n - 1).clamp(min=1))
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
     out = centred * torch.rsqrt(var + self.eps).view(shape)
     if self.affine:
         out = out * self.weight.view(shape) + self.bias.view(shape)
@@ -136,10 +126,9 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make every batch normalization of ``model`` use all workers' statistics.
+    """Make every batch normalization of ``model`` use all workers' statistics, in place.
 
-    The modules stay the script's own; only their computation changes. Every worker must run the
-    same number of forward passes.
+    Every worker must then run the same number of forward passes.
     """
     for module in model.modules():
         if _is_batchnorm(module):

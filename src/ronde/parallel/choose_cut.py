@@ -22,9 +22,8 @@ from ronde.world import ArgumentError
 __all__ = ["choose_cut", "state_ratio", "usable"]
 
 _REPEATS = 3
-_WHOLE_BLOCKS = (
-    1.05  # how much slower the slowest stage may be for a cut that leaves every block whole
-)
+# A cut between blocks may make the slowest stage this much slower than the best cut.
+_WHOLE_BLOCKS = 1.05
 
 
 def state_ratio(optimizer: Optimizer) -> float:
@@ -36,33 +35,23 @@ def state_ratio(optimizer: Optimizer) -> float:
         (0.0, 2.0)
     """
     small = nn.Parameter(torch.zeros(32, 32))
-    settings = {
-        k: v
-        for k, v in optimizer.param_groups[0].items()
-        if k in optimizer.defaults and k != "params"
-    }
+    first = optimizer.param_groups[0].items()
+    settings = {k: v for k, v in first if k in optimizer.defaults and k != "params"}
     try:
         made = type(optimizer)([small], **settings)
         small.grad = torch.ones_like(small)
         made.step(lambda: torch.zeros(()))  # type: ignore[arg-type,return-value]
-        held = [
-            t
-            for state in made.state.values()
-            for t in state.values()
-            if isinstance(t, torch.Tensor)
-        ]
     except Exception:
-        return 2.0  # one that cannot be tried: as Adam
-    return sum(t.numel() * t.element_size() for t in held if t.dim()) / (
-        small.numel() * small.element_size()
-    )
+        return 2.0  # cannot be tried: assume Adam
+    entries = [t for state in made.state.values() for t in state.values()]
+    return sum(t.nbytes for t in entries if isinstance(t, torch.Tensor) and t.dim()) / small.nbytes
 
 
 def usable(trace: Trace, wanted: int | None = None) -> list[Point]:
     """Places where a stage may begin, in order.
 
-    If there are ``wanted`` others, none inside a module whose path may depend on its values: cut
-    there, it must take the same path each time.
+    Leaves out places inside modules whose path may depend on values, if ``wanted`` others remain:
+    cut there, such a module must take the same path each time.
     """
     points = [p for p in trace.points() if not p.why_not]
     steady = [p for p in points if not p.unsteady]
@@ -77,9 +66,7 @@ def _marks(
     backward: list[float],
     saved: list[int],
 ) -> Iterator[None]:
-    """Record when each point is passed, forward and backward, and what is saved for backward
-    between points.
-    """
+    """Record when forward and backward pass each point, and the bytes saved between points."""
     modules = dict(model.named_modules())
     wanted: dict[tuple[str, int], int] = {(p.path, p.nth): i for i, p in enumerate(points)}
     counts: dict[str, int] = {}
@@ -129,8 +116,9 @@ def _marks(
 def time_points(
     model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor]
 ) -> tuple[list[float], list[float], list[int]]:
-    """Forward and backward seconds, and bytes saved, of each part between points: the minimum of
-    several runs. Changes nothing.
+    """Forward and backward seconds and saved bytes of each part: the minimum of several runs.
+
+    Changes nothing.
     """
     parts = len(points) + 1
     forward, backward, kept = [float("inf")] * parts, [float("inf")] * parts, [0] * parts
@@ -166,7 +154,7 @@ def time_points(
 
 
 def _filled(stamps: list[float]) -> list[float]:
-    """Give a skipped point the next one's time: the code between counts to the part before."""
+    """Give a skipped point the next one's time: its code counts toward the part before."""
     for i in range(len(stamps) - 2, -1, -1):
         if stamps[i] != stamps[i]:
             stamps[i] = stamps[i + 1]
@@ -181,7 +169,7 @@ def chain_of_model(
     points: list[Point],
     times: tuple[list[float], list[float], list[int]] | None,
 ) -> Costs:
-    """The model as units between possible cuts; without times, element counts stand for seconds."""
+    """The model as units between possible cuts; without times, bytes stand for seconds."""
     edges = [0, *(p.at for p in points), len(trace.events)]
     names = ["(start)", *(p.name for p in points)]
     ratio = state_ratio(optimizer)
@@ -196,22 +184,16 @@ def chain_of_model(
     for i, name in enumerate(names):
         mine = [p for p in held[i].values() if owner[id(p)] == i]
         trainable = sum(p.numel() * p.element_size() for p in mine if p.requires_grad)
-        shared = tuple(
-            sorted(paths[k] for k in held[i] if k in paths and sum(k in h for h in held) > 1)
-        )
+        tied = [paths[k] for k in held[i] if k in paths and sum(k in h for h in held) > 1]
         crossing = points[i].crossing if i < len(points) else ()
         size = sum(trace.values[v].bytes for v in crossing)
         back = sum(trace.values[v].bytes for v in crossing if trace.values[v].requires_grad)
         if times is None:
-            made = sum(
-                trace.values[v].bytes for e in trace.events[edges[i] : edges[i + 1]] for v in e.made
-            )
+            events = trace.events[edges[i] : edges[i + 1]]
+            saved = sum(trace.values[v].bytes for e in events for v in e.made)
             weights = sum(p.numel() * p.element_size() for p in held[i].values())
-            seconds, backwards, saved = (
-                (made + weights * samples) * 1e-10,
-                (made + weights * samples) * 2e-10,
-                made,
-            )
+            seconds = (saved + weights * samples) * 1e-10
+            backwards = (saved + weights * samples) * 2e-10
         else:
             seconds, backwards, saved = times[0][i], times[1][i], times[2][i]
         units.append(
@@ -225,7 +207,7 @@ def chain_of_model(
                 saved_bytes=LinearCost(saved),
                 crossing_bytes=LinearCost(size),
                 crossing_grad_bytes=LinearCost(back),
-                tied=shared,
+                tied=tuple(sorted(tied)),
             )
         )
     return Costs(tuple(units), samples)
@@ -239,8 +221,9 @@ def choose_cut(
     samples: int,
     call: Callable[[], torch.Tensor] | None,
 ) -> list[str]:
-    """Names of the modules that begin the later stages. Without ``call`` (a model on meta), bytes
-    stand for seconds.
+    """Names of the modules that begin the later stages.
+
+    Without ``call`` (a model on meta), bytes stand for seconds.
 
     Raises:
         ArgumentError: the model has fewer places to cut than stages, or no such module.
@@ -250,30 +233,27 @@ def choose_cut(
     refused = [p for p in trace.points() if p.why_not]
     if len(points) < stages - 1:
         why = f" {refused[0].name}: {refused[0].why_not}." if refused else ""
+        names = f" ({', '.join(p.name for p in points[:8])})" if points else ""
         raise ArgumentError(
-            f"{type(model).__name__} cannot be cut into {stages} stages: it has "
-            f"{len(points)} places where a stage may begin"
-            f"{' (' + ', '.join(p.name for p in points[:8]) + ')' if points else ''}.{why} "
-            "Use fewer stages, or another plan."
+            f"{type(model).__name__} cannot be cut into {stages} stages: it has {len(points)} "
+            f"places where a stage may begin{names}.{why} Use fewer stages, or another plan."
         )
     if plan.split_at:
-        plan = dataclasses.replace(
-            plan, split_at=tuple(_resolved(name, trace) for name in plan.split_at)
-        )
+        split_at = [_resolve(name, trace) for name in plan.split_at]
         costs = chain_of_model(model, optimizer, trace, samples, points, None)
-        for name in plan.split_at:
+        for name in split_at:
             bad = next((p for p in refused if p.name == name), None)
             if bad is not None:
                 raise ArgumentError(f"split_at: no stage can begin at {name}: {bad.why_not}.")
         cut_at(
             costs,
-            list(plan.split_at),
+            split_at,
             plan.pipeline,
             virtual=plan.virtual,
             schedule=plan.schedule,
             micro_batches=plan.accumulation,
         )
-        return list(plan.split_at)
+        return split_at
     times = time_points(model, points, call) if call is not None else None
     costs = chain_of_model(model, optimizer, trace, samples, points, times)
 
@@ -297,8 +277,8 @@ def choose_cut(
     return fine.names(costs)
 
 
-def _resolved(name: str, trace: Trace) -> str:
-    """A module that begins where an outer one does is the same place: ``"4.0"`` is ``"4"``."""
+def _resolve(name: str, trace: Trace) -> str:
+    """The outermost module that begins where ``name`` does: ``"4.0"`` is ``"4"``."""
     points = trace.points()
     if any(p.name == name for p in points):
         return name
@@ -308,14 +288,13 @@ def _resolved(name: str, trace: Trace) -> str:
 
 
 def _between_blocks(model: nn.Module, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """The chain, to be cut only where a child of the model or a module list's member begins."""
+    """The chain, cut only where a child of the model or a member of a module list begins."""
     modules = dict(model.named_modules())
 
     def begins_block(name: str) -> bool:
         parent, _, _ = name.partition("#")[0].rpartition(".")
-        return not parent or isinstance(
-            modules.get(parent), nn.Sequential | nn.ModuleList | nn.ModuleDict
-        )
+        lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
+        return not parent or isinstance(modules.get(parent), lists)
 
     return tuple(
         dataclasses.replace(u, cut_after=u.cut_after and begins_block(after.name))

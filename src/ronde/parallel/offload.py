@@ -1,7 +1,6 @@
-"""Offload: state that the GPU does not need all the time waits in host memory (ZeRO-Offload, Ren et
-al. 2021).
+"""Keep optimizer state in host memory between steps (ZeRO-Offload, Ren et al. 2021).
 
-Written against torch's interfaces and not yet run on a GPU: no documented figure rests on it.
+Not yet run on a GPU: no documented figure rests on it.
 """
 
 from __future__ import annotations
@@ -59,16 +58,12 @@ def apply(plan: Plan, work: Work, me: World) -> None:
         return
     if me.device.type == "cpu":
         raise ArgumentError(
-            f"offload={plan.offload!r}: this worker trains on the CPU, whose memory is the "
-            "host's already: there is nothing to offload to. Leave it out."
+            f"offload={plan.offload!r}: this worker trains on the CPU, whose memory is already "
+            "the host's: there is nothing to offload to. Remove offload."
         )
     if plan.offload == "parameters":
         if plan.shard not in ("gradients", "parameters"):
-            raise ArgumentError(
-                "offload='parameters' needs shard='gradients' or 'parameters', found "
-                f"shard={plan.shard!r}."
-            )
-        # FSDP2's CPUOffloadPolicy moves parameters and gradients, and the optimizer then works,
-        # with its state, on the host
-        return
+            needs = "shard='gradients' or 'parameters'"
+            raise ArgumentError(f"offload='parameters' needs {needs}, found {plan.shard!r}.")
+        return  # FSDP2's CPUOffloadPolicy moves parameters and gradients; the optimizer follows
     _offload_state(work.optimizer, me.device)

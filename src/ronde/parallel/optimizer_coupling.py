@@ -1,8 +1,7 @@
-"""Test whether an optimizer updates each parameter independently, if its class does not tell.
+"""Test whether an optimizer updates each parameter independently of the others.
 
 Some updates depend on all parameters: Lamb clips by the norm of all gradients, Prodigy estimates
-one distance. On a worker that sees only part of the parameters, such an optimizer would silently
-use part of the norm.
+one distance. On a worker with only part of the parameters they would silently use a partial norm.
 """
 
 from __future__ import annotations
@@ -27,37 +26,25 @@ REFUSED = {
     "Adafactor": "its factored moments are means over whole rows and columns, which torch 2.13 "
     "cannot compute on shards",
     "Rprop": "torch 2.13 cannot run it on shards",
-    "Muon": "it orthogonalises whole matrices, and on shards does so in another order of rounding",
-    "SparseAdam": "it takes sparse gradients, which FSDP2 does not divide",
-    "LBFGS": "it keeps a flat list of whole parameters of its own",
+    "Muon": "it orthogonalizes whole matrices, and rounds differently on shards",
+    "SparseAdam": "it takes sparse gradients, which FSDP2 does not shard",
+    "LBFGS": "it keeps its own flat list of whole parameters",
 }
 
-# Known by name: torch's, and those whose step cannot be tried by itself.
-_COUPLED = (
-    "LBFGS",
-    "SAM",
-    "Prodigy",
-    "DAdaptAdam",
-    "DAdaptSGD",
-    "DAdaptAdaGrad",
-    "DAdaptLion",
-    "DAdaptAdan",
-)
-# parameters of a group, groups, and numbers along each dimension that take part in a trial
-_EACH, _GROUPS, _LARGEST = (
-    3,
-    4,
-    4,
-)
+# Known by name: torch's own, and optimizers whose step cannot be tried in isolation.
+_COUPLED = """
+    LBFGS SAM Prodigy DAdaptAdam DAdaptSGD DAdaptAdaGrad DAdaptLion DAdaptAdan
+""".split()  # noqa: SIM905
+# A trial uses this many parameters per group, groups, and elements along each dimension.
+_PER_GROUP, _GROUPS, _EDGE = 3, 4, 4
 _STEPS = 3
-_SIZES = (1e-3, 1e3, 1.0)  # of gradients: whatever is clipped at is in between
+_SIZES = (1e-3, 1e3, 1.0)  # gradient scales: any clipping threshold lies in between
 
 
 def coupling(optimizer: Optimizer) -> str:
-    """Why part of the parameters is not enough for a step: ``"coupled"``, ``"random"`` or the error
-    of the trial; ``""`` if it is.
+    """Why a step needs all parameters: ``"coupled"``, ``"random"``, or the trial's error.
 
-    The optimizer and all randomness stay unchanged.
+    ``""`` if it does not. The optimizer and all random states stay unchanged.
 
     Example:
         >>> coupling(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
@@ -78,46 +65,40 @@ def coupling(optimizer: Optimizer) -> str:
 
 
 def check_coupling(plan: Plan, optimizer: Optimizer, me: World) -> None:
-    """Refuse a plan that shows an optimizer only part of the parameters if it needs all.
+    """Refuse a plan that gives a coupled optimizer only part of the parameters.
 
     Raises:
-        ArgumentError: it treats all parameters together.
+        ArgumentError: its update of one parameter depends on the others.
     """
-    parted = (
-        plan.pipeline > 1 or plan.tensor > 1 or (plan.shard == "optimizer" and plan.replicas > 1)
-    )
-    if not parted:
+    zero1 = plan.shard == "optimizer" and plan.replicas > 1
+    if not (plan.pipeline > 1 or plan.tensor > 1 or zero1):
         return
     name, which = type(optimizer).__name__, f"plan={plan.spec!r}"
     found = broadcast_json(me, coupling(optimizer) if me.is_main else None)
     if found == "coupled":
-        cure = (
-            "shard='gradients' or 'parameters', where torch computes what is common to all over all"
-        )
+        cure = "shard='gradients' or 'parameters', under which torch computes global norms"
         if name in _COUPLED:
             cure = "another optimizer"
         raise ArgumentError(
-            f"{which}: {name} derives what it does to one parameter from all of them (a "
-            "norm of all gradients, say), and here a worker "
-            f"updates a part of them. Use plan='replicate' (shard='none'), or {cure}."
+            f"{which}: {name} computes the update of each parameter from all of them (such as a "
+            "norm of all gradients), and here a worker updates only some. Use plan='replicate' "
+            f"(shard='none'), or {cure}."
         )
     if found and me.is_main:
-        why = (
-            "it draws random numbers, other ones for a part of the parameters"
-            if found == "random"
-            else f"its step could not be tried: {found}"
-        )
+        why = f"its step could not be tried: {found}"
+        if found == "random":
+            why = "it draws random numbers, which differ for part of the parameters"
         warnings.warn(
-            f"{which}: a worker updates a part of the parameters, and whether {name} does "
-            "to them what it does where it has all is not known "
-            f"({why}). plan='replicate' gives it all.",
+            f"{which}: a worker updates only part of the parameters, and {name} may update them "
+            f"differently than with all of them ({why}). plan='replicate' gives it all.",
             stacklevel=2,
         )
 
 
 def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """What :func:`ronde.distribute` will refuse for this optimizer, or for gradient hooks: plan ->
-    why.
+    """Plans that :func:`ronde.distribute` refuses for this optimizer or for gradient hooks.
+
+    Plan -> why.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -125,26 +106,21 @@ def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]
         ['shard=gradients', 'shard=parameters', 'tensor']
     """
     name = type(optimizer).__name__
-    found: dict[str, str] = {}
+    refused: dict[str, str] = {}
     if name in REFUSED:
-        found.update(
-            dict.fromkeys(("shard=gradients", "shard=parameters"), f"{name}: {REFUSED[name]}")
-        )
-        if name != "SparseAdam":  # embeddings stay whole
-            found["tensor"] = f"{name}: {REFUSED[name]}"
+        ways = ["shard=gradients", "shard=parameters"]
+        if name != "SparseAdam":  # embeddings stay whole under tensor
+            ways.append("tensor")
+        refused |= dict.fromkeys(ways, f"{name}: {REFUSED[name]}")
     for parameter, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             why = f"{parameter!r} has a hook on its gradient"
-            found.update(dict.fromkeys(("shard=gradients", "shard=parameters", "tensor"), why))
+            refused |= dict.fromkeys(("shard=gradients", "shard=parameters", "tensor"), why)
             break
     if coupling(optimizer) == "coupled":
-        found.update(
-            dict.fromkeys(
-                ("pipeline", "tensor", "shard=optimizer"),
-                f"{name} derives what it does to one parameter from all of them",
-            )
-        )
-    return found
+        why = f"{name} computes the update of each parameter from all of them"
+        refused |= dict.fromkeys(("pipeline", "tensor", "shard=optimizer"), why)
+    return refused
 
 
 def _try_step(optimizer: Optimizer) -> str:
@@ -156,9 +132,7 @@ def _try_step(optimizer: Optimizer) -> str:
 
 
 def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tensor]:
-    """Small parameters after some steps of a similar optimizer that holds all of them, or ``only``
-    one.
-    """
+    """Small parameters after some steps of a copied optimizer that has all of them, or one."""
     made, chosen = _shrink(optimizer)
     if only is not None:
         for group in made.param_groups:
@@ -170,10 +144,8 @@ def _step(optimizer: Optimizer, only: int | None, seed: int) -> list[torch.Tenso
     step = getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
     for n in range(_STEPS):
         for i, p in enumerate(chosen):
-            gradient = (
-                torch.randn(p.shape, generator=draw, dtype=torch.float64)
-                * _SIZES[(i + n) % len(_SIZES)]
-            )
+            gradient = torch.randn(p.shape, generator=draw, dtype=torch.float64)
+            gradient *= _SIZES[(i + n) % len(_SIZES)]
             p.grad = gradient.to(p.device, p.dtype) if only is None or i == only else None
         step(made)
     return [p.detach() for p in chosen]
@@ -188,33 +160,28 @@ def _shrink(optimizer: Optimizer) -> tuple[Optimizer, list[torch.Tensor]]:
     small: dict[torch.Tensor, torch.Tensor] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            shape = [min(n, _LARGEST) for n in p.shape]
-            values = torch.randn(shape, generator=draw, dtype=torch.float64).to(
-                "cpu" if p.is_meta else p.device, p.dtype
-            )
+            shape = [min(n, _EDGE) for n in p.shape]
+            values = torch.randn(shape, generator=draw, dtype=torch.float64)
+            values = values.to("cpu" if p.is_meta else p.device, p.dtype)
             memo[id(p)] = small[p] = torch.nn.Parameter(values, requires_grad=p.requires_grad)
     state: Any = defaultdict(dict)
     memo[id(optimizer.state)] = state
     for p, values_of in optimizer.state.items():
         if p in small:
             state[small[p]] = {k: _cut(v, p, small[p]) for k, v in values_of.items()}
-    # Without what is bound to this one: hooks of the script's, and the step that a scheduler has
-    # put there.
-    bound = [
-        k
-        for k, v in optimizer.__dict__.items()
-        if k.startswith("_optimizer_") or isinstance(v, types.FunctionType | types.MethodType)
-    ]
-    made.__dict__.update(
-        copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if k not in bound}, memo)
-    )
-    made.__dict__.update({k: OrderedDict() for k in bound if k.startswith("_optimizer_")})
+    # Leave out the script's hooks and the step that a scheduler has wrapped: they are bound to the
+    # original.
+    functions = types.FunctionType | types.MethodType
+    attributes = optimizer.__dict__.items()
+    hooks = [k for k, _ in attributes if k.startswith("_optimizer_")]
+    free = {k: v for k, v in attributes if k not in hooks and not isinstance(v, functions)}
+    made.__dict__.update(copy.deepcopy(free, memo))
+    made.__dict__.update({k: OrderedDict() for k in hooks})
     chosen: list[torch.Tensor] = []
     for i, group in enumerate(made.param_groups):
         trained = [p for p in group["params"] if p.requires_grad]
-        group["params"][:] = (
-            trained[:: max(1, len(trained) // _EACH)][:_EACH] if i < _GROUPS else []
-        )
+        spread = trained[:: max(1, len(trained) // _PER_GROUP)][:_PER_GROUP]
+        group["params"][:] = spread if i < _GROUPS else []
         chosen += group["params"]
     return made, chosen
 
@@ -227,13 +194,8 @@ def _cut(value: Any, whole: torch.Tensor, small: torch.Tensor) -> Any:
 
 def _close(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether they are equal up to rounding."""
-    return all(
-        torch.allclose(
-            a.double(),
-            b.double(),
-            rtol=torch.finfo(a.dtype).eps ** 0.75,
-            atol=torch.finfo(a.dtype).eps,
-            equal_nan=True,
-        )
-        for a, b in zip(one, other, strict=True)
-    )
+    for a, b in zip(one, other, strict=True):
+        eps = torch.finfo(a.dtype).eps
+        if not torch.allclose(a.double(), b.double(), rtol=eps**0.75, atol=eps, equal_nan=True):
+            return False
+    return True

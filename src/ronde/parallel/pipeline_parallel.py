@@ -322,10 +322,7 @@ class PipelineParallel(Strategy):
             return
         if not inputs:
             # nobody waits for it: all of it goes where a bubble would be
-            flight.later = (
-                roots,
-                starts,
-            )
+            flight.later = (roots, starts)
             return
         for root, start in zip(roots, starts, strict=True):
             if root.is_leaf:  # handed on as it came

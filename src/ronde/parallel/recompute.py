@@ -37,21 +37,11 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
 _WHOLE = (nn.RNNBase, nn.MultiheadAttention)  # leaves, or nearly, that keep many activations
 
-_KEPT = [
-    "mm",
-    "addmm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "addmv",
-    "mv",
-    "convolution",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-]
+_KEPT = """
+    mm addmm bmm baddbmm addbmm addmv mv convolution _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable
+""".split()  # noqa: SIM905
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -89,11 +79,8 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
                 continue
             seen.add(id(child))
             layers = _children(child)
-            short = (
-                isinstance(child, nn.Sequential)
-                and 1 < len(layers) <= 4
-                and all(_is_leaf(c) for _, c in layers)
-            )
+            leaves = all(_is_leaf(c) for _, c in layers)
+            short = isinstance(child, nn.Sequential) and 1 < len(layers) <= 4 and leaves
             if short or (listed and not isinstance(child, _LISTS)):
                 found[full] = child
             else:
@@ -104,8 +91,9 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def large_children(model: nn.Module) -> dict[str, nn.Module]:
-    """For a model without repeated blocks: modules with at least a sixteenth of it, split where one
-    holds over half.
+    """Modules with at least 1/16 of the parameters; one with over half is split into its children.
+
+    For models without repeated blocks.
     """
     total = sum(p.numel() for p in model.parameters())
     found: dict[str, nn.Module] = {}
@@ -124,9 +112,9 @@ def large_children(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Buffers:
-    """The buffers a block's forward reads and changes: its second pass must find them unchanged.
+    """A block's buffers: the second pass must find them unchanged.
 
-    Otherwise, for example, batch normalization would count every batch twice.
+    Otherwise batch normalization, for example, would count every batch twice.
     """
 
     def __init__(self, name: str) -> None:
@@ -161,10 +149,8 @@ class _Buffers:
                 if place not in before:
                     raise RondeError(
                         f"recompute: buffer {place[1]!r} in block {self.name!r} "
-                        f"({type(m).__name__}) was constant in the first forward pass and "
-                        "has "
-                        "changed now, so this pass cannot be computed again as it was. Use "
-                        "recompute='none'."
+                        f"({type(m).__name__}) was constant in the first forward pass and has "
+                        "changed now, so this pass cannot be repeated. Use recompute='none'."
                     )
         self.changing = changed | (self.changing or set())
         kept.update({place: before[place] for place in changed})
@@ -199,7 +185,7 @@ def _kept_ops() -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of the lists and dictionaries; their items stay."""
+    """Copy lists and dictionaries, but not their items."""
     if type(value) is list:
         return [_copied(v) for v in value]
     if type(value) is dict:
@@ -210,9 +196,9 @@ def _copied(value: Any) -> Any:
 def _wrap(name: str, block: nn.Module, selective: bool) -> None:
     buffers = _Buffers(name)
     ops = _kept_ops() if selective else []
-    given = block.__dict__.get("forward")  # a forward that was set on the module itself
-    if given is not None:
-        block.__dict__["_forward_once"] = given
+    own_forward = block.__dict__.get("forward")  # set on the module itself, not on its class
+    if own_forward is not None:
+        block.__dict__["_forward_once"] = own_forward
 
     def contexts(block: nn.Module) -> _Contexts:
         kept: _Kept = {}
@@ -229,14 +215,13 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
     known = set(ops)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        once: Callable[..., Any] = self.__dict__.get("_forward_once") or partial(
-            type(self).forward, self
-        )
+        plain = partial(type(self).forward, self)
+        once: Callable[..., Any] = self.__dict__.get("_forward_once") or plain
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
 
-        # Lists and dictionaries as they are given now: what the first pass changes in them is the
-        # caller's, and no second time.
+        # The first pass may change the caller's lists and dictionaries; the second one must not
+        # see or repeat that.
         as_given = _copied((args, kwargs))
         first = True
 
@@ -246,8 +231,7 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
             first = False
             return once(*now[0], **now[1])
 
-        # One argument that holds them all: torch looks there for the devices whose randomness it
-        # keeps.
+        # All arguments in one: torch searches it for the devices whose random state it saves.
         return checkpoint(
             run, (args, kwargs), use_reentrant=False, context_fn=partial(contexts, self)
         )
@@ -275,9 +259,7 @@ def _chosen(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
-    """Like :func:`apply`, within a block. Yields the blocks' names, none if there is nothing to
-    recompute.
-    """
+    """Like :func:`apply`, for the duration of a ``with`` block. Yields the blocks' names."""
     chosen = _chosen(model)
     for name, block in chosen.items():
         _wrap(name, block, level == "selective" and not _changes_in_place(block))
@@ -297,14 +279,13 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
     Args:
         model: changed in place; parameters, buffers and their names stay.
         level: ``"full"``: a block keeps its inputs only. ``"selective"``: also the results of its
-            matrix products, convolutions and attention; a block with in-place layers
-            (``nn.ReLU(inplace=True)``), which overwrite those, is computed again in full.
+            matrix products, convolutions, and attention. Blocks with in-place layers
+            (``nn.ReLU(inplace=True)``), which overwrite those, are recomputed in full.
             ``"none"``: nothing.
-        blocks: name -> module, None for :func:`repeated_blocks`, or the largest children where
-            there are none.
+        blocks: name -> module; by default :func:`repeated_blocks`, else the largest children.
 
     Returns:
-        list: names of the blocks. A warning says so where there are none.
+        list: names of the blocks. If there are none, you get a warning.
 
     Example:
         >>> layer = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -318,14 +299,13 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
         return []
     if level not in ("full", "selective"):
         raise ArgumentError(
-            f"recompute={level!r} is not known: choose one of 'none', 'selective', 'full'."
+            f"recompute={level!r} is unknown. Choose 'none', 'selective', or 'full'."
         )
     chosen = dict(blocks) if blocks is not None else _chosen(model)
     if not chosen:
         warnings.warn(
-            f"recompute={level!r} changes nothing: {type(model).__name__} has no block of "
-            "several layers to compute again. Put its layers "
-            "into modules of their own, in an nn.ModuleList or nn.Sequential.",
+            f"recompute={level!r} has no effect: {type(model).__name__} has no block of several "
+            "layers. Group its layers into modules in an nn.ModuleList or nn.Sequential.",
             stacklevel=2,
         )
     for name, block in chosen.items():

@@ -22,73 +22,29 @@ __all__ = ["Keeper", "absent", "element", "make_remote"]
 
 # Attributes of a tensor that show its values, and functions that do not.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
-_ABOUT = {
-    "__hash__",
-    "__len__",
-    "_has_compatible_shallow_copy_type",
-    "_is_view",
-    "data_ptr",
-    "dim",
-    "element_size",
-    "get_device",
-    "has_names",
-    "is_complex",
-    "is_conj",
-    "is_contiguous",
-    "is_floating_point",
-    "is_inference",
-    "is_neg",
-    "is_pinned",
-    "is_same_size",
-    "is_shared",
-    "is_signed",
-    "ndimension",
-    "nelement",
-    "numel",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "requires_grad_",
-    "retain_grad",
-    "size",
-    "storage_offset",
-    "stride",
-    "untyped_storage",
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-}
+_ABOUT = """
+    __hash__ __len__ _has_compatible_shallow_copy_type _is_view data_ptr dim element_size
+    get_device has_names is_complex is_conj is_contiguous is_floating_point is_inference
+    is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook
+    register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride
+    untyped_storage empty_like full_like ones_like rand_like randint_like randn_like
+    zeros_like new_empty new_empty_strided new_full new_ones new_zeros
+""".split()  # noqa: SIM905
 # What Module.to() and state_dict() call: the result has no values either.
 _ALIKE = {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", "type"}
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Shared by a model's remote parameters.
+    """Shared by all remote parameters of a model."""
 
-    Attributes:
-        plan: under which others hold them, as a person writes it.
-        open: whether the pipeline itself is at work, which may do anything with them.
-        parameters: the absent ones.
-    """
-
-    plan: str
-    open: bool = False
+    plan: str  # as a user writes it, for errors
+    open: bool = False  # the pipeline itself is at work and may do anything with them
     parameters: list[nn.Parameter] = field(default_factory=list)
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Give the parameters their original class for now: fake tensors accept no unknown
-        class.
-        """
+        """Give the parameters their own class back: fake tensors accept no unknown class."""
         classes = [(p, p.__class__) for p in self.parameters]
         try:
             for p, kind in classes:
@@ -116,22 +72,14 @@ class _Absent:
         with torch._C.DisableTorchFunctionSubclass():
             if one is None or one._ronde_keeper.open:
                 return func(*args, **kwargs)
-            name, attribute = (
-                func.__name__,
-                getattr(getattr(func, "__self__", None), "__name__", ""),
-            )
+            name = func.__name__
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name == "__get__" and attribute not in _VALUES:
                 return _same_shape(one, one) if attribute == "data" else func(*args)
-            if (
-                name == "__set__"
-                and absent(args[0])
-                and (
-                    attribute == "data"
-                    if absent(args[1])
-                    else attribute in ("grad", "requires_grad")
-                )
-            ):
-                return func(*args)
+            if name == "__set__" and absent(args[0]):
+                settable = ("data",) if absent(args[1]) else ("grad", "requires_grad")
+                if attribute in settable:
+                    return func(*args)
             if name in _ABOUT:
                 return func(*args, **kwargs)
             if name in _ALIKE and one is args[0]:
@@ -143,12 +91,9 @@ class _Absent:
         with torch._C.DisableTorchFunctionSubclass():
             made = _same_shape(self, self)
             if isinstance(self, nn.Parameter):
-                made = nn.Parameter(
-                    made.as_subclass(torch.Tensor), requires_grad=self.requires_grad
-                )
-                make_remote(
-                    made, self._ronde_name, self._ronde_stage, Keeper(self._ronde_keeper.plan)
-                )
+                plain, keeper = made.as_subclass(torch.Tensor), Keeper(self._ronde_keeper.plan)
+                made = nn.Parameter(plain, requires_grad=self.requires_grad)
+                make_remote(made, self._ronde_name, self._ronde_stage, keeper)
         memo[id(self)] = made
         return made
 
@@ -172,15 +117,11 @@ def absent(value: Any) -> bool:
 
 
 def make_remote(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
-    """Mark a parameter as held by another worker; it stays the same object.
+    """Mark a parameter, already shrunk to one element, as held by another worker.
 
-    Args:
-        parameter: one element stands for all of it already.
-        name: in the model, for errors.
-        stage: of the pipeline, for errors.
-        keeper: shared by all of a model's.
+    It stays the same object: optimizers and the script's own lists refer to it.
     """
-    parameter._ronde_keeper, parameter._ronde_name, parameter._ronde_stage = keeper, name, stage  # type: ignore[attr-defined]
+    _label(parameter, keeper, name, stage)
     parameter.__class__ = _without_values(type(parameter))
     keeper.parameters.append(parameter)
 
@@ -195,35 +136,27 @@ def _absent_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def _refusal(one: Any) -> PlanError:
     return PlanError(
-        f"The script reads or writes {one._ronde_name!r} itself, which belongs to stage "
-        f"{one._ronde_stage}: under "
-        f"plan={one._ronde_keeper.plan!r} another worker holds its values. "
-        "model.state_dict(keep_vars=True) has the parameters of this "
-        "worker (a moving average: docs/checkpoints.md), run.export(path) writes the whole "
-        "model; or use a plan under which every worker "
-        "holds all: replicate, or shard='optimizer'."
+        f"The script reads or writes {one._ronde_name!r}, which belongs to stage "
+        f"{one._ronde_stage}: under plan={one._ronde_keeper.plan!r} another worker holds its "
+        "values. model.state_dict(keep_vars=True) has this worker's parameters (for a moving "
+        "average, see docs/checkpoints.md). run.export(path) writes the whole model. Under "
+        "replicate or shard='optimizer' every worker holds all values."
     )
 
 
 def element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one element behind a remote tensor: NaN if the type has it, so that unseen reads show."""
-    return torch.full(
-        (),
-        float("nan") if dtype.is_floating_point or dtype.is_complex else 0,
-        dtype=dtype,
-        device=device,
-    )
+    """The one element behind a remote tensor: NaN if the type has it, so that stray reads show."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _same_shape(one: Any, like: Any) -> Any:
-    made = (
-        element(like.dtype, like.device)
-        .expand(one.shape)
-        .as_subclass(_without_values(torch.Tensor))
-    )
-    made._ronde_keeper, made._ronde_name, made._ronde_stage = (
-        one._ronde_keeper,
-        one._ronde_name,
-        one._ronde_stage,
-    )
+    """A tensor without values, with the shape of ``one`` and the type of ``like``."""
+    whole = element(like.dtype, like.device).expand(one.shape)
+    made = whole.as_subclass(_without_values(torch.Tensor))
+    _label(made, one._ronde_keeper, one._ronde_name, one._ronde_stage)
     return made
+
+
+def _label(tensor: Any, keeper: Keeper, name: str, stage: int) -> None:
+    tensor._ronde_keeper, tensor._ronde_name, tensor._ronde_stage = keeper, name, stage

@@ -181,9 +181,7 @@ class StageOwnership:
     def program_of(self, batch: Any) -> Program:
         """The program of a batch's path in the current modes."""
         return self.path(
-            signature(batch, self.model.training, torch.is_grad_enabled()),
-            self.work.compute,
-            batch,
+            signature(batch, self.model.training, torch.is_grad_enabled()), self.work.compute, batch
         )
 
     def path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:

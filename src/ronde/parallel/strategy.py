@@ -28,9 +28,7 @@ __all__ = [
 ]
 
 Compute = Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-"""Runs forward and loss on one micro-batch: ``(mean, None)`` over its samples, or ``(sum,
-weight)``.
-"""
+"""Runs forward and loss on one micro-batch: ``(mean, None)`` or ``(sum, weight)``."""
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,8 +38,8 @@ class Part:
     """A micro-batch's place in its global batch.
 
     Attributes:
-        samples: samples of this micro-batch; 0 if the worker only takes part in the exchange.
-        global_samples: samples of the global batch, over all workers.
+        samples: its size; 0 if the worker only takes part in the exchange.
+        global_samples: the size of the global batch, over all workers.
         last: whether it is this worker's last micro-batch of the step.
     """
 
@@ -52,25 +50,22 @@ class Part:
 
 @dataclass
 class Work:
-    """What a plan is applied to.
+    """The script's objects that a plan is applied to.
 
     Attributes:
         model: the script's own module.
-        optimizer: the script's own optimizer; a strategy changes which parameters it holds, never
-            which object it is.
-        compute: forward and loss of one micro-batch, ``compute(batch)`` -> ``(mean, None)`` or
-            ``(sum, weight)``.
-        sample: ``sample(n)`` -> a micro-batch of ``n`` samples of the data set, on this worker's
-            device; no randomness is used up.
-        sizes: of the micro-batches that an epoch has, in samples.
-        tensor_plan: module name -> how torch's ``parallelize_module`` shall split it, where the
-            script says so itself.
-        groups: names of the parameters of each of the optimizer's groups, as the script made them,
-            whoever holds them later.
-        tied: names in the model's state that share another's tensor -> the first name of it, before
-            anything was split.
-        fill: gives a model that was built on meta its values, see :mod:`ronde.parallel.meta_init`;
-            None where it has them.
+        optimizer: the script's own optimizer. A strategy may change its parameters, but keeps the
+            object.
+        compute: forward and loss of one micro-batch: ``(mean, None)`` or ``(sum, weight)``.
+        sample: ``sample(n)`` returns a micro-batch of ``n`` samples on this worker's device. It
+            consumes no randomness.
+        sizes: the micro-batch sizes of an epoch, in samples.
+        tensor_plan: module name -> parallel style, if the script chooses how torch's
+            ``parallelize_module`` splits it.
+        groups: parameter names of each optimizer group, before anything is split.
+        tied: state name of a shared tensor -> its first name, before anything is split.
+        fill: initializes a model built on meta (:mod:`ronde.parallel.meta_init`); None if the model
+            has values.
     """
 
     model: nn.Module
@@ -85,19 +80,19 @@ class Work:
 
 
 class Strategy:
-    """A plan applied to a model: the interface, and the common behavior.
+    """A plan applied to a model: the interface and the common behavior.
 
     Attributes:
         model: the script's own module.
-        local_loss: this worker's own part of the last step's loss, None if it had no samples.
-        parameters: those that take gradients and are updated here.
-        holds_result: whether the outputs and the loss of a forward pass are on this worker (under a
-            pipeline: on its last one).
-        counts: whether this worker is the one of its replica that counts in an evaluation.
-        run_empty_inference: whether a worker without samples of an evaluation's batch runs a
-            stand-in: its layers gather parameters of all.
-        whole_step: whether forward and backward of all micro-batches are one call (a pipeline): a
-            script cannot own its loop then.
+        local_loss: this worker's part of the last step's loss, None if it had no samples.
+        parameters: the trainable parameters this worker updates.
+        holds_result: whether this worker has the outputs and loss of a forward pass (in a pipeline,
+            only the last stage's worker does).
+        counts: whether this worker reports its replica's result of an evaluation.
+        run_empty_inference: whether a worker without samples in an evaluation batch must run a
+            stand-in, because its layers gather everyone's parameters.
+        whole_step: whether a step is one call for all micro-batches (a pipeline), so that the
+            script cannot write its own loop.
     """
 
     model: nn.Module
@@ -120,15 +115,11 @@ class Strategy:
             self.micro(partial(compute, micro), part, scale)
 
     def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
-        """Forward and backward of one micro-batch. ``scale`` multiplies the loss for half-precision
-        gradients.
-        """
+        """Forward and backward of one micro-batch; ``scale`` is the half-precision loss scale."""
         raise NotImplementedError
 
     def finish(self) -> torch.Tensor:
-        """Complete the exchange, so that gradients are those of the global mean. Returns the global
-        loss, 0-d, on every rank.
-        """
+        """Complete the exchange: gradients of the global mean. Returns the global loss, 0-d."""
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> None:
@@ -137,13 +128,13 @@ class Strategy:
         nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """In half precision, skip the update on all workers if one has non-finite gradients. Called
-        if workers hold different parts.
+        """Skip the update on all workers if one has non-finite half-precision gradients.
+
+        Called only if workers hold different parameters.
         """
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = next(
-            iter(found), self.parameters[0].device if self.parameters else torch.device("cpu")
-        )
+        default = self.parameters[0].device if self.parameters else torch.device("cpu")
+        device = next(iter(found), default)
         flag = torch.zeros(1, device=device)
         for value in found.values():
             flag += value.to(device).reshape(1)
@@ -169,17 +160,13 @@ class Strategy:
         return False
 
     def expect(self, present: bool) -> None:
-        """Whether the next forward pass that the script runs itself has samples, or is a
-        stand-in.
-        """
+        """Announce whether the script's next own forward pass has samples or is a stand-in."""
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (in a pipeline: of the rank that holds them)."""
 
     def owns(self, name: str) -> bool:
-        """Whether this worker holds that parameter or buffer, or its shard, by ``state_dict()``
-        name.
-        """
+        """Whether this worker holds a parameter or buffer (or shard), by ``state_dict()`` name."""
         return True
 
     def loaded(self) -> None:
@@ -211,9 +198,7 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def backward(roots: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-    """``torch.autograd.backward`` without its checks, which cost 20 µs a call: shapes are known to
-    match.
-    """
+    """``torch.autograd.backward`` without its shape checks, which cost 20 µs a call."""
     _engine_run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -242,10 +227,8 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) 
     """Multiply all gradients by a 0-d tensor, in place."""
     dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     if dense:
-        torch._foreach_mul_(
-            dense,
-            factor.to(dense[0].dtype) if all(g.dtype == dense[0].dtype for g in dense) else factor,
-        )
+        one_type = all(g.dtype == dense[0].dtype for g in dense)
+        torch._foreach_mul_(dense, factor.to(dense[0].dtype) if one_type else factor)
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad.mul_(factor)
