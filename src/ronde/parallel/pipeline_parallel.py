@@ -1,10 +1,8 @@
-"""Pipeline parallelism: the model is cut into stages; micro-batches flow through them in a
-schedule's order.
+"""Pipeline parallelism: micro-batches flow through the model's stages in a schedule's order.
 
-Each worker keeps its stages' weights. The script's own forward pass runs on each worker, as far as
-it concerns it (:mod:`ronde.parallel.stage_run`); what crosses a cut is sent point to point. Action
-lists, sends and receives included, are those of ``torch.distributed.pipelining``
-(:mod:`ronde.plan.schedules`).
+:mod:`ronde.parallel.stage_ownership` cuts the model, :mod:`ronde.parallel.stage_run` runs one stage
+of the script's own forward pass. This file executes the action lists of
+``torch.distributed.pipelining`` (:mod:`ronde.plan.schedules`): sends, receives, forward, backward.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019. Interleaved: Narayanan et al. 2021. Looped:
 Lamy-Poirier 2022. Zero-bubble: Qi et al. 2023.
@@ -41,13 +39,15 @@ from ronde.parallel.strategy import (
     scale_gradients,
 )
 from ronde.plan import Plan
-from ronde.plan.schedules import Action, actions, stages_of, worker_of
+from ronde.plan.schedules import Action, actions, stages_of
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.meshes import group_of, mesh_of
 
 __all__ = ["PipelineParallel"]
 
 _BUCKET_BYTES = 25 * 2**20
+_Arrival = tuple[list[Any], dict[int, torch.Tensor]]
+"""Receives under way, and the tensors they fill, by value."""
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class _Flight:
 
 @dataclass(eq=False)
 class _Step:
-    """A step under way: its micro-batches, and what is in flight by ``(stage, micro-batch)``."""
+    """A step under way: its micro-batches and flights, by ``(stage, micro-batch)``."""
 
     programs: list[Program]
     micros: Sequence[Any]
@@ -73,21 +73,14 @@ class _Step:
     compute: Callable[[Any], Any]
     scale: Scale | None
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
-    coming: dict[tuple[str, int, int], tuple[list[Any], dict[int, torch.Tensor]]] = field(
-        default_factory=dict
-    )
+    coming: dict[tuple[str, int, int], _Arrival] = field(default_factory=dict)
 
 
 class PipelineParallel(Strategy):
     """Runs a pipeline, replicated if there are more workers.
 
-    Args:
-        plan: ``pipeline`` workers, ``virtual`` stages on each, ``schedule``, ``split_at``.
-        work: the model, its optimizer, forward and loss.
-        me: this worker.
-
     Raises:
-        ArgumentError: the model cannot be cut so.
+        ArgumentError: the plan or the model does not allow it.
     """
 
     whole_step = True
@@ -106,12 +99,8 @@ class PipelineParallel(Strategy):
         _refuse(plan, self.model)
         self.along, self.data = group_of("pipeline"), None
         if plan.replicas > 1:
-            # The mesh that the stages are divided on, where they are.
-            replicas = (
-                "shard"
-                if plan.shard in ("gradients", "parameters") and plan.shard_within is None
-                else "data"
-            )
+            sharded = self.run_empty_inference and plan.shard_within is None
+            replicas = "shard" if sharded else "data"  # the same mesh as fully_shard's
             mesh = mesh_of(me.device.type, {"pipeline": workers, replicas: plan.replicas})
             self.along, self.data = mesh.get_group("pipeline"), mesh.get_group(replicas)
         self._ranks = self.layout.along_pipeline(me.rank)
@@ -119,11 +108,10 @@ class PipelineParallel(Strategy):
         self.owner = StageOwnership(plan, work, me, self.stages, self.data)
         self.points, self.parameters = self.owner.points, self.owner.parameters
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
-        self._weighted = False
         self._samples = 1
         self._reached: set[int] = set()
         self._pending: list[tuple[Any, Any]] = []
-        stay(self)  # every stage's pass is looked at
+        stay(self)  # every stage's pass is intercepted: patch once, not per pass
 
     def owns(self, name: str) -> bool:
         """See :meth:`Strategy.owns`."""
@@ -139,27 +127,21 @@ class PipelineParallel(Strategy):
         if not tensors:
             return
         whole = [t.detach().contiguous() for t in tensors]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, t, self._ranks[worker], self.along) for t in whole]
-        )
+        rank = self._ranks[worker]
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, t, rank, self.along) for t in whole])
         self._pending.append((works, whole))
         if len(self._pending) > 256:
             for work in self._pending.pop(0)[0]:
                 work.wait()
 
-    def _receive(
-        self, made: Program, values: Iterable[int], worker: int
-    ) -> tuple[list[Any], dict[int, torch.Tensor]]:
-        device = self.me.device
-        got = {
-            v: torch.empty(made.values[v].shape, dtype=made.values[v].dtype, device=device)
-            for v in values
-        }
-        if not got:
-            return [], got
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, t, self._ranks[worker], self.along) for t in got.values()]
-        ), got
+    def _receive(self, made: Program, values: Iterable[int], worker: int) -> _Arrival:
+        tensors = {}
+        for v in values:
+            value = made.values[v]
+            tensors[v] = torch.empty(value.shape, dtype=value.dtype, device=self.me.device)
+        rank = self._ranks[worker]
+        ops = [dist.P2POp(dist.irecv, t, rank, self.along) for t in tensors.values()]
+        return dist.batch_isend_irecv(ops) if ops else [], tensors
 
     def _sent_all(self) -> None:
         for works, _ in self._pending:
@@ -186,7 +168,7 @@ class PipelineParallel(Strategy):
         self._loss.zero_()
         self._reached = set()
         if scale is not None:
-            # a scaler begins with its first use, and not every stage has the loss
+            # a scaler starts with its first use, and not every stage has the loss
             scale(torch.zeros((), device=self.me.device))
         self._samples = parts[0].global_samples
         programs = [self.owner.program_of(m) for m in micros]
@@ -203,27 +185,19 @@ class PipelineParallel(Strategy):
         """Carry out one action of the schedule."""
         stage, kind, micro = action
         made, flights, coming = step.programs[micro], step.flights, step.coming
-        key = (stage, micro)
-        workers, schedule = self.plan.pipeline, self.plan.schedule
+        key, worker_at = (stage, micro), self.owner.worker_at
         if kind == "RECV_F":
-            coming["F", stage, micro] = self._receive(
-                made, made.sends[stage - 1], worker_of(stage - 1, workers, schedule)
-            )
+            values, worker = made.sends[stage - 1], worker_at(stage - 1)
+            coming["F", stage, micro] = self._receive(made, values, worker)
         elif kind == "RECV_B":
-            coming["B", stage, micro] = self._receive(
-                made, made.gradients[stage], worker_of(stage + 1, workers, schedule)
-            )
+            values, worker = made.gradients[stage], worker_at(stage + 1)
+            coming["B", stage, micro] = self._receive(made, values, worker)
         elif kind == "SEND_F":
-            flight = flights[key]
-            self._send(
-                _as_followed(made, stage, flight.sent), worker_of(stage + 1, workers, schedule)
-            )
+            self._send(_in_order(made, stage, flights[key].sent), worker_at(stage + 1))
         elif kind == "SEND_B":
             flight = flights[key]
-            self._send(
-                [_gradient(flight.received[v]) for v in made.gradients[stage - 1]],
-                worker_of(stage - 1, workers, schedule),
-            )
+            gradients = [_gradient(flight.received[v]) for v in made.gradients[stage - 1]]
+            self._send(gradients, worker_at(stage - 1))
             flight.received = {}
         elif kind == "F":
             works, received = coming.pop(("F", stage, micro), ([], {}))
@@ -231,24 +205,19 @@ class PipelineParallel(Strategy):
                 work.wait()
             if stage and not works:  # the stage before is on this worker too
                 before = flights.get((stage - 1, micro))
-                received = (
-                    {v: before.sent[v].detach() for v in made.sends[stage - 1]}
-                    if before is not None
-                    else {}
-                )
-            flights[key] = self._forward(
-                made, stage, received, step.micros[micro], step.parts[micro], step.compute
-            )
+                if before is not None:
+                    received = {v: before.sent[v].detach() for v in made.sends[stage - 1]}
+            flights[key] = self._forward(made, stage, received, micro, step)
         elif kind in ("B", "I"):
-            works, gradients = coming.pop(("B", stage, micro), ([], {}))
+            works, arrived = coming.pop(("B", stage, micro), ([], {}))
             for work in works:
                 work.wait()
             if stage < self.last and not works:
                 after = flights.get((stage + 1, micro))
                 if after is not None:
-                    gradients = {v: _gradient(after.received[v]) for v in made.gradients[stage]}
+                    arrived = {v: _gradient(after.received[v]) for v in made.gradients[stage]}
                     after.received = {}
-            self._backward(flights[key], stage, gradients, step.scale, whole=kind == "B")
+            self._backward(flights[key], stage, arrived, step.scale, whole=kind == "B")
         elif kind == "W":
             self._weights(flights[key], stage)
 
@@ -257,28 +226,22 @@ class PipelineParallel(Strategy):
         made: Program,
         stage: int,
         received: dict[int, torch.Tensor],
-        micro: Any,
-        part: Part,
-        compute: Callable[[Any], Any],
+        micro: int,
+        step: _Step,
     ) -> _Flight:
-        takes = set(made.gradients[stage - 1]) if stage else set()
-        for value in takes:
+        for value in made.gradients[stage - 1] if stage else ():
             received[value].requires_grad_(True)
-        flight = _Flight(made, received)
-        handed = {v: t.clone() if v in made.cloned else t for v, t in received.items()}
-        run = StageRun(made, stage, handed)
-        result = run.run(lambda: compute(micro))
+        flight, part = _Flight(made, received), step.parts[micro]
+        run = StageRun(made, stage, _clone_changed(made, received))
+        result = run.run(lambda: step.compute(step.micros[micro]))
         flight.sent = run.sent
         if stage == self.last:
             value, weight = result
-            self._weighted = weight is not None
-            factor = (
-                (1.0 if weight is not None else part.samples) / part.global_samples
-                if part.samples
-                else 0.0
-            )
+            factor = 0.0
+            if part.samples:  # an empty micro-batch is a stand-in
+                factor = (1.0 if weight is not None else part.samples) / part.global_samples
             flight.root, flight.factor = value, factor
-            if part.samples:  # an empty one is a stand-in
+            if part.samples:
                 self._loss[0] += value.detach().to(torch.float64) * factor
                 if weight is not None:
                     self._loss[1] += weight.to(torch.float64)
@@ -316,50 +279,45 @@ class PipelineParallel(Strategy):
             first = any(w.grad is None for w in weights)
             backward(tuple(roots), tuple(starts))
             if first:
-                # What is sent back is on its way while the next micro-batch adds to the weights'
-                # gradients.
+                # The next micro-batch adds to the weights' gradients while inputs' are being sent.
                 part_gradients([*weights, *inputs])
             return
         if not inputs:
-            # nobody waits for it: all of it goes where a bubble would be
-            flight.later = (roots, starts)
+            flight.later = roots, starts  # nobody waits for it: let it fill a bubble
             return
         for root, start in zip(roots, starts, strict=True):
-            if root.is_leaf:  # handed on as it came
-                root.grad = start if root.grad is None else root.grad + start
+            if root.is_leaf:  # passed on unchanged
+                _add_gradient(root, start)
         pairs = [(r, g) for r, g in zip(roots, starts, strict=True) if not r.is_leaf]
         if not pairs:
             return
         roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
         weights = self.owner.weights_of(flight.program, stage)
         _, flight.groups = stage_backward_input(Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
-        # What does not meet the path to an input is in none of its groups.
-        found = {edge for group in flight.groups for edge in group["params"]}
-        if any(len(group["intermediates"]) > 1 for group in flight.groups) or _bypassed(
-            roots, flight.groups
-        ):
-            # A weight that is used in several places: torch 2.13 may count it twice, or not at all
-            # where one of them does not lie on the path to an input. From here on, this stage's
-            # pass is not split.
-            flight.groups, found = None, set()
+        grouped = {edge for group in flight.groups for edge in group["params"]}
+        several = any(len(group["intermediates"]) > 1 for group in flight.groups)
+        if several or _is_bypassed(roots, flight.groups):
+            # A weight used in several places: torch 2.13 may count it twice, or not at all if a use
+            # lies off the path to an input. This stage's backward is never split again.
+            flight.groups, grouped = None, set()
             self._unsplit.add((flight.program, stage))
-        alone = [
+        # Weights off the path to any input are in no group.
+        ungrouped = [
             w
             for w in weights
-            if self.owner.key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in found
+            if self.owner.key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in grouped
         ]
-        if alone:
-            for w, g in zip(
-                alone,
-                torch.autograd.grad(roots, alone, starts, retain_graph=True, allow_unused=True),
-                strict=True,
-            ):
+        if ungrouped:
+            gradients_of = torch.autograd.grad(
+                roots, ungrouped, starts, retain_graph=True, allow_unused=True
+            )
+            for w, g in zip(ungrouped, gradients_of, strict=True):
                 if g is not None:
-                    w.grad = g if w.grad is None else w.grad + g
-        for given in inputs:
-            # sent while the other half of the pass goes on from the same memory
-            if given.grad is not None:
-                given.grad = given.grad.clone()
+                    _add_gradient(w, g)
+        for tensor in inputs:
+            # sent while the weights' half of the backward reads the same memory
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.clone()
 
     def _weights(self, flight: _Flight, stage: int) -> None:
         """Run the deferred weight-gradient part of the backward."""
@@ -375,19 +333,15 @@ class PipelineParallel(Strategy):
         """See :meth:`Strategy.finish`."""
         for p in self.parameters:
             if self.owner.key(p) not in self._reached:
-                p.grad = (
-                    None  # zeros that came from another stage: with one process it has no gradient
-                )
+                p.grad = None  # zeros sent by another stage; one process would have no gradient
         for group, parameters in self.owner.tied:
             self._sum([p for p in parameters if p.requires_grad], group)
         if self.plan.replicas > 1:
             self._sum(self.owner.whole, self.data)
         mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
         self.local_loss = self._loss[0].clone() if self.holds_result else None
-        if self.plan.replicas == 1:  # who has it is done before the first stage: nobody waits twice
-            dist.broadcast(
-                mine, self._ranks[worker_of(self.last, self.plan.pipeline, self.plan.schedule)]
-            )
+        if self.plan.replicas == 1:  # the last stage finishes before the first: nobody waits twice
+            dist.broadcast(mine, self._ranks[self.owner.worker_at(self.last)])
         else:
             dist.all_reduce(mine)
         loss, weight = mine[0], mine[1]
@@ -404,12 +358,11 @@ class PipelineParallel(Strategy):
                 local_part(p.grad).mul_(factor.to(p.dtype))
 
     def _sum(self, parameters: list[nn.Parameter], group: Any) -> None:
-        """All-reduce gradients over a group, in buckets. A gradient that nobody has stays None."""
+        """All-reduce gradients over a group, in buckets; one that nobody has stays None."""
         if not parameters:
             return
-        has = torch.tensor(
-            [p.grad is not None for p in parameters], dtype=torch.uint8, device=self.me.device
-        )
+        present = [p.grad is not None for p in parameters]
+        has = torch.tensor(present, dtype=torch.uint8, device=self.me.device)
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
         buckets: dict[torch.dtype, list[nn.Parameter]] = {}
         for p, used in zip(parameters, has.tolist(), strict=True):
@@ -431,9 +384,8 @@ class PipelineParallel(Strategy):
             if p.grad is not None:
                 square += torch.linalg.vector_norm(local_part(p.grad)).to(torch.float64) ** 2
         if self.owner.sharded:
-            dist.all_reduce(
-                square, group=self.owner.shard_mesh.get_group(self.owner.shard_mesh.ndim - 1)
-            )
+            mesh = self.owner.shard_mesh
+            dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
         for p in self.owner.whole:
             if p.grad is not None and id(p) in self.owner.counted:
                 square += torch.linalg.vector_norm(p.grad).to(torch.float64) ** 2
@@ -456,30 +408,22 @@ class PipelineParallel(Strategy):
     # -- without gradients -------------------------------------------------------------
 
     def infer(self, call: Callable[[Any], Any], batch: Any) -> Any:
-        """See :meth:`Strategy.infer`. Batches follow each other without waiting for the stages
-        behind.
-        """
-        key = (
-            id(getattr(call, "__code__", call)),
-            *signature(batch, self.model.training, torch.is_grad_enabled()),
-        )
-        made = self.owner.path(key, call, batch)
+        """See :meth:`Strategy.infer`. A stage starts the next batch without waiting for others."""
+        modes = signature(batch, self.model.training, torch.is_grad_enabled())
+        made = self.owner.path((id(getattr(call, "__code__", call)), *modes), call, batch)
         result = None
-        workers, schedule = self.plan.pipeline, self.plan.schedule
         handed: dict[int, torch.Tensor] = {}
         for stage in self.stages:
             received: dict[int, torch.Tensor] = {}
             if stage:
-                before = worker_of(stage - 1, workers, schedule)
+                before = self.owner.worker_at(stage - 1)
                 if before == self.place.pipeline:
                     received = handed
                 else:
                     works, received = self._receive(made, made.sends[stage - 1], before)
                     for work in works:
                         work.wait()
-            run = StageRun(
-                made, stage, {v: t.clone() if v in made.cloned else t for v, t in received.items()}
-            )
+            run = StageRun(made, stage, _clone_changed(made, received))
             with self.owner.opened():
                 result = run.run(lambda: call(batch))
             for module in made.modules(stage):
@@ -487,9 +431,9 @@ class PipelineParallel(Strategy):
                     module.reshard()
             if stage < self.last:
                 handed = run.sent
-                after = worker_of(stage + 1, workers, schedule)
+                after = self.owner.worker_at(stage + 1)
                 if after != self.place.pipeline:
-                    self._send(_as_followed(made, stage, run.sent), after)
+                    self._send(_in_order(made, stage, run.sent), after)
         return result if self.holds_result else None
 
     def start_epoch(self) -> None:
@@ -513,10 +457,8 @@ class PipelineParallel(Strategy):
         source = self.layout.along_replicas(self.me.rank)[0]
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                if buffer.numel() and self.owner.buffer_workers.get(name) in (
-                    -1,
-                    self.place.pipeline,
-                ):
+                worker = self.owner.buffer_workers.get(name)
+                if buffer.numel() and worker in (-1, self.place.pipeline):
                     data = buffer.detach().contiguous()
                     dist.broadcast(data, source, group=self.data)
                     buffer.copy_(data)
@@ -530,29 +472,39 @@ def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
         g.copy_(part.view_as(g))
 
 
-def _as_followed(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """A stage's outputs, in order; the next stage allocated for what was seen when following."""
+def _clone_changed(made: Program, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Clone the tensors that a later stage changes in place: leaves refuse it."""
+    return {v: t.clone() if v in made.cloned else t for v, t in received.items()}
+
+
+def _in_order(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """A stage's outputs, in order. The next stage has allocated memory for the recorded shapes."""
     for v in made.sends[stage]:
-        value, found = made.values[v], sent[v]
-        if tuple(found.shape) != value.shape or found.dtype != value.dtype:
+        value, tensor = made.values[v], sent[v]
+        if tuple(tensor.shape) != value.shape or tensor.dtype != value.dtype:
             raise RondeError(
-                f"stage {stage} made a tensor of shape {list(found.shape)}, {found.dtype}, "
-                f"where {list(value.shape)}, {value.dtype} was seen "
-                "when the forward pass was followed: a pipeline needs shapes that depend "
-                "on the batch's own shapes alone."
+                f"stage {stage} made a tensor of shape {list(tensor.shape)}, {tensor.dtype}; the "
+                f"recorded forward pass had {list(value.shape)}, {value.dtype}. A pipeline needs "
+                "shapes that depend on the batch's shapes alone."
             )
     return [sent[v] for v in made.sends[stage]]
 
 
 class Once(list[torch.Tensor]):
-    """A list that can be iterated once. ``stage_backward_input`` iterates its outputs twice, the
-    second time to detach them in place, which views refuse.
+    """A list that can be iterated once.
+
+    ``stage_backward_input`` (torch 2.13) iterates its outputs twice, the second time to detach them
+    in place, which views refuse.
     """
 
     def __iter__(self) -> Any:
-        found = list(super().__iter__())
+        tensors = list(super().__iter__())
         self.clear()
-        return iter(found)
+        return iter(tensors)
+
+
+def _add_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -560,10 +512,8 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
 
 
-def _bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether a gradient reaches a group's weights on a path around its later part's first
-    tensors.
-    """
+def _is_bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether a gradient reaches a group's weights on a path around its intermediates."""
     ends = {node for group in groups for node in group["intermediates"]}
     weights = {node for group in groups for node in group["params"]}
     waiting: list[Any] = [r.grad_fn for r in roots]
@@ -587,20 +537,18 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
 
     if plan.sync_batchnorm and batchnorms(model):
         raise ArgumentError(
-            "sync_batchnorm=True does not go with a pipeline: its micro-batches are "
-            "normalised one by one. Use group or layer "
-            "normalisation, or plan='replicate' or 'shard'."
+            "sync_batchnorm=True does not work in a pipeline, which normalizes each micro-batch "
+            "separately. Use group or layer normalization, or plan='replicate' or 'shard'."
         )
     if plan.tensor > 1:
         raise ArgumentError(
-            f"plan={plan.spec!r}: a pipeline's stages are not split by layers as well. Use "
-            "pipeline with shard, or tensor with shard."
+            f"plan={plan.spec!r}: pipeline and tensor do not combine. Use pipeline with shard, or "
+            "tensor with shard."
         )
     if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
         raise ArgumentError(
-            f"plan={plan.spec!r}: {plan.schedule} puts part of the backward pass off, when "
-            "sharded parameters have been let go. Use "
-            "schedule=1f1b or interleaved, or shard=optimizer."
+            f"plan={plan.spec!r}: {plan.schedule} delays part of the backward pass until sharded "
+            "parameters have been freed. Use schedule=1f1b or interleaved, or shard=optimizer."
         )
     why = allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
     if why:

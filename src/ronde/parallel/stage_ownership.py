@@ -1,13 +1,13 @@
 """Who owns what in a pipeline: the cut, the paths a batch takes, and each worker's weights.
 
 The model is followed once and cut into stages (:mod:`ronde.parallel.choose_cut`). Every worker
-keeps the parameters its stages use and releases the others, which become remote parameters.
-Another batch may take another path through the model: it is followed again, and refused if a stage
-needs weights that its worker has released.
+keeps its stages' parameters; the others become remote parameters. A batch that takes another path
+is followed again, and refused if a stage needs weights that its worker has released.
 """
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def signature(batch: Any, training: bool, grad: bool) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Path:
-    """A path through the model, and what it read from the batch."""
+    """A path through the model, and the values that it read from the batch."""
 
     program: Program
     guards: tuple[Any, ...]
@@ -61,12 +61,11 @@ class StageOwnership:
 
     Args:
         stages: the stages this worker runs.
-        replica_group: the process group over which replicas exchange, None without replicas.
+        replica_group: the replicas' process group, None without replicas.
 
     Attributes:
         points: where the stages after the first begin.
-        parameters: the parameters this worker trains: ``whole`` ones and ``divided`` ones
-            (DTensors).
+        parameters: the parameters this worker trains, ``whole`` or ``divided`` (DTensors).
         counted: identities of the parameters whose norm this worker counts.
         tied: groups of workers that share parameters, with those parameters.
         sharded: modules whose parameters are sharded over the replicas.
@@ -83,14 +82,14 @@ class StageOwnership:
         self.layout, self.stages, self._replica_group = plan.layout, stages, replica_group
         self.place = self.layout.place(me.rank)
         self.last = plan.pipeline * plan.virtual - 1
-        # By identity: the parameter that the model was followed with, if it is another.
+        # identity -> the parameter that the model was followed with, if it was replaced since
         self._followed_as: dict[int, nn.Parameter] = {}
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.sharded: list[nn.Module] = []
         self._paths: dict[Any, list[_Path]] = {}
         self._keeper = Keeper(plan.spec)  # open while modules run for a stage, or are followed
-        self._stage_of: dict[int, int] = {}  # identity in that pass -> the first stage that uses it
-        # By identity in the followed pass: the workers that hold it; empty before the cut.
+        self._stage_of: dict[int, int] = {}  # key of a parameter -> the first stage that uses it
+        # key of a parameter -> the workers that hold it; empty before the cut
         self._holders: dict[int, set[int]] = {}
         self._broadcast_weights()
         self._cut()
@@ -136,8 +135,7 @@ class StageOwnership:
             self.points = [named[name] for name in answer["names"]]
             self._add_path(signature(batch, True, True), self.work.compute, batch, trace)
             if not trace.faked:
-                # Such a model must really run to be followed, which it cannot when other workers'
-                # weights are gone.
+                # This model must really run to be followed: now, while all weights are here.
                 with torch.enable_grad():
                     for size in self.work.sizes:
                         if size != samples:
@@ -152,26 +150,22 @@ class StageOwnership:
             return follow(self.model, lambda: call(batch))
 
     def _replace_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Replace meta parameters by shape-only stand-ins to follow the model. Returns the original
-        buffers.
-        """
+        """Replace meta tensors by shape-only stand-ins. Returns the original buffers."""
         made: dict[int, nn.Parameter] = {}
         buffers = []
         for owner in self.model.modules():
             for name, p in owner._parameters.items():
                 if p is not None and p.is_meta:
                     empty = torch.zeros((), dtype=p.dtype, device=self.me.device).expand(p.shape)
-                    stand_in = made.setdefault(
-                        id(p), nn.Parameter(empty, requires_grad=p.requires_grad)
-                    )
+                    new = nn.Parameter(empty, requires_grad=p.requires_grad)
+                    stand_in = made.setdefault(id(p), new)
                     stand_in._ronde_strides = p.stride()  # type: ignore[attr-defined]
                     self._followed_as[id(p)] = self._stand_ins[owner, name] = stand_in
             for name, b in owner._buffers.items():
                 if b is not None and b.is_meta:
                     buffers.append((owner, name, b))
-                    owner._buffers[name] = torch.zeros(
-                        (), dtype=b.dtype, device=self.me.device
-                    ).expand(b.shape)
+                    zero = torch.zeros((), dtype=b.dtype, device=self.me.device)
+                    owner._buffers[name] = zero.expand(b.shape)
         return buffers
 
     def key(self, parameter: torch.Tensor) -> int:
@@ -180,17 +174,14 @@ class StageOwnership:
 
     def program_of(self, batch: Any) -> Program:
         """The program of a batch's path in the current modes."""
-        return self.path(
-            signature(batch, self.model.training, torch.is_grad_enabled()), self.work.compute, batch
-        )
+        modes = self.model.training, torch.is_grad_enabled()
+        return self.path(signature(batch, *modes), self.work.compute, batch)
 
     def path(self, key: Any, call: Callable[[Any], Any], batch: Any) -> Program:
         """The path a batch takes: a known one or a new one; the same on every worker."""
         for path in self._paths.get(key, ()):
-            if (
-                not path.guards
-                or self._guards(path.program, call, batch, len(path.guards)) == path.guards
-            ):
+            guards = path.guards
+            if not guards or self._guards(path.program, call, batch, len(guards)) == guards:
                 return path.program
         if sum(map(len, self._paths.values())) > 64:
             self._paths.clear()
@@ -203,16 +194,12 @@ class StageOwnership:
         with self.opened(), self._keeper.plain():
             return Guards(made, until).read(lambda: call(batch))
 
-    def _cut_trace(self, trace: Trace) -> Program:
-        return program(
-            trace, bounds_of(trace, self.points, self._may_run() if self._holders else None)
-        )
-
     def _add_path(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
-        made = self._cut_trace(trace)
+        may = self._may_run() if self._holders else None
+        made = program(trace, bounds_of(trace, self.points, may))
         if self._holders:
-            self._check_written(made)
-            self._check_held(made)
+            self._check_writes(made)
+            self._check_reads(made)
         guards = self._guards(made, call, batch) if has_guards(trace) else ()
         self._paths.setdefault(key, []).append(_Path(made, guards))
         return made
@@ -226,56 +213,51 @@ class StageOwnership:
         }
 
         def may(stage: int, event: TraceEvent) -> bool:
-            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
+            worker = self.worker_at(stage)
             if event.module is not None:
-                used = list(event.module.buffers())
+                used = event.module.buffers()
             else:
-                used = list(self.model.get_submodule(event.inside).buffers(recurse=False))
-            return all(
-                worker in self._holders.get(self.key(p), {worker}) for p in event.parameters
-            ) and all(buffers.get(id(b), -1) in (-1, worker) for b in used)
+                used = self.model.get_submodule(event.inside).buffers(recurse=False)
+            current = all(buffers.get(id(b), -1) in (-1, worker) for b in used)
+            return current and all(self._holds(worker, p) for p in event.parameters)
 
         return may
+
+    def worker_at(self, stage: int) -> int:
+        """The worker that runs a stage."""
+        return worker_of(stage, self.plan.pipeline, self.plan.schedule)
+
+    def _holds(self, worker: int, parameter: torch.Tensor) -> bool:
+        return worker in self._holders.get(self.key(parameter), {worker})
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        names = self.model.named_parameters(remove_duplicate=False)
+        return next(n for n, p in names if self.key(p) == self.key(parameter))
 
     def _any_program(self) -> Program:
         return next(iter(self._paths.values()))[0].program
 
-    def _check_held(self, made: Program) -> None:
-        """Refuse another path if it uses weights its stage's worker released."""
+    def _check_reads(self, made: Program) -> None:
+        """Refuse a path that uses weights which its stage's worker has released."""
         for stage in range(self.last + 1):
-            worker = worker_of(stage, self.plan.pipeline, self.plan.schedule)
             for p in made.parameters(stage):
-                if worker not in self._holders.get(self.key(p), {worker}):
-                    name = next(
-                        n
-                        for n, q in self.model.named_parameters(remove_duplicate=False)
-                        if self.key(q) == self.key(p)
-                    )
+                if not self._holds(self.worker_at(stage), p):
                     raise Diverged(
-                        f"stage {stage} of the pipeline uses {name!r} for this batch. It "
-                        "did not when the model was cut, and another worker "
-                        "holds it. Let the first batches use all of the model, cut "
-                        "elsewhere with split_at, or use another plan."
+                        f"stage {stage} of the pipeline uses {self._name_of(p)!r} for this batch. "
+                        "It did not when the model was cut, and another worker holds it. Let the "
+                        "first batches use all of the model, cut elsewhere with split_at, or use "
+                        "another plan."
                     )
 
-    def _check_written(self, made: Program) -> None:
-        """Refuse in-place changes to what several workers hold: only the stage's worker would see
-        them.
-        """
+    def _check_writes(self, made: Program) -> None:
+        """Refuse in-place changes of shared weights: only the stage's worker would see them."""
         for stage, p in made.writes:
-            if not self._holders.get(self.key(p), set()) <= {
-                worker_of(stage, self.plan.pipeline, self.plan.schedule)
-            }:
-                name = next(
-                    n
-                    for n, q in self.model.named_parameters(remove_duplicate=False)
-                    if self.key(q) == self.key(p)
-                )
+            if not self._holders.get(self.key(p), set()) <= {self.worker_at(stage)}:
                 raise PlanError(
-                    f"the forward pass writes into {name!r}, in stage {stage} of the "
-                    f"pipeline, and under plan={self.plan.spec!r} another worker holds it. "
-                    "Scale what the layer makes, not its weights; or use a plan under "
-                    "which every worker holds them all: replicate."
+                    f"the forward pass writes into {self._name_of(p)!r}, in stage {stage} of the "
+                    f"pipeline, and under plan={self.plan.spec!r} another worker holds it. Scale "
+                    "the layer's output, not its weights, or use plan='replicate', under which "
+                    "every worker holds all weights."
                 )
 
     def _take_parts(self) -> None:
@@ -285,44 +267,23 @@ class StageOwnership:
         for stage in range(self.last + 1):
             for p in made.parameters(stage):
                 self._stage_of.setdefault(id(p), stage)
-                holders.setdefault(id(p), set()).add(
-                    worker_of(stage, self.plan.pipeline, self.plan.schedule)
-                )
+                holders.setdefault(id(p), set()).add(self.worker_at(stage))
         mine, everyone = self.place.pipeline, list(self.model.parameters())
         self._place_unused(holders)
         self._holders = holders
-        self._check_written(made)
+        self._check_writes(made)
         self._held = {id(p) for p in everyone if mine in holders[self.key(p)]}
         self.counted = {id(p) for p in everyone if mine == min(holders[self.key(p)])}
-        self._remote_names = {
-            n
-            for n, p in self.model.named_parameters(remove_duplicate=False)
-            if id(p) not in self._held
-        }
-        self._stage_buffers(made)
-        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        for p in everyone:
-            if len(holders[self.key(p)]) > 1:
-                tied.setdefault(tuple(sorted(holders[self.key(p)])), []).append(p)
-        self.tied = []
-        for workers, parameters in sorted(tied.items()):
-            # Every rank makes every group, in the same order.
-            for replica in range(self.layout.replicas):
-                for tensor in range(self.layout.tensor):
-                    group = group_of(
-                        "tied", [self.layout.rank(Place(w, replica, tensor)) for w in workers]
-                    )
-                    if mine in workers and (replica, tensor) == (
-                        self.place.replica,
-                        self.place.tensor,
-                    ):
-                        self.tied.append((group, parameters))
+        named = self.model.named_parameters(remove_duplicate=False)
+        self._remote_names = {n for n, p in named if id(p) not in self._held}
+        self._place_buffers(made)
+        self._group_tied(everyone)
         self._release()
         for group in self.work.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in self._held]
         state = self.work.optimizer.state
-        for lost in [p for p in state if id(p) not in self._held]:
-            del state[lost]
+        for released in [p for p in state if id(p) not in self._held]:
+            del state[released]
         if self.work.fill is not None:
             self.work.fill(lambda name: self.owns(name) or name in self.buffer_workers)
         plan = self.plan
@@ -334,13 +295,9 @@ class StageOwnership:
         self.list_parameters()
 
     def _place_unused(self, holders: dict[int, set[int]]) -> None:
-        """Assign modules the followed pass did not use to the stage of their nearest neighbors by
-        name.
-        """
-        named = [
-            (name.split("."), self.key(p))
-            for name, p in self.model.named_parameters(remove_duplicate=False)
-        ]
+        """Give parameters that no stage uses to the holder of their nearest neighbor by name."""
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        named = [(name.split("."), self.key(p)) for name, p in parameters]
         used = [(i, path, holders[key]) for i, (path, key) in enumerate(named) if key in holders]
         for i, (path, key) in enumerate(named):
             if key not in holders:
@@ -351,19 +308,30 @@ class StageOwnership:
                 shared, _, worker = max(near, default=(0, 0, 0))
                 holders[key] = {worker if shared else 0}
 
-    def _stage_buffers(self, made: Program) -> None:
-        """Which workers hold which buffers as they change: of modules that run whole in one
-        stage.
-        """
+    def _place_buffers(self, made: Program) -> None:
+        """Find the worker that updates each buffer; -1 for all, if no module of a stage has it."""
         where: dict[int, int] = {}
         for stage in range(self.last, -1, -1):
             for module in made.modules(stage):
-                for buffer in module.buffers():
-                    where[id(buffer)] = worker_of(stage, self.plan.pipeline, self.plan.schedule)
-        self.buffer_workers = {
-            name: where.get(id(b), -1)
-            for name, b in self.model.named_buffers(remove_duplicate=False)
-        }
+                where.update({id(b): self.worker_at(stage) for b in module.buffers()})
+        buffers = self.model.named_buffers(remove_duplicate=False)
+        self.buffer_workers = {name: where.get(id(b), -1) for name, b in buffers}
+
+    def _group_tied(self, parameters: list[nn.Parameter]) -> None:
+        """Make the process groups that sum gradients of weights which several workers hold."""
+        tied: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for p in parameters:
+            workers = tuple(sorted(self._holders[self.key(p)]))
+            if len(workers) > 1:
+                tied.setdefault(workers, []).append(p)
+        self.tied = []
+        here = self.place.replica, self.place.tensor
+        places = itertools.product(range(self.layout.replicas), range(self.layout.tensor))
+        for (workers, mine), place in itertools.product(sorted(tied.items()), list(places)):
+            # Every rank makes every group, in the same order.
+            group = group_of("tied", [self.layout.rank(Place(w, *place)) for w in workers])
+            if self.place.pipeline in workers and place == here:
+                self.tied.append((group, mine))
 
     def _release(self) -> None:
         """Shrink other workers' parameters to one element: the shape stays, the memory goes."""
@@ -376,20 +344,16 @@ class StageOwnership:
                     path = names[id(p)]
                     if (owner, name) in self._stand_ins:
                         p = owner._parameters[name] = self._stand_ins.pop((owner, name))
-                    elif absent(p):  # tied: seen under another name already
+                    elif absent(p):  # tied, and released under another name
                         continue
                     else:
                         _hollow(p)
-                    stage = self._stage_of.get(self.key(p))
-                    make_remote(
-                        p,
-                        path,
-                        min(self._holders[self.key(p)]) if stage is None else stage,
-                        self._keeper,
-                    )
+                    key = self.key(p)
+                    stage = self._stage_of.get(key, min(self._holders[key]))
+                    make_remote(p, path, stage, self._keeper)
 
     def list_parameters(self) -> None:
-        """The parameters this worker trains."""
+        """List the parameters this worker trains."""
         self.parameters = [p for n, p in trainable(self.model) if n not in self._remote_names]
         divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
         self.whole = [p for p in self.parameters if id(p) not in divided]
@@ -401,8 +365,8 @@ class StageOwnership:
     def weights_of(self, made: Program, stage: int) -> list[nn.Parameter]:
         """A stage's current trainable parameters."""
         if (made, stage) not in self._weights_at:
-            found = [self._real.get(id(p), p) for p in made.parameters(stage)]
-            self._weights_at[made, stage] = [p for p in found if p.requires_grad]
+            current = [self._real.get(id(p), p) for p in made.parameters(stage)]
+            self._weights_at[made, stage] = [p for p in current if p.requires_grad]
         return self._weights_at[made, stage]
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
@@ -427,12 +391,9 @@ class StageOwnership:
                 if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
                     continue
                 for owner in module.modules():
-                    held_here = [
-                        (n, p) for n, p in owner.named_parameters(recurse=False) if p.dim()
-                    ]
-                    self._stand_ins.update(
-                        {(owner, n): self._followed_as.get(id(p), p) for n, p in held_here}
-                    )
+                    for n, p in owner.named_parameters(recurse=False):
+                        if p.dim():
+                            self._stand_ins[owner, n] = self._followed_as.get(id(p), p)
                 fully_shard(
                     module,
                     mesh=mesh,
@@ -453,7 +414,7 @@ class StageOwnership:
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Sharded modules as they were, with shape-only parameters: to follow, not to run."""
+        """Give sharded modules shape-only parameters, without FSDP2's hooks, to be followed."""
         if not self._stand_ins:
             yield
             return
@@ -475,39 +436,34 @@ class StageOwnership:
                 m._forward_pre_hooks, m._forward_hooks = before, after
 
     def _guard(self) -> None:
-        """Make the script's own calls of the model an error, because other workers' weights are
-        missing.
-        """
+        """Refuse the script's own calls of modules whose weights other workers hold."""
 
-        def guard(module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
+        def guard(module: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
             def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if not keeper.open:
                     raise PlanError(
                         f"the script calls {name or 'model'!r} itself, and under "
                         f"plan={keeper.plan!r} this worker does not hold its weights. Let "
-                        "run.step() and run.evaluate() call the model, or use a plan under "
-                        "which the script can: replicate, shard or tensor."
+                        "run.step() and run.evaluate() call the model, or use plan='replicate', "
+                        "'shard', or 'tensor', under which the script can."
                     )
-                return (
-                    given(*args, **kwargs)
-                    if given is not None
-                    else type(self).forward(self, *args, **kwargs)
-                )
+                if own is not None:
+                    return own(*args, **kwargs)
+                return type(self).forward(self, *args, **kwargs)
 
             # Not a hook: modules with hooks are followed in another way.
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
         keeper = self._keeper
         for name, module in self.model.named_modules():
-            lost = any(
-                p is not None and id(p) not in self._held for p in module._parameters.values()
-            )
-            if lost and not isinstance(module, torch.jit.ScriptModule):
+            own = [p for p in module._parameters.values() if p is not None]
+            remote = any(id(p) not in self._held for p in own)
+            if remote and not isinstance(module, torch.jit.ScriptModule):
                 guard(module, name, module.__dict__.get("forward"))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let modules with remote parameters be called: a stage runs, or a pass is followed."""
+        """Allow calls of modules with remote parameters, to run a stage or follow a pass."""
         was, self._keeper.open = self._keeper.open, True
         try:
             yield
@@ -523,18 +479,16 @@ class StageOwnership:
     def table(self) -> list[dict[str, Any]]:
         """Per stage: worker, first module, parameters, bytes sent on per micro-batch."""
         made = self._any_program()
-        rows = []
-        for stage in range(self.last + 1):
-            rows.append(
-                {
-                    "stage": stage,
-                    "worker": worker_of(stage, self.plan.pipeline, self.plan.schedule),
-                    "begins": self.points[stage - 1].name if stage else "(start)",
-                    "parameters": sum(p.numel() for p in made.parameters(stage)),
-                    "sends_bytes": sum(made.values[v].bytes for v in made.sends[stage]),
-                }
-            )
-        return rows
+        return [
+            {
+                "stage": stage,
+                "worker": self.worker_at(stage),
+                "begins": self.points[stage - 1].name if stage else "(start)",
+                "parameters": sum(p.numel() for p in made.parameters(stage)),
+                "sends_bytes": sum(made.values[v].bytes for v in made.sends[stage]),
+            }
+            for stage in range(self.last + 1)
+        ]
 
     def forget_paths(self) -> None:
         """Drop the known paths, because parameters were frozen, thawed or replaced."""
@@ -547,7 +501,7 @@ class StageOwnership:
 
 
 def _hollow(parameter: nn.Parameter) -> None:
-    """Let one element stand for the tensor. Its layout is kept for :mod:`ronde.capture.follow`."""
+    """Shrink the tensor to one element. :mod:`ronde.capture.follow` needs its strides."""
     strides = parameter.stride()
     parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)
     parameter._ronde_strides = strides  # type: ignore[attr-defined]
@@ -555,7 +509,5 @@ def _hollow(parameter: nn.Parameter) -> None:
 
 def _in_common(one: list[str], other: list[str]) -> int:
     """Number of leading name parts two parameters share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return [*same, False].index(False)

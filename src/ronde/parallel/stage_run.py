@@ -1,22 +1,19 @@
-"""Run one stage of a forward pass: the script's own Python runs, and other stages' events are
-skipped.
+"""Run one stage of a forward pass: the script's own Python runs, other stages' events are skipped.
 
-Every stage runs the same lines. An earlier stage's event (a module call, or a torch function
-between such calls) is not executed: its result is a *ghost* with the right shape, or the tensor
-that was sent here. The pass stops where the next stage begins. No graph is captured: loops,
-branches on shapes or the batch, tuples, dictionaries and the model's own caches work as on one
-device.
-
-Values computed only from the batch and constants are computed by every stage, as often as the
-script does, and are not counted.
+An earlier stage's event (a module call, or a torch function between such calls) is not executed:
+its result is a *ghost* with the right shape, or the tensor that was sent here. The pass stops where
+the next stage begins. No graph is captured, so loops, branches on shapes or the batch, containers,
+and the model's own caches work as on one device. Every stage computes what depends only on the
+batch and constants; such calls are not counted as events.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +40,7 @@ _tokens = itertools.count(1)
 
 
 class Diverged(PlanError):
-    """The forward pass took another path than the followed one."""
+    """The forward pass took another path than the recorded one."""
 
 
 class _Left(BaseException):
@@ -52,40 +49,22 @@ class _Left(BaseException):
 
 @dataclass(eq=False)
 class Program:
-    """A forward pass cut into stages, for micro-batches of one shape.
+    """A forward pass cut into stages, for micro-batches of one shape."""
 
-    Attributes:
-        events: ``(stage, event)``, as coarse as the cut allows.
-        values: tensors that the events make.
-        bounds: number of the first event after each stage.
-        sends: per stage, the values that it hands to the next one: what it made, or was handed
-            itself.
-        gradients: per stage, those of ``sends`` that take gradients.
-        cloned: values that a later stage changes in place.
-        reached: identities of the parameters that the loss's gradient arrives at.
-        replaced: a value that came from another by a change in place -> that one, and the stage.
-        kept: ``(module, attribute)`` where the forward pass keeps something from one pass to the
-            next.
-        erratic: its path may depend on what it computes: the shapes that it makes are compared with
-            those that were seen.
-        sized: it looks at sizes that depend on what is in an activation.
-        loose: some event reads what was made out of sight.
-        writes: ``(stage, parameter)`` where the pass changes one in place.
-    """
-
-    events: list[tuple[int, TraceEvent]]
+    events: list[tuple[int, TraceEvent]]  # (stage, event), as coarse as the cut allows
     values: list[Value]
-    bounds: list[int]
-    sends: list[tuple[int, ...]]
-    gradients: list[tuple[int, ...]]
-    cloned: frozenset[int]
-    reached: frozenset[int] = frozenset()
+    bounds: list[int]  # per stage, the number of the first event after it
+    sends: list[tuple[int, ...]]  # per stage, the values it passes on: its own and received ones
+    gradients: list[tuple[int, ...]]  # per stage, the values in ``sends`` that require gradients
+    cloned: frozenset[int]  # values that a later stage changes in place
+    reached: frozenset[int] = frozenset()  # identities of parameters the loss's gradient reaches
+    # a value made by an in-place change -> the value before, and the stage
     replaced: dict[int, tuple[int, int]] = field(default_factory=dict)
-    kept: tuple[tuple[nn.Module, str], ...] = ()
-    erratic: bool = False
-    sized: bool = False
-    loose: bool = False
-    writes: tuple[tuple[int, nn.Parameter], ...] = ()
+    kept: tuple[tuple[nn.Module, str], ...] = ()  # (module, attribute) that outlives a pass
+    erratic: bool = False  # the path may depend on activations: compare shapes with recorded ones
+    sized: bool = False  # it reads sizes that depend on activations
+    loose: bool = False  # some event reads a tensor whose making was not recorded
+    writes: tuple[tuple[int, nn.Parameter], ...] = ()  # (stage, parameter) changed in place
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """A stage's parameters, each once."""
@@ -94,15 +73,14 @@ class Program:
     def modules(self, stage: int) -> list[nn.Module]:
         """Modules that run whole in a stage, or whose buffers it changes, each once."""
         mine = [e for s, e in self.events if s == stage]
-        found = [e.module for e in mine if e.module is not None] + [
-            e.buffer[0] for e in mine if e.buffer is not None
-        ]
-        return list({id(m): m for m in found}.values())
+        modules = [e.module for e in mine if e.module is not None]
+        modules += [e.buffer[0] for e in mine if e.buffer is not None]
+        return list({id(m): m for m in modules}.values())
 
 
 def program(trace: Trace, bounds: Sequence[int]) -> Program:
     """Cut a pass before the events ``bounds`` (ascending event numbers)."""
-    # Of what every stage computes, only whole modules are counted: the rest may come as it likes.
+    # Of the events that every stage runs, only module calls count: functions may vary in number.
     events = [
         (stage, e) for stage, e in trace.coarse(list(bounds)) if not e.shared or e.kind == "call"
     ]
@@ -124,12 +102,9 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
     for stage, event in events:
         if event.shared:
             continue
-        for value in event.reads:
-            needed[value] = stage
-        for _, new in event.changes:
-            made_in[new] = stage
-        for storage in event.changed_storages:
-            changed_in[storage] = stage
+        needed.update(dict.fromkeys(event.reads, stage))
+        made_in.update({new: stage for _, new in event.changes})
+        changed_in.update(dict.fromkeys(event.changed_storages, stage))
         for value in event.made:
             made_in.setdefault(value, stage)
             if values[value].kind != "tensor":
@@ -137,17 +112,10 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
     for value in made_in:
         if values[value].readers and values[value].readers[-1] >= len(trace.events):
             needed[value] = stages - 1  # the pass returns it
-    sends: list[tuple[int, ...]] = []
-    for stage in range(stages - 1):
-        sends.append(
-            tuple(
-                sorted(
-                    v
-                    for v, s in made_in.items()
-                    if s <= stage < needed.get(v, 0) and not values[v].shared
-                )
-            )
-        )
+    own = sorted((v, s) for v, s in made_in.items() if not values[v].shared)
+    sends = [
+        tuple(v for v, s in own if s <= stage < needed.get(v, 0)) for stage in range(stages - 1)
+    ]
     sends.append(())
     takes_gradient = [tuple(v for v in row if values[v].requires_grad) for row in sends]
     cloned = frozenset(
@@ -156,18 +124,13 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
         if values[v].storage and changed_in.get(values[v].storage, -1) > s
     )
     reached = set(trace.reached)
-    taken = False
+    erratic = False
     for _, event in events:
-        taken = (
-            taken
-            or event.erratic
-            or (not event.shared and any(values[v].kind != "tensor" for v in event.made))
-        )
-        # Another time it may use parameters that it did not use when it was followed: what has a
-        # gradient is known then.
-        if event.erratic and any(
-            values[v].reached for v in (*event.made, *(new for _, new in event.changes))
-        ):
+        reads_number = not event.shared and any(values[v].kind != "tensor" for v in event.made)
+        erratic = erratic or event.erratic or reads_number
+        # Next time it may use parameters that it did not use when it was recorded.
+        results = (*event.made, *(new for _, new in event.changes))
+        if event.erratic and any(values[v].reached for v in results):
             reached |= {id(p) for p in event.parameters if p.requires_grad}
     sized, loose = any(e.sized for _, e in events), any(e.loose for _, e in events)
     writes = tuple(
@@ -183,7 +146,7 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
         frozenset(reached),
         replaced,
         trace.kept,
-        taken,
+        erratic,
         sized,
         loose,
         writes,
@@ -191,17 +154,7 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
 
 
 class StageRun(Interceptor):
-    """One stage's forward pass on one micro-batch.
-
-    Args:
-        program: the pass.
-        stage: which one.
-        received: values handed on by the stage before, by number.
-
-    Attributes:
-        sent: what the next stage needs, by number; complete after :meth:`run`.
-        result: what the whole pass returns, on the last stage.
-    """
+    """One stage's forward pass on one micro-batch: takes ``received`` values, fills ``sent``."""
 
     def __init__(self, program: Program, stage: int, received: dict[int, torch.Tensor]) -> None:
         super().__init__()
@@ -217,44 +170,36 @@ class StageRun(Interceptor):
         self._at = 0
         self._stop = program.bounds[stage]
         self._last = stage == len(program.bounds) - 1
-        self._token = next(_tokens)  # marks tensors that this run made or was handed
+        self._token = next(_tokens)  # marks tensors that this run made or received
         self._objects: dict[int, torch.Tensor] = {}  # value -> the tensor that stands for it here
-        self._handed_out: dict[int, int] = {}
-        self._memory: set[int] = set()
-        self._kept: list[Any] = []
+        self._ghosts: dict[int, int] = {}  # identity of a ghost -> its value
+        self._memory: set[int] = set()  # storages of constants that were changed in place
+        self._alive: list[Any] = []  # keeps those storages, so that no other tensor gets them
         for value, tensor in received.items():
             tensor._ronde_run = self._token  # type: ignore[attr-defined]
             at: int | None = value
-            # what it was before earlier stages changed it in place is the same object
+            # before and after an in-place change of an earlier stage it is the same object
             while at is not None:
                 self._objects[at] = tensor
                 old, where = program.replaced.get(at, (-1, stage))
                 at = old if where < stage and not self._values[old].shared else None
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Run ``call()`` up to the end of this stage.
+        """Run ``call()`` up to the end of this stage; the last stage returns the pass's result.
 
         Raises:
-            Diverged: the pass takes another path than when it was followed.
+            Diverged: the pass takes another path than the recorded one.
         """
-        for value in self._wanted:
-            if value in self.received:
-                # made by an earlier stage, read by a later one
-                self.sent[value] = self.received[value]
-        if not self._last and (
-            self._stop == 0 or (self.stage and self._stop == self.program.bounds[self.stage - 1])
-        ):
-            return None  # nothing to do here
-        kept = [(m, name, _attribute(m, name)) for m, name in self.program.kept]
+        # made by an earlier stage, read by a later one
+        self.sent.update({v: self.received[v] for v in self._wanted if v in self.received})
+        begin = self.program.bounds[self.stage - 1] if self.stage else 0
+        if not self._last and self._stop in (0, begin):
+            return None  # an empty stage
         try:
-            with self:
+            with _without_ghosts(self.program), self:
                 self.result = call()
         except _Left:
             return None
-        finally:
-            for module, name, was in kept:
-                if isinstance(_attribute(module, name), FakeTensor):
-                    _restore(module, name, was)
         if self._at < (len(self._events) if self._last else self._stop):
             raise Diverged(
                 f"the forward pass ended where {self._events[self._at][1].where} was "
@@ -276,9 +221,9 @@ class StageRun(Interceptor):
         self._at += 1
         if stage == self.stage or event.shared:
             with self.pause():
-                return self._carry_out(event, module, args, kwargs)
+                return self._execute(event, module, args, kwargs)
         if event.leaves or event.changes:
-            return self._ghost_result(event, args, kwargs)
+            return self._skip(event, args, kwargs)
         return build([], event.shape)
 
     def on_function(
@@ -286,12 +231,10 @@ class StageRun(Interceptor):
     ) -> Any:
         """See :class:`Interceptor`."""
         name = what[0]
-        counted = (
-            what[2] or self._is_traced(args) or (bool(kwargs) and self._is_traced(kwargs.values()))
-        )
+        counted = self._is_event(what, args, kwargs)
         if self._at >= len(self._events):
             if counted:
-                raise Diverged(f"the forward pass calls {name} after where it ended. {_ADVICE}")
+                raise Diverged(f"the forward pass calls {name} after its recorded end. {_ADVICE}")
             return function(*args, **kwargs)
         stage, event = self._events[self._at]
         if not counted and (event.name != name or not self._unmarked(event, args)):
@@ -310,8 +253,8 @@ class StageRun(Interceptor):
             )
         self._at += 1
         if stage == self.stage:
-            return self._carry_out(event, function, args, kwargs)
-        return self._ghost_result(event, args, kwargs)
+            return self._execute(event, function, args, kwargs)
+        return self._skip(event, args, kwargs)
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """See :class:`Interceptor`. A stage without the tensor gets its current size."""
@@ -320,32 +263,38 @@ class StageRun(Interceptor):
         name = what[0]
         if self._at >= len(self._events):
             raise Diverged(
-                f"the forward pass looks at the {name} of a tensor after where it ended. {_ADVICE}"
+                f"the forward pass reads the {name} of a tensor after its recorded end. {_ADVICE}"
             )
         stage, event = self._events[self._at]
         if self._at >= self._stop:
             raise _Left
         if event.name != name or not event.sized:
             raise Diverged(
-                f"the forward pass looks at the {name} of a tensor where {event.where} was "
+                f"the forward pass reads the {name} of a tensor where {event.where} was "
                 f"expected. {_ADVICE}"
             )
         self._at += 1
         if stage == self.stage:
-            return whole_size(self._carry_out(event, as_tuple(function), args, kwargs), name)
-        return whole_size(self._ghost_result(event, args, kwargs), name)
+            return whole_size(self._execute(event, as_tuple(function), args, kwargs), name)
+        return whole_size(self._skip(event, args, kwargs), name)
 
     def _unknown_size(self, tensor: torch.Tensor) -> bool:
         """Whether its size depends on activation values."""
         if isinstance(tensor, FakeTensor):
-            value = self._handed_out.get(id(tensor))
+            value = self._ghosts.get(id(tensor))
             return value is not None and self._values[value].data_shaped
         return getattr(tensor, "_ronde_sized", 0) == self._token
 
-    def _is_traced(self, given: Any) -> bool:
+    def _is_event(self, what: tuple[str, bool, bool], args: Any, kwargs: Any) -> bool:
+        """Whether a function draws random numbers, or takes activations or parameters."""
+        return (
+            what[2] or self._is_traced(args) or (bool(kwargs) and self._is_traced(kwargs.values()))
+        )
+
+    def _is_traced(self, arguments: Any) -> bool:
         """Whether an argument was made by an event, or is a parameter."""
-        token = self._token
-        for value in given:
+        token = self._token  # exact types first: this runs for every torch function
+        for value in arguments:
             kind = type(value)
             if kind is torch.Tensor:
                 if getattr(value, "_ronde_run", 0) == token or (
@@ -370,9 +319,7 @@ class StageRun(Interceptor):
         return False
 
     def _unmarked(self, event: TraceEvent, args: Any) -> bool:
-        """Whether an event may take an unmarked tensor: a buffer it changes, or one made out of
-        sight.
-        """
+        """Whether an event takes an unmarked tensor: a buffer it changes, or an unrecorded one."""
         if event.buffer is not None:
             module, name = event.buffer
             return any(t is module._buffers.get(name) for t in tensors_in(args))
@@ -389,14 +336,14 @@ class StageRun(Interceptor):
                 return True
         return False
 
-    def _carry_out(
+    def _execute(
         self, event: TraceEvent, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        if not event.shared:
-            self._no_ghosts(event, args, kwargs)
-        result = function(*args, **kwargs)
+        """Run an event of this stage, mark its results, and keep what the next stage needs."""
         if event.shared:
-            return result
+            return function(*args, **kwargs)
+        self._refuse_ghosts(event, args, kwargs)
+        result = function(*args, **kwargs)
         if event.changes:
             inputs = _inputs(args, kwargs)
             for place, value in event.changes:
@@ -411,10 +358,7 @@ class StageRun(Interceptor):
         else:
             for tensor in tensors_in(result):
                 if isinstance(tensor, FakeTensor):
-                    raise Diverged(
-                        f"{event.where} reads a tensor that an earlier stage made and that "
-                        f"was not sent. {_ADVICE}"
-                    )
+                    raise _not_sent(event)
                 if not isinstance(tensor, nn.Parameter):
                     tensor._ronde_run = token  # type: ignore[attr-defined]
         if not self._wanted.isdisjoint(event.made):
@@ -423,16 +367,16 @@ class StageRun(Interceptor):
             else:
                 made = iter(event.made)
                 for leaf, mark in zip(flatten(result)[0], event.leaves, strict=True):
-                    if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor):
+                    if _is_tensor(mark):
                         value = next(made)
                         if value in self._wanted:
                             self._send(event, value, leaf)
         return result
 
     def _compare(self, event: TraceEvent, result: Any) -> None:
-        """Mark an event's results leaf by leaf; constants passed on stay constants.
+        """Mark an event's results leaf by leaf; constants that it returns stay constants.
 
-        Where the path may depend on computed values, other stages' stand-ins must match the leaves.
+        If the path may depend on activations, the results must match the ghosts of other stages.
         """
         strict = self.program.erratic
         try:
@@ -442,52 +386,29 @@ class StageRun(Interceptor):
             leaves, same = [], False
         if not same and (strict or len(leaves) != len(event.leaves)):
             raise Diverged(
-                f"{event.where} returns something else than when the pass was followed. {_ADVICE}"
+                f"{event.where} returns another structure than when it was recorded. {_ADVICE}"
             )
         made = iter(event.made)
         for leaf, mark in zip(leaves, event.leaves, strict=True):
-            value = (
-                self._values[next(made)]
-                if isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor)
-                else None
-            )
+            value = self._values[next(made)] if _is_tensor(mark) else None
             if not isinstance(leaf, torch.Tensor):
-                constant = isinstance(leaf, bool | int | float | str | None)
-                if (
-                    strict
-                    and constant
-                    and (leaf != mark and leaf == leaf if value is None else value.kind == "tensor")
-                ):
-                    raise Diverged(
-                        f"{event.where} returns {leaf!r}; when the pass was followed it "
-                        f"was {_describe_mark(mark)}. {_ADVICE}"
-                    )
+                if strict and isinstance(leaf, bool | int | float | str | None):
+                    differs = leaf != mark and leaf == leaf  # NaN equals the recorded NaN
+                    if differs if value is None else value.kind == "tensor":
+                        raise _other_result(event, repr(leaf), mark)
                 continue
             if isinstance(leaf, FakeTensor):
-                raise Diverged(
-                    f"{event.where} reads a tensor that an earlier stage made and that was "
-                    f"not sent. {_ADVICE}"
-                )
+                raise _not_sent(event)
             if isinstance(leaf, nn.Parameter) or (value is not None and value.shared):
                 continue
             leaf._ronde_run = self._token  # type: ignore[attr-defined]
             if value is None:
                 if strict:
-                    raise Diverged(
-                        f"{event.where} returns a tensor; when the pass was followed it "
-                        f"was {_describe_mark(mark)}. {_ADVICE}"
-                    )
+                    raise _other_result(event, "a tensor", mark)
             elif value.data_shaped:
                 leaf._ronde_sized = self._token  # type: ignore[attr-defined]
             elif strict and leaf.shape != value.shape:
-                self._another_shape(event, leaf, value)
-
-    def _another_shape(self, event: TraceEvent, made: torch.Tensor, value: Value) -> NoReturn:
-        raise Diverged(
-            f"{event.where} makes a tensor of shape {tuple(made.shape)} and type "
-            f"{made.dtype}; when the pass was followed it had "
-            f"shape {value.shape} and type {value.dtype}. {_ADVICE}"
-        )
+                raise _other_shape(event, leaf, value)
 
     def _send(self, event: TraceEvent, number: int, made: Any) -> None:
         value = self._values[number]
@@ -496,33 +417,29 @@ class StageRun(Interceptor):
         elif value.kind == "array":
             made = torch.from_numpy(made.copy())
         if tuple(made.shape) != value.shape or made.dtype != value.dtype:
-            self._another_shape(event, made, value)
+            raise _other_shape(event, made, value)
         self.sent[number] = made
 
-    def _no_ghosts(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
-        """Refuse to read a missing tensor."""
-        for given in (args, kwargs.values()) if kwargs else (args,):
-            for value in given:
-                if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
-                    continue
-                for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
-                    if isinstance(tensor, FakeTensor) and (
-                        event.kind == "op" or self._handed_out.get(id(tensor), -1) in event.reads
-                    ):
-                        raise Diverged(
-                            f"{event.where} takes a tensor that an earlier stage made and "
-                            f"that was not sent. {_ADVICE}"
-                        )
+    def _refuse_ghosts(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
+        """Refuse to compute with a tensor that is not here."""
+        for value in (*args, *kwargs.values()):
+            if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
+                continue
+            for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
+                if isinstance(tensor, FakeTensor) and (
+                    event.kind == "op" or self._ghosts.get(id(tensor), -1) in event.reads
+                ):
+                    raise _not_sent(event)
 
     def _mark(self, tensor: torch.Tensor) -> None:
-        """Mark a tensor changed in place, and those that share its memory, as not constant."""
+        """Mark a tensor changed in place, and those that share its memory, as made here."""
         if getattr(tensor, "_ronde_run", 0) != self._token and not isinstance(tensor, FakeTensor):
             tensor._ronde_run = self._token  # type: ignore[attr-defined]
             self._memory.add(_memory(tensor))
-            self._kept.append(tensor)
+            self._alive.append(tensor)
 
-    def _ghost_result(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
-        """What another stage's event would have returned."""
+    def _skip(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
+        """Return what another stage's event would: ghosts, received tensors, constants."""
         if event.changes:
             inputs = _inputs(args, kwargs)
             for place, value in event.changes:
@@ -541,11 +458,8 @@ class StageRun(Interceptor):
             if isinstance(leaf, Value):
                 leaves.append(self._stand_in(leaf))
             elif isinstance(leaf, Given):
-                leaves.append(
-                    _inputs(args, kwargs)[leaf.place]
-                    if leaf.tensor
-                    else (*args, *kwargs.values())[leaf.place]
-                )
+                inputs = _inputs(args, kwargs) if leaf.tensor else [*args, *kwargs.values()]
+                leaves.append(inputs[leaf.place])
             else:
                 leaves.append(leaf)
         return build(leaves, event.shape)
@@ -558,43 +472,28 @@ class StageRun(Interceptor):
         if held is not None:
             return held
         ghost = value.ghost
-        self._handed_out[id(ghost)] = value.index
+        self._ghosts[id(ghost)] = value.index
         return ghost
 
 
 class Guards(StageRun):
-    """Reads what a forward pass reads from the batch: numbers, and data-dependent sizes. Computes
-    nothing else.
+    """Reads the first ``until`` numbers and data-dependent sizes that a pass takes from the batch.
 
-    A path may depend on them, for example where an empty mask is skipped. They depend on the batch
-    alone, so every worker reads the same.
-
-    Args:
-        program: the pass.
-        until: how many to read; all of them where None.
+    A path may depend on them, for example where the model skips an empty mask. They depend on the
+    batch alone, so every worker reads the same.
     """
 
     def __init__(self, program: Program, until: int | None = None) -> None:
         super().__init__(program, -1, {})
-        self.found: list[Any] = []
+        self._readings: list[Any] = []
         self._until = until
 
     def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """What ``call()`` reads, as far as it takes the followed path."""
-        kept = [(m, name, _attribute(m, name)) for m, name in self.program.kept]
-        try:
-            with aside(), self:
-                call()
-        except (
-            _Left,
-            Exception,
-        ):  # another path, or what makes no sense without values: it ends there
-            pass
-        finally:
-            for module, name, was in kept:
-                if isinstance(_attribute(module, name), FakeTensor):
-                    _restore(module, name, was)
-        return tuple(self.found)
+        """The readings of ``call()``, as far as it takes the recorded path."""
+        # It ends at another path, or where the script needs values that are not computed here.
+        with suppress(_Left, Exception), _without_ghosts(self.program), aside(), self:
+            call()
+        return tuple(self._readings)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """See :class:`Interceptor`."""
@@ -610,17 +509,13 @@ class Guards(StageRun):
     ) -> Any:
         """See :class:`Interceptor`."""
         name = what[0]
-        told = name in NUMBERS or data_shaped(name, args)
-        counted = told and (
-            what[2] or self._is_traced(args) or (bool(kwargs) and self._is_traced(kwargs.values()))
-        )
+        reads = name in NUMBERS or data_shaped(name, args)
+        from_batch = reads and not self._is_event(what, args, kwargs)
         result = super().on_function(function, args, kwargs, what)
-        if told and not counted:
-            tensors = tensors_in(result)
-            self.found.append(
-                (name, [tuple(t.shape) for t in tensors] if tensors else _plain(result))
-            )
-            if len(self.found) == self._until:
+        if from_batch:
+            shapes = [tuple(t.shape) for t in tensors_in(result)]
+            self._readings.append((name, shapes or _plain(result)))
+            if len(self._readings) == self._until:
                 raise _Left
         return result
 
@@ -638,15 +533,32 @@ def has_guards(trace: Trace) -> bool:
 
 
 _ADVICE = (
-    "A pipeline needs a forward pass whose path depends on the batch alone, not on "
-    "randomness, on activations, or on how often "
-    "it ran. Cut elsewhere with split_at, so that such a branch lies within one module of "
-    "one stage, or use another plan."
+    "A pipeline needs a forward pass whose path depends on the batch alone, not on randomness, "
+    "activations, or earlier passes. Cut elsewhere with split_at, so that such a branch lies "
+    "within one module of one stage, or use another plan."
 )
 
 
-def _describe_mark(mark: Any) -> str:
-    return "a tensor" if isinstance(mark, Value | Given) else repr(mark)
+def _not_sent(event: TraceEvent) -> Diverged:
+    return Diverged(
+        f"{event.where} reads a tensor that an earlier stage made and did not send. {_ADVICE}"
+    )
+
+
+def _other_result(event: TraceEvent, found: str, mark: Any) -> Diverged:
+    recorded = "a tensor" if isinstance(mark, Value | Given) else repr(mark)
+    return Diverged(f"{event.where} returns {found}; the recorded pass had {recorded}. {_ADVICE}")
+
+
+def _other_shape(event: TraceEvent, made: torch.Tensor, value: Value) -> Diverged:
+    return Diverged(
+        f"{event.where} makes a tensor of shape {tuple(made.shape)} and type {made.dtype}; in the "
+        f"recorded pass it had shape {value.shape} and type {value.dtype}. {_ADVICE}"
+    )
+
+
+def _is_tensor(mark: Any) -> bool:
+    return isinstance(mark, Value) or (isinstance(mark, Given) and mark.tensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -657,12 +569,17 @@ def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [t for t in tensors_in((args, kwargs)) if not isinstance(t, nn.Parameter)]
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
-    return module._buffers[name] if name in module._buffers else module.__dict__.get(name)
+@contextmanager
+def _without_ghosts(program: Program) -> Iterator[None]:
+    """Undo what modules keep for the next pass where it is a ghost."""
 
+    def attributes(module: nn.Module, name: str) -> dict[str, Any]:
+        return module._buffers if name in module._buffers else module.__dict__
 
-def _restore(module: nn.Module, name: str, was: Any) -> None:
-    if name in module._buffers:
-        module._buffers[name] = was
-    else:
-        module.__dict__[name] = was
+    before = [(m, name, attributes(m, name).get(name)) for m, name in program.kept]
+    try:
+        yield
+    finally:
+        for module, name, old in before:
+            if isinstance(attributes(module, name).get(name), FakeTensor):
+                attributes(module, name)[name] = old
