@@ -1,15 +1,12 @@
-"""Follow a forward pass from batch to loss as a list of events: where can it be cut, and what would
-cross?
+"""Follow a forward pass from batch to loss and keep it as a list of events.
 
-Whole-graph capture fails on real scripts. Here the script's own Python runs, and only two things
-are observed: module calls, and torch functions called between them (the glue). Each is a
-:class:`TraceEvent`. A pipeline stage later runs the same Python and skips the events of other
-stages (:mod:`ronde.parallel.stage_run`).
+Whole-graph capture fails on real scripts. Here the script's own Python runs, and only module calls
+and the torch functions between them are recorded, each as a :class:`TraceEvent`. A pipeline stage
+later runs the same Python and skips other stages' events (:mod:`ronde.parallel.stage_run`).
 
-Activations are fake tensors meanwhile: shapes without memory or arithmetic. Values computed only
-from the batch and constants (masks, positions) are real, because a forward pass may branch on them,
-and every stage computes them again. A forward pass that reads its activations is followed with real
-tensors instead.
+Activations are fake tensors: shapes without memory or arithmetic. Values that depend only on the
+batch and constants (masks, positions) are real, because a pass may branch on them. A pass that
+reads its activations is followed with real tensors instead.
 """
 
 from __future__ import annotations
@@ -35,13 +32,13 @@ _under_way: list[None] = []
 
 
 def following() -> bool:
-    """Whether a forward pass is being followed, outside the training."""
+    """Whether a forward pass is being followed, which is not part of the training."""
     return bool(_under_way)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Mark a forward pass as outside the training."""
+    """Mark a forward pass as not part of the training."""
     _under_way.append(None)
     try:
         yield
@@ -50,21 +47,12 @@ def aside() -> Iterator[None]:
 
 
 def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> Trace:
-    """Follow ``call()``, a forward pass of ``model`` and its loss. Model, batch and randomness are
-    restored.
+    """Follow ``call()``: forward and loss of ``model`` on one micro-batch, then restore all state.
 
-    Args:
-        model: whose modules are recognised.
-        call: runs forward and loss on one micro-batch; gradients are enabled or not as it is
-            called.
-        real: run it for real instead of with fake activations.
-
-    Raises:
-        Exception: what the pass itself raises, where it also does so for real.
+    Tries fake activations first, unless ``real``. Raises what the pass itself raises for real.
     """
     ghosts = FakeTensorMode(allow_non_fake_inputs=True)
-    # A device's own generator is forked by the caller where there is one; following runs on the
-    # host's generator only.
+    # The caller forks a device's own generator; following uses the host's only.
     for fake in (None,) if real else (ghosts, None):
         try:
             return _follow(model, call, fake, ghosts)
@@ -117,7 +105,7 @@ def _follow(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings of what fake tensors cannot do: it is then done for real."""
+    """Silence warnings about operations without fake tensors: the pass then runs for real."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -129,10 +117,8 @@ def _quiet() -> Iterator[None]:
 def _reached(
     result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]
 ) -> tuple[set[int], set[Any]]:
-    """Identities of the parameters a gradient from ``result`` reaches, and the graph nodes on its
-    way.
-    """
-    found: set[int] = set()
+    """Identities of the parameters that a gradient of ``result`` reaches, and its graph nodes."""
+    parameters: set[int] = set()
     seen: set[Any] = set()
     stack = [t.grad_fn for t in tensors_in(result) if t.grad_fn is not None]
     while stack:
@@ -141,7 +127,7 @@ def _reached(
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        found.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
+            parameters.add(id(node.variable))
+        parameters.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
         stack += [after for after, _ in node.next_functions if after is not None]
-    return found, seen
+    return parameters, seen

@@ -1,4 +1,4 @@
-"""A model's state around a followed pass: snapshots, fake buffers, and restoring everything."""
+"""Snapshot a model's state before a followed pass, make its buffers fake, and restore it."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def stand_in(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
-    """A full-size stand-in with ``tensor``'s layout if one element stands for it; None if it is all
-    there.
+    """A full-size fake of a tensor that was shrunk to one element; None for other tensors.
 
-    Some functions depend on the layout (``view_as_complex``).
+    It keeps the original layout, on which some functions depend (``view_as_complex``).
     """
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() < 2:
         return None
@@ -71,26 +70,22 @@ def stand_in(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor | None:
 
 def snapshot(value: Any, depth: int = 3) -> Any:
     """A snapshot to compare with a later one, to detect changes to an object."""
-    # No object_graph.walk: two looks are equal only if order and nesting are, too.
+    # Not object_graph.walk: order and nesting must be equal, too.
     if isinstance(value, (torch.Tensor, nn.Module, *IMMUTABLE)) or depth == 0:
         return id(value)
     if isinstance(value, list | tuple | set):
-        return (
-            id(value) if not isinstance(value, tuple) else 0,
-            [snapshot(v, depth - 1) for v in value],
-        )
+        identity = 0 if isinstance(value, tuple) else id(value)
+        return identity, [snapshot(v, depth - 1) for v in value]
     if isinstance(value, dict):
         return (id(value), [(k, snapshot(v, depth - 1)) for k, v in value.items()])
-    held = getattr(value, "__dict__", None)
-    return (
-        (id(value), [(k, snapshot(v, depth - 1)) for k, v in held.items()])
-        if isinstance(held, dict)
-        else id(value)
-    )
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return id(value)
+    return (id(value), [(k, snapshot(v, depth - 1)) for k, v in attributes.items()])
 
 
 def generator_states() -> Any:
-    """Where the generators are that a path may depend on, besides torch's."""
+    """The states of Python's and NumPy's generators, on which a path may depend."""
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else (None, b"")
     return hash(python_random.getstate()), bytes(state[1]), state[2:]
@@ -120,7 +115,7 @@ class SavedState:
         ]
 
     def restore(self) -> list[tuple[nn.Module, str]]:
-        """Restore everything; keep what modules stored for the next pass."""
+        """Restore everything. Returns ``(module, attribute)`` of what modules kept."""
         torch.set_rng_state(self.random[0])
         python_random.setstate(self.random[1])
         if self.numpy is not None:
@@ -137,26 +132,32 @@ class SavedState:
             if changed or len(now) != len(own):
                 now.clear()
                 now.update(own)
-        held: Any
+        container: Any
         copy: Any
-        for held, copy in self.inside.values():
-            if isinstance(held, list):
-                if len(held) != len(copy) or any(
-                    a is not b for a, b in zip(held, copy, strict=True)
-                ):
-                    held[:] = copy
-            elif len(held) != len(copy) or (
-                any(held.get(k, held) is not v for k, v in copy.items())
-                if isinstance(held, dict)
-                else held != copy
-            ):
-                held.clear()
-                held.update(copy)
+        for container, copy in self.inside.values():
+            if _is_same(container, copy):
+                continue
+            container.clear()
+            if isinstance(container, list):
+                container += copy
+            else:
+                container.update(copy)
         with torch.no_grad():
             for tensor, value in self.tensors:
-                if not torch.equal(tensor, value):  # batch normalisation does not count as a change
+                if not torch.equal(tensor, value):  # an equal one keeps its version
                     tensor.copy_(value)
         return kept
+
+
+def _is_same(container: Any, copy: Any) -> bool:
+    """Whether a list, dictionary, or set still has the same items."""
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, list):
+        return all(a is b for a, b in zip(container, copy, strict=True))
+    if isinstance(container, dict):
+        return all(container.get(k, container) is v for k, v in copy.items())
+    return bool(container == copy)
 
 
 @contextmanager
@@ -168,20 +169,15 @@ def fake_buffers(model: nn.Module, fake: FakeTensorMode | None) -> Iterator[None
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and buffer.device.type != "meta"
-                and not isinstance(buffer, FakeTensor)
-            ):
-                if id(buffer) not in twins:
-                    assert fake is not None
-                    whole = stand_in(fake, buffer)
-                    twins[id(buffer)] = (
-                        fake.from_tensor(buffer.detach(), static_shapes=True)
-                        if whole is None
-                        else whole
-                    )
-                was.append((module._buffers, name, buffer))
+            if buffer is None or buffer.is_meta or isinstance(buffer, FakeTensor):
+                continue
+            if id(buffer) not in twins:
+                assert fake is not None
+                twin = stand_in(fake, buffer)
+                if twin is None:
+                    twin = fake.from_tensor(buffer.detach(), static_shapes=True)
+                twins[id(buffer)] = twin
+            was.append((module._buffers, name, buffer))
     try:
         for buffers, name, buffer in was:
             buffers[name] = twins[id(buffer)]
