@@ -60,7 +60,7 @@ def _written(kind: str, name: str, args: Any) -> tuple[nn.Parameter, ...]:
 
 
 def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a size a plain tuple."""
+    """Let a function return a plain tuple instead of a ``torch.Size``."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
@@ -70,14 +70,12 @@ def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def whole_size(found: Any, name: str) -> Any:
-    """Rebuild what :func:`as_tuple` took apart."""
+    """Turn the tuple of :func:`as_tuple` back into a ``torch.Size``."""
     return torch.Size(found) if isinstance(found, tuple) and name in ("shape", "size") else found
 
 
 class CheckpointFrames:
-    """The running checkpointed functions (``use_reentrant=False``), whose forward runs again
-    later.
-    """
+    """The open checkpointed functions (``use_reentrant=False``): their forward runs twice."""
 
     def __init__(self) -> None:
         self.open: list[int] = []
@@ -127,11 +125,11 @@ class _Observed:
     pretend: bool  # runs on fake tensors
     before: list[tuple[int, torch.Size]]
     written: tuple[nn.Parameter, ...]
-    used: tuple[nn.Parameter, ...] = ()  # by modules called where nothing is seen
+    used: tuple[nn.Parameter, ...] = ()  # by modules whose calls are not recorded
 
 
 class EventRecorder(Interceptor):
-    """Records events."""
+    """Records module calls and torch functions as events: observe, execute, register."""
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class EventRecorder(Interceptor):
         self.alive: list[Any] = []
         self.counts: dict[int, int] = {}
         self.inside = [""]
-        # parameters of modules called where nothing is seen
+        # parameters of modules whose calls are not recorded
         self.used: list[dict[int, nn.Parameter]] = []
         self.nodes: dict[Any, tuple[nn.Parameter, ...]] = {}
         self.makers: dict[int, Any] = {}  # value -> the node of autograd's graph that it came from
@@ -480,8 +478,9 @@ class EventRecorder(Interceptor):
         return build(leaves, event.shape)
 
     def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """The largest result of a function with a data-dependent shape, so that no path is missed;
-        exact if only the batch decides.
+        """The largest result of a function with a data-dependent shape, so that no path is missed.
+
+        It is exact if only the batch decides.
         """
         fake = self.fake
         assert fake is not None
@@ -555,9 +554,7 @@ class EventRecorder(Interceptor):
         return self._record("op", what[0], what[2], None, function, args, kwargs)
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
-        """See :class:`Interceptor`. A size that depends on an activation is a number sent to later
-        stages.
-        """
+        """See :class:`Interceptor`. A size that depends on activations is sent to later stages."""
         for tensor in args:
             if isinstance(tensor, torch.Tensor):
                 index = self.known.get(id(self.twins.get(id(tensor), tensor)))
@@ -575,9 +572,7 @@ class EventRecorder(Interceptor):
         return function(*args, **kwargs)
 
     def _hooked(self, module: nn.Module) -> bool:
-        """Whether the module, or one inside, has hooks that must run everywhere because they may
-        keep what they see.
-        """
+        """Whether it or an inner module has hooks. They may keep what they see: run everywhere."""
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
 
     def _leaf(self, module: nn.Module) -> bool:
@@ -597,7 +592,7 @@ class EventRecorder(Interceptor):
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """See :class:`Interceptor`."""
         path = self.paths.get(id(module))
-        if path is None:  # not the model's: only what it calls is looked at
+        if path is None:  # not a module of the model: record the calls that it makes
             return self.plain_call(module, args, kwargs)
         nth = self.counts.get(id(module), 0)
         self.counts[id(module)] = nth + 1
@@ -663,9 +658,7 @@ class EventRecorder(Interceptor):
         kwargs: Any,
         result: Any,
     ) -> TraceEvent | None:
-        """Merge an inspected call into one event; None if skipping it would skip more than its
-        result.
-        """
+        """Merge a call's events into one; None if skipping it would lose more than its result."""
         inputs, entry, state, drawn = before
         if self._hooked(module):
             return None
@@ -745,9 +738,7 @@ class EventRecorder(Interceptor):
         )
 
     def finish(self, result: Any) -> None:
-        """Close the pass: its results are read last, and calls whose insides are read from outside
-        stay open.
-        """
+        """Close the pass. A call whose inner values are read outside it stays divided."""
         end = len(self.events)
         for tensor in tensors_in(result):
             if not isinstance(tensor, nn.Parameter):

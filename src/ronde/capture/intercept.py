@@ -48,19 +48,19 @@ _NAMES_NOT_EVENTS = _words(
     "get_rng_state set_rng_state manual_seed is_distributed __dlpack_device__ broadcast_shapes"
 )
 _TENSOR_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
-# No events, but where a shape depends on what is in an activation they tell Python about it.
+# No events, unless a shape depends on activations: then they pass values on to Python.
 _SIZES = _words("shape size __len__ numel nelement nbytes stride is_same_size")
-# Functions whose result is a number (or numbers) taken out of a tensor: later stages are sent it.
+# Functions that take numbers out of a tensor: these are sent to later stages.
 NUMBERS = _words(
     "item tolist __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal "
     "allclose __contains__ numpy"
 )
-# Functions whose result's shape depends on what is in a tensor.
+# Functions whose result's shape depends on tensor values.
 _DATA_SHAPED = _words(
     "nonzero argwhere masked_select unique unique_consecutive bincount "
     "_pack_padded_sequence combinations"
 )
-# Functions whose result has the shape of what they write into, whatever they write.
+# Functions whose result has the shape of the tensor they write into.
 _WRITES = _words(
     "__setitem__ index_add index_copy index_put index_reduce scatter scatter_add "
     "scatter_reduce masked_scatter slice_scatter"
@@ -103,17 +103,16 @@ def kind_of(function: Any) -> tuple[str, bool, bool]:
     return found
 
 
-# A fake tensor has a tolist of its own, which takes it apart in Python.
+# A fake tensor has its own tolist, written in Python.
 _fake_tolist: Any = FakeTensor.__dict__.get("tolist")
 _TOLIST = ("tolist", False, False)
-_entered: list[Interceptor] = []  # the last one sees
-_plain: list[Any] = []  # what was there before
+_entered: list[Interceptor] = []  # the last one is active
+_plain: list[Any] = []  # the original methods
 _depth = 0
 
 
 def _begin() -> None:
-    """Patch module calls, autograd functions and scripted functions to go through the active
-    interceptor.
+    """Route module calls, autograd functions, and scripted functions to the active interceptor.
 
     Replacing a method of a class with many subclasses takes about 300 µs: :func:`watching` does it
     once for many passes, :func:`stay` for an owner's lifetime.
@@ -128,7 +127,7 @@ def _begin() -> None:
     _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script, plain_convert]
 
     def seen() -> Interceptor | None:
-        # A checkpointed function is called again in the backward pass, when nobody looks on.
+        # A checkpointed function runs again in the backward pass, outside any interceptor.
         if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
             return None
         return _entered[-1]
@@ -175,8 +174,7 @@ def _begin() -> None:
             return interceptor.on_function(_fake_tolist, (tensor,), {}, _TOLIST)
 
     def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Module.to() and the like. What they touch depends on which gradients there are: every
-        # stage does it for itself.
+        # Module.to() and the like are no events: every stage converts the gradients that it has.
         interceptor = seen()
         if interceptor is None:
             return plain_convert(module, *args, **kwargs)
@@ -221,12 +219,10 @@ def stay(owner: Any) -> None:
 
 
 class Interceptor(TorchFunctionMode):
-    """Sees every module call and torch function of this thread while entered; subclasses decide
-    what to do.
-    """
+    """Intercepts this thread's module calls and torch functions while entered."""
 
-    used: Any = ()  # parameters of modules called where nothing is seen: kept by who wants to know
-    sizes = False  # whether on_size is to be asked where a tensor's size is looked at
+    used: Any = ()  # collects parameters of modules whose calls are not intercepted, if a list
+    sizes = False  # whether reading a tensor's size calls on_size
 
     def __enter__(self) -> Any:
         self._thread = threading.get_ident()
@@ -255,7 +251,7 @@ class Interceptor(TorchFunctionMode):
             if self.sizes and what[0] in _SIZES:
                 return self.on_size(func, args, kwargs, what)
             return func(*args, **kwargs)
-        self._off = True  # a function written in Python may call modules or others: it is one event
+        self._off = True  # a function written in Python is one event, whatever it calls
         try:
             if func is torch.Tensor.__iter__:
                 return iter(
@@ -282,7 +278,7 @@ class Interceptor(TorchFunctionMode):
 
     def plain_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Make the call itself, but intercept what it calls."""
-        if compiled(module):  # what was compiled would not be seen
+        if compiled(module):  # calls inside compiled code cannot be intercepted
             return eagerly(module)(*args, **kwargs)
         return _plain[0](module, *args, **kwargs)
 
