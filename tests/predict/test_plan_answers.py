@@ -281,3 +281,19 @@ def test_nothing_is_saved_where_nothing_fits(tmp_path):
         and "there is no plan to write" in done.stderr
     )
     assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_gap_below_the_noise_of_measurement_decides_nothing():
+    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
+    found = search(costs, cluster, 4)
+    gap = found.runner_up.step_seconds / found.best.step_seconds - 1.0
+    assert gap > 0
+
+    def answer(noise):
+        noisy = dataclasses.replace(costs, noise=noise)
+        return explain(found, noisy, cluster, with_flips=False)
+
+    below, above = answer(0.9 * gap), answer(1.1 * gap)
+    assert "nothing measurable" not in below.decided and " slower: " in below.runner_up
+    assert above.decided.startswith("nothing measurable: step times differ by")
+    assert "cannot be told apart" in above.runner_up

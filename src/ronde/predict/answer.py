@@ -136,6 +136,7 @@ def explain(
             families=nearest.families,
         )
         best = found.best
+    noise = max(costs.noise, cluster.noise)
     slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
     alone = (
         search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like).best
@@ -144,8 +145,8 @@ def explain(
     )
     return Explanation(
         sentence=_sentence(found, cluster) if alone is None else _beside_one(found, cluster, alone),
-        decided=_decided(found),
-        runner_up=_lost(found),
+        decided=_decided(found, noise),
+        runner_up=_lost(found, noise),
         flips=flips(found, costs, cluster) if with_flips else (),
         found=found,
         calibration=_calibration(best, costs, cluster),
@@ -347,7 +348,7 @@ def _tail(best: Prediction) -> str:
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
-def _decided(found: SearchResult) -> str:
+def _decided(found: SearchResult, noise: float) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
@@ -385,6 +386,12 @@ def _decided(found: SearchResult) -> str:
             "step time is equal within "
             f"{100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
         )
+    if _indistinguishable(best, second, noise):
+        slower = second.step_seconds / best.step_seconds - 1.0
+        return (
+            f"nothing measurable: step times differ by {100 * slower:.1f} %, and the measurements "
+            f"vary by {100 * noise:.0f} %"
+        )
     return (
         f"{_TERM_WORDS[name]}: {answer_tables.format_seconds(second.terms[name])} a step in "
         f"{second.plan.family}, {answer_tables.format_seconds(best.terms[name])} in "
@@ -392,7 +399,7 @@ def _decided(found: SearchResult) -> str:
     )
 
 
-def _lost(found: SearchResult) -> str:
+def _lost(found: SearchResult, noise: float) -> str:
     best, second = found.best, found.runner_up
     if second is None:
         return "There is no other family of plans for these workers and this batch."
@@ -422,6 +429,11 @@ def _lost(found: SearchResult) -> str:
             f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} "
             "%, and less simple."
         )
+    if found.optimize == "speed" and _indistinguishable(best, second, noise):
+        return (
+            f"{second.plan.family} ({second.plan.spec}) cannot be told apart from it: "
+            f"{100 * slower:.1f} % slower, less than the measurements vary ({100 * noise:.0f} %)."
+        )
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
     much = 0.1 * (second.step_seconds - best.step_seconds)
     up, down = (
@@ -445,6 +457,11 @@ def _lost(found: SearchResult) -> str:
 def _verdict_decided(best: Prediction, second: Prediction) -> bool:
     order = ("fits", "unknown", "risky", "does not fit")
     return order.index(second.verdict) > max(1, order.index(best.verdict))
+
+
+def _indistinguishable(best: Prediction, second: Prediction, noise: float) -> bool:
+    # a difference below the measurements' own spread decides nothing
+    return best.step_seconds < second.step_seconds < best.step_seconds * (1.0 + noise)
 
 
 def _largest_difference(best: Prediction, second: Prediction) -> str:
