@@ -268,9 +268,8 @@ def _listed(root: str) -> dict[str, int | None]:
                             mark = (info.st_dev, info.st_ino)
                             if mark not in above:
                                 waiting.append((name + "/", above | {mark}))
-                        elif (
-                            entry.is_file() or entry.is_symlink()
-                        ):  # a link to nothing is an error when it is read, not one file less
+                        elif entry.is_file() or entry.is_symlink():
+                            # A link to nothing fails when read; it is not silently left out.
                             found[name] = None
                     except OSError as error:  # a link to itself, say
                         what = "link" if entry.is_symlink() else "file"
@@ -364,11 +363,8 @@ def _from_csv(
         if name not in known:
             match = stems.get(name, [])
             if len(match) != 1:
-                what = (
-                    f"could be any of {', '.join(match[:3])}"
-                    if match
-                    else "is not a file of the folder"
-                )
+                choices = f"could be any of {', '.join(match[:3])}"
+                what = choices if match else "is not a file of the folder"
                 raise ArgumentError(f"{table}, line {number}: {name!r} {what}.")
             name = match[0]
         if name in given:

@@ -101,7 +101,7 @@ def plain_type(kind: Any) -> Any:
     if (pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)) and plain_type(
         kind.value_type
     ) == kind.value_type:
-        return kind  # of these, they can
+        return kind  # ``take`` handles these
     if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
         return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
     if pa.types.is_list(kind) or pa.types.is_list_view(kind):
@@ -139,9 +139,8 @@ def to_columns(
         plain = plain_type(chunked.type)
         if plain == chunked.type:
             column = chunked.combine_chunks()
-        elif "list_view" in str(
-            chunked.type
-        ):  # pyarrow 26 casts these into lists whose last offset lies behind its buffer
+        elif "list_view" in str(chunked.type):
+            # pyarrow 26 casts these into lists whose last offset lies behind its buffer
             column = pa.array(chunked.to_pylist(), plain)
         else:
             column = chunked.cast(plain).combine_chunks()
@@ -272,11 +271,8 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     """Class names of a label, as Hugging Face stores them in the schema's metadata."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]
-        return (
-            [str(name) for name in feature["names"]]
-            if feature.get("_type") == "ClassLabel"
-            else None
-        )
+        classed = feature.get("_type") == "ClassLabel"
+        return [str(name) for name in feature["names"]] if classed else None
     except (KeyError, TypeError, ValueError):
         return None
 
