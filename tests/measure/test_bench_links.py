@@ -279,18 +279,39 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("place", ["train.py", "engine.py"])
-def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path, loop, place):
-    text, owns = LOOPS[loop]
+ASKED = """
+import os, runpy, sys
+from ronde.measure import script_loop
+for folder in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.path[0], sys.argv = folder, ["train.py"]
+        runpy.run_path("train.py", run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, folder
+"""
+
+
+def test_a_script_that_owns_its_loop_is_known_by_its_source(tmp_path):
+    (tmp_path / "ask.py").write_text(ASKED)
+    cases = [(loop, place) for loop in LOOPS for place in ("train.py", "engine.py")]
     asks = "from ronde.measure.script_loop import own_loop\nprint(own_loop())\n"
-    (tmp_path / "train.py").write_text(f"import engine\n{asks}")
-    (tmp_path / "engine.py").write_text("")
-    with (tmp_path / place).open("a") as file:
-        file.write(f"def train(self):\n    {text}\n")
-    done = python(["train.py"], tmp_path)
+    folders = []
+    for number, (loop, place) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "train.py").write_text(f"import engine\n{asks}")
+        (folder / "engine.py").write_text("")
+        with (folder / place).open("a") as file:
+            file.write(f"def train(self):\n    {LOOPS[loop][0]}\n")
+        folders.append(str(folder))
+    done = python(["ask.py", *folders], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert bool(re.fullmatch(rf"{place}:\d+", done.stdout.strip())) == owns, done.stdout
+    for (loop, place), answer in zip(cases, done.stdout.split("\n"), strict=False):
+        assert bool(re.fullmatch(rf"{place}:\d+", answer)) == LOOPS[loop][1], (loop, answer)
+    assert len(done.stdout.splitlines()) == len(cases)
 
 
 AUTO = """
