@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import python, ronde_run
+from processes import forked, python
 from ronde.world import WorldError, identify, launchers, threads_per_worker, usable_cores
 from ronde.world import cores as cores_module
 from ronde.world.cores import _cgroup_cores
@@ -475,11 +475,8 @@ Path(f"policy-{run.rank}").write_text(f"{before} {os.sched_getscheduler(0)} {sor
 def test_workers_on_the_cpu_are_scheduled_as_batch(tmp_path, workers, setting, argument, expected):
     script = tmp_path / "train.py"
     script.write_text(POLICIES)
-    done = ronde_run(
-        ["run", "--workers", str(workers), "train.py", *([argument] if argument else [])],
-        tmp_path,
-        env={"RONDE_SCHEDULING": setting},
-    )
+    command = forked(script, workers, *([argument] if argument else []))
+    done = python(command[1:], tmp_path, env={"RONDE_SCHEDULING": setting})
     assert done.returncode == 0, done.stderr
     policy, gloo = expected
     told = [path.read_text() for path in sorted(tmp_path.glob("policy-*"))]
@@ -521,7 +518,7 @@ Path(f"loops-{run.rank}").write_text(repr(counts))
 def test_what_is_made_again_and_again_shares_its_process_groups(tmp_path):
     """Each of gloo's has a thread that wakes up for as long as the process lives."""
     (tmp_path / "train.py").write_text(GROUPS)
-    done = ronde_run(["run", "--workers", "2", "train.py"], tmp_path)
+    done = python(forked(tmp_path / "train.py", 2)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
     for path in tmp_path.glob("loops-*"):
         once, *later = ast.literal_eval(path.read_text())
