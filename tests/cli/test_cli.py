@@ -255,7 +255,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
     cases = [
         (["run", "trian.py"], ["script not found: trian.py", "Did you mean train.py?"]),
         (["run", "zzz/other.py"], ["script not found: zzz/other.py"]),
-        (["run", "folder"], ["folder is a folder, expected a script"]),
+        (["run", "folder"], ["folder is a folder, not a script"]),
         (["run", "-m", "no.such.module"], ["module not found: no.such.module", str(tmp_path)]),
         (["run", "-m", "nosuchmodule"], ["module not found: nosuchmodule"]),
         (["run", "--workers", "2"], ["no script given"]),
@@ -709,8 +709,8 @@ REFUSED_PLANS = [
     ("pipeline=3", "workers in multiples of 3"),
     ("tensor=2,pipeline=2", "workers in multiples of 4"),
     ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
-    ("pipeline=2,pipeline=1", "pipeline is said twice"),
-    ("schedule=zbv", "schedule is said of a pipeline, and there is none"),
+    ("pipeline=2,pipeline=1", "pipeline is given twice"),
+    ("schedule=zbv", "schedule applies to pipelines only"),
     ("pipelines=2", "Did you mean 'pipeline'?"),
 ]
 NO_PLANS = [

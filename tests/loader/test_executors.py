@@ -894,7 +894,7 @@ class Kills(Works):
     ("number", "said"),
     some(
         [
-            (signal.SIGKILL, r"was killed by signal 9 \(SIGKILL\): .*want of memory"),
+            (signal.SIGKILL, r"was killed by signal 9 \(SIGKILL\): .*when memory ran out"),
             (signal.SIGBUS, r"was killed by signal 7 \(SIGBUS\): .*shared memory .*/dev/shm"),
             ((3,), "ended with exit status 3: .*executor: none"),
             ((0,), "ended with exit status 0: .*executor: none"),

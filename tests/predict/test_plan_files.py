@@ -151,13 +151,13 @@ def test_what_a_cluster_leaves_open_is_noted():
         )
         return " ".join(predict(Plan(2, 8), costs, made).notes)
 
-    assert "links lack" not in notes() and "exchange is taken as free" in notes()
+    assert "links lack" not in notes() and "exchange is treated as free" in notes()
     assert (
         "links lack all_gather, reduce_scatter, broadcast, send: estimated from all_reduce"
         in notes(all_reduce=["node"])
     )
     free = notes(send=["node"], broadcast=["node"])
-    assert "links lack all_reduce, all_gather, reduce_scatter: taken as free" in free
+    assert "links lack all_reduce, all_gather, reduce_scatter: treated as free" in free
     assert "cannot be judged: replicate and tensor, shard" in free and "pipeline" not in free
     assert (
         "no links between nodes are given (scope 'cluster'): those inside a node are taken"

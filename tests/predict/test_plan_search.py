@@ -1083,7 +1083,7 @@ def test_the_search_offers_only_what_is_carried_out():
 def test_what_is_not_carried_out_is_named():
     costs, cluster = transformer(), machines()
     for plan, match in (
-        (Plan(16, 512, pipeline=2, tensor=2), "not carried out together"),
+        (Plan(16, 512, pipeline=2, tensor=2), "do not combine"),
         (Plan(1, 512, shard="parameters"), "two replicas"),
         (Plan(1024, 512), "less than one sample"),
         (Plan(8, 512, tensor=3, shard="gradients"), "do not divide"),
@@ -1095,7 +1095,7 @@ def test_what_is_not_carried_out_is_named():
         (Plan(8, 512, virtual=2), "needs a pipeline"),
         (Plan(8, 512, pipeline=2, offload="optimizer"), "offload"),
         (Plan(8, 512, tensor=2, shard="optimizer"), "tensor goes with"),
-        (Plan(8, 512, pipeline=8, schedule="zero-bubble", recompute="full"), "stays until then"),
+        (Plan(8, 512, pipeline=8, schedule="zero-bubble", recompute="full"), "stay until then"),
     ):
         assert match in (unsupported(plan, costs, cluster) or "")
     plain = dataclasses.replace(

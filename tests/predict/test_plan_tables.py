@@ -74,7 +74,7 @@ def test_nothing_is_cut_at_any_width(explanation, width):
         text = shown(table, width)
         flat = "".join(text.split())
         assert max(map(len, text.splitlines())) <= width and "…" not in text
-        left_out = re.search(r"left out, for want of room: ((?:.|\n)*?);\s+--json", text)
+        left_out = re.search(r"omitted, too wide: ((?:.|\n)*?);\s+see\s+--json", text)
         gone = [] if left_out is None else " ".join(left_out[1].split()).split(", ")
         assert set(gone) <= set(table.dropped)
         for k, head in enumerate(table.columns):

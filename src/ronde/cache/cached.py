@@ -126,10 +126,10 @@ class CacheReport:
         told = {
             "full": "left out: the limit is reached",
             "no_room": "left out: no room left",
-            "not_kept": "of a kind that cannot be kept",
+            "not_kept": "of a type that cannot be cached",
             "random": "drew random numbers",
             "corrupt": "damaged, made anew",
-            "changed": "made anew since their files changed",
+            "changed": "made again because their files changed",
         }
         return "; ".join(
             [
@@ -553,8 +553,8 @@ class _Cache:
                         break  # a bad sample: reading says so when its turn comes
                     if looked[-1].drew:
                         raise ArgumentError(
-                            f"{what}: {looked[-1].drew} draws random numbers, so its "
-                            "result cannot be kept. Cache before it."
+                            f"{what}: {looked[-1].drew} draws random numbers, so its result cannot "
+                            "be cached. Cache before it."
                         )
                 # what was opened the first time only stays open, or its content stays: an index, an
                 # archive
@@ -566,9 +566,9 @@ class _Cache:
                     }
                 if len(looked) == 2 and not _equal(looked[0].value, looked[1].value):
                     raise ArgumentError(
-                        f"{what}: sample {i} came out differently when it was made twice, "
-                        "so it cannot be kept. It depends on random "
-                        "numbers of its own, on the time, or on what was read before."
+                        f"{what}: sample {i} came out differently the second time, so it cannot be "
+                        "cached. It depends on its own random numbers, on the time, or on earlier "
+                        "reads."
                     )
         finally:
             restore_states(saved)
@@ -870,8 +870,8 @@ def _key(
         if where == "memory":
             return None
         raise ArgumentError(
-            f"{error}: a cache on disk could serve what another version of it made. Give "
-            "version='…', and another one whenever it changes."
+            f"{error}: a disk cache could serve another version's results. Pass version='…', and "
+            "change it whenever the code changes."
         ) from None
 
 

@@ -202,8 +202,8 @@ class Arena:
         # Otherwise it is damaged, or was cut short.
         if any(os.pread(self._index, _HEAD.size, 0)) and not self._only_user():
             raise RondeError(
-                f"the cache {self.folder} is damaged, and in use: end the runs that use "
-                "it, or give another folder."
+                f"the cache {self.folder} is damaged, and in use. End the runs that use it, or "
+                "choose another folder."
             )
         chosen = limit if limit is not None else default()
         for fd in (self._index, self._records):
@@ -537,8 +537,8 @@ def _join(folder: Path) -> tuple[int, int, int]:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_private(folder):
                 raise RondeError(
-                    f"the cache folder {folder} belongs to somebody else or is open to "
-                    "others: remove it or make it 0700."
+                    f"the cache folder {folder} belongs to another user or is open to others. "
+                    "Remove it, or make it 0700."
                 )
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
@@ -556,7 +556,7 @@ def _join(folder: Path) -> tuple[int, int, int]:
         except FileNotFoundError:
             pass
         os.close(lock)
-    raise RondeError(f"the cache folder {folder} is removed each time that it is made.")
+    raise RondeError(f"the cache folder {folder} keeps disappearing: something removes it.")
 
 
 def _leave(folder: str, fds: list[int], memory: bool, pid: int) -> None:

@@ -275,12 +275,11 @@ def choose_executor(
         batch: samples of a micro-batch.
     """
     if workers < 1:
-        return "none", "no loading threads or processes are asked for"
+        return "none", "no loading threads or processes were requested"
     if (held := describe_open(reader.dataset)) is not None:
         return "none", (
-            f"the data set holds {held} open, whose place in it threads and forked "
-            "processes would share; open it when the first "
-            "sample is read, and each process has its own"
+            f"the data set holds {held} open; threads and forked processes would share its "
+            "position. Open it when the first sample is read, so that each process has its own"
         )
     if trial.draws:
         return (

@@ -66,11 +66,9 @@ def _length(dataset: Any, argument: str) -> int:
     except (TypeError, NotImplementedError):
         if isinstance(dataset, IterableDataset):
             raise ArgumentError(
-                f"{argument} is an IterableDataset without a length ({kind}), so an epoch, "
-                "a global batch and a place to resume "
-                "from are not defined. Give it a __len__ (how many samples one pass "
-                "yields), or use a map-style Dataset "
-                "(__len__ and __getitem__)."
+                f"{argument} is an IterableDataset without a length ({kind}), so epochs, global "
+                "batches and resuming are undefined. Give it a __len__ (how many samples one pass "
+                "yields), or use a map-style Dataset (__len__ and __getitem__)."
             ) from None
         if not hasattr(dataset, "__getitem__"):
             raise ArgumentError(
@@ -146,8 +144,8 @@ def _order_of(
         return _order(loader.dataset, n, seed, True), []
     if isinstance(sampler, DistributedSampler):
         return _order(loader.dataset, n, seed, bool(sampler.shuffle)), [
-            f"the DistributedSampler of {argument} is not used: ronde deals the samples "
-            "out, and none is repeated"
+            f"the DistributedSampler of {argument} is not used: ronde distributes the samples, "
+            "without repeats"
         ]
     if not isinstance(sampler, Sized):
         raise ArgumentError(
@@ -242,10 +240,8 @@ def take_over(
         own_size = None
     elif type(data.batch_sampler) not in (BatchSampler, type(None)):
         raise ArgumentError(
-            f"{argument} has a batch_sampler of its own "
-            f"({type(data.batch_sampler).__name__}), which decides what a batch holds; "
-            "ronde deals each global batch out by itself. Give a DataLoader with "
-            "batch_size= and, if needed, sampler=."
+            f"{argument} has its own batch_sampler ({type(data.batch_sampler).__name__}), but "
+            "ronde forms the batches. Pass a DataLoader with batch_size= and, if needed, sampler=."
         )
     else:
         own_size = (

@@ -283,7 +283,7 @@ class Feed:
                 False,
             )
         elif trial.draws:
-            self._serialise("they are read one after another in the training process instead")
+            self._serialise("they are read one by one in the training process instead")
 
     def _end_line(self) -> None:
         if self._line is not None:
@@ -628,9 +628,8 @@ class Feed:
 def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:
     """The message when more samples were skipped than allowed."""
     return (
-        f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} "
-        f"that may be (max_skipped): {first_few(skipped)}. Mend or "
-        "remove them, or allow more"
+        f"{len(skipped)} of {of} samples were skipped, more than the share of {most:g} that "
+        f"max_skipped allows: {first_few(skipped)}. Fix or remove them, or allow more"
     )
 
 

@@ -66,9 +66,8 @@ def _shared_memory() -> str:
 def _advice(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
-            "by hand, or by the system for want of memory (dmesg tells). Load with fewer "
-            "processes, a smaller prefetch, or threads, which share "
-            "their memory"
+            "by hand, or by the system when memory ran out (see dmesg). Load with fewer processes, "
+            "a smaller prefetch, or threads, which share their memory"
         )
     if code == -signal.SIGBUS:
         return (
@@ -77,14 +76,14 @@ def _advice(code: int) -> str:
         )
     if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
         return (
-            "a library that the data set uses crashed. Read once in the training process (feed "
-            "setting executor: none) to see where"
+            "a library the dataset uses crashed. Read once in the training process (feed setting "
+            "executor: none) to see where"
         )
     if code < 0:
-        return "somebody sent it. Look at what else runs on this machine"
+        return "another process sent it. Check what else runs on this machine"
     return (
-        "the data set, or a library that it uses, ended the process. Read once in the training "
-        "process (feed setting executor: none) to see where"
+        "the dataset, or a library it uses, ended the process. Read once in the training process "
+        "(feed setting executor: none) to see where"
     )
 
 

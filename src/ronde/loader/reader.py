@@ -511,8 +511,8 @@ class Reader(Dataset[Any]):
                 return one
             reasons.append(bad.text)
         raise SampleError(
-            f"{_MOST_STAND_INS} samples in a row cannot be used, so none is left to stand "
-            f"in for sample {ask.ids[j]}; the last one: {reasons[-1]}"
+            f"{_MOST_STAND_INS} samples in a row cannot be used, so nothing can replace sample "
+            f"{ask.ids[j]}; the last one: {reasons[-1]}"
         )
 
 
@@ -535,7 +535,7 @@ class StreamReader(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is not None and info.num_workers > 1:
-            raise RuntimeError("an IterableDataset is read by at most one loading process")
+            raise RuntimeError("an IterableDataset allows at most one loading process")
         stream = iter(self.dataset)
         position = 0
         held: Any = None
@@ -557,8 +557,8 @@ class StreamReader(IterableDataset[Any]):
             return next(stream)
         except StopIteration:
             raise ArgumentError(
-                f"the data set says that its length is {self.length}, but it ended after "
-                f"{position} samples"
+                f"the dataset reports a length of {self.length}, but it ended after {position} "
+                "samples"
             ) from None
         except Exception as error:
             if get_worker_info() is None:

@@ -75,8 +75,7 @@ class RequestQueue:
         """
         if self.asked.popleft() != share:
             raise RondeError(
-                "batches came in another order than they were asked for: at epoch "
-                f"{share.epoch}, sample {share.start}"
+                f"batches arrived in the wrong order: at epoch {share.epoch}, sample {share.start}"
             )
 
     def __iter__(self) -> Iterator[Ask]:

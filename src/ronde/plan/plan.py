@@ -244,7 +244,7 @@ class Plan:
                     "micro_batch=N."
                 )
             if name in values:
-                raise ArgumentError(f"plan={text!r}: {name} is said twice.")
+                raise ArgumentError(f"plan={text!r}: {name} is given twice.")
             if name == "split_at":
                 values[name] = tuple(v for v in value.split("+") if v)
             elif "int" in kinds[name]:
@@ -261,8 +261,7 @@ class Plan:
         alone = [name for name in ("schedule", "virtual", "split_at") if name in values]
         if plan.pipeline == 1 and alone:
             raise ArgumentError(
-                f"plan={text!r}: {alone[0]} is said of a pipeline, and there is none: add "
-                "pipeline=N."
+                f"plan={text!r}: {alone[0]} applies to pipelines only: add pipeline=N."
             )
         return plan
 

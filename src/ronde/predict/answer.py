@@ -221,9 +221,8 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
             else f"{plan.replicas} workers"
         )
         return (
-            f"Split the data, and share out {what} over {over}{_not_whole(found)}: that "
-            f"needs {needs}{with_recompute}; "
-            f"{plan.replicas} workers {reach}; {tail}."
+            f"Split the data, and shard {what} over {over}{_not_whole(found)}: that needs "
+            f"{needs}{with_recompute}; {plan.replicas} workers {reach}; {tail}."
         )
     return (
         f"Split the data: the model needs {needs}{with_recompute}; {plan.replicas} replicas "
@@ -575,7 +574,7 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
     ]
     if workers > 1 and cluster.links:
         asked.append(
-            ("link speed", 1.0, at_link, "bandwidth of every link times this, latency as it is")
+            ("link speed", 1.0, at_link, "every link's bandwidth times this, same latency")
         )
     asked.append(
         ("workers", workers, at_workers, "doubled and halved; nodes of as many devices as now")
@@ -588,7 +587,7 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
                 "sequence length",
                 costs.sequence,
                 at_sequence,
-                "activations, messages and times in a line with it",
+                "activations, messages and times scale with it",
             )
         )
     now = search(
@@ -712,7 +711,7 @@ def render_answer(
         if any(f.variable == "sequence length" for f in explanation.flips):
             parts.append(
                 Text(
-                    "  (sequence length: activations, messages and times in a line with it)",
+                    "  (sequence length: activations, messages and times scale with it)",
                     style="dim",
                 )
             )

@@ -57,7 +57,7 @@ class Fitted:
                     yield table
                     if left_out:
                         yield Text(
-                            f"left out, for want of room: {', '.join(left_out)}; --json has them",
+                            f"omitted, too wide: {', '.join(left_out)}; see --json",
                             style="dim",
                         )
                     return

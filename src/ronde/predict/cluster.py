@@ -165,7 +165,7 @@ class Cluster:
                 f", {_PLANS[kind]}" for kind in _PLANS if kind in free
             )
             told.append(
-                f"links lack {', '.join(absent)}: taken as free, so these plans cannot be "
+                f"links lack {', '.join(absent)}: treated as free, so these plans cannot be "
                 f"judged: {plans}"
             )
         elif absent:

@@ -318,7 +318,7 @@ class Predictor:
                 f"{self.cluster.device}: an estimate"
             )
         if plan.workers > 1 and not self.cluster.links:
-            notes.append("no link was measured: exchange is taken as free")
+            notes.append("no link was measured: exchange is treated as free")
         elif plan.workers > 1 and any(
             f.assumed for by in self.cluster.links.values() for f in by.values()
         ):
@@ -333,7 +333,7 @@ class Predictor:
                 "% of a forward pass is assumed"
             )
         if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
-            notes.append("the two parts of a backward pass are taken as equal")
+            notes.append("the two parts of a backward pass are assumed equal")
         if plan.offload != "none" and not self.cluster.host_bytes_per_second:
             notes.append("12 GB/s to the host's memory is assumed")
         return notes

@@ -259,7 +259,7 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
             "one sample each"
         )
     if plan.pipeline > 1 and plan.tensor > 1:
-        return "pipeline and tensor are not carried out together"
+        return "pipeline and tensor do not combine"
     if plan.shard != "none" and plan.replicas < 2:
         return "shard needs two replicas or more"
     for way, why in costs.refused.items():
@@ -285,13 +285,13 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         and plan.schedule in ("zero-bubble", "zbv")
     ):
         return (
-            f"{plan.schedule} puts part of the backward pass off, when sharded parameters have "
-            "been let go"
+            f"{plan.schedule} delays part of the backward pass until sharded parameters have been "
+            "freed"
         )
     if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
         return (
-            f"{plan.schedule} puts part of the backward pass off, and what is computed again "
-            "stays until then: nothing is gained"
+            f"{plan.schedule} delays part of the backward pass, and recomputed activations stay "
+            "until then: nothing is gained"
         )
     if plan.pipeline > 1:
         places = sum(u.cut_after for u in costs.units[:-1]) + 1

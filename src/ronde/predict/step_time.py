@@ -419,7 +419,7 @@ class StepPrediction:
         plan = self.setup.plan
         notes = () if not simulated else tuple(self.setup.owner.notes(plan, self.setup.groups))
         if extrapolated:
-            notes = (*notes, "simulated with fewer micro-batches and continued in a line")
+            notes = (*notes, "simulated with fewer micro-batches and extrapolated linearly")
         placement = {}
         if simulated and plan.workers > 1:
             names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
