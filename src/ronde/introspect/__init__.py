@@ -1,6 +1,6 @@
 """Inspect a user's objects from outside: their parts, their code's owner, their open files.
 
-Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.describe` (cache keys),
+Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.digest` (cache keys),
 :mod:`~ronde.introspect.object_graph` (one walker), :mod:`~ronde.introspect.code_owner`,
 :mod:`~ronde.introspect.open_handles` and :mod:`~ronde.introspect.random_state`.
 """
