@@ -1,10 +1,9 @@
-"""Save, verify, resume: safetensors and a JSON manifest of sizes and digests, whole or not at all,
+"""Save, verify and load checkpoints: safetensors plus a JSON manifest of sizes and digests; atomic,
 never a pickle.
 
 Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers
-and generators as tensors by
-name, and the same where every worker holds pieces only: :func:`write_pieces`, :func:`pull`,
-:func:`export_pieces`.
+and generators as named tensors, and the same where every worker holds pieces only:
+:func:`write_pieces`, :func:`pull`, :func:`export_pieces`.
 """
 
 from __future__ import annotations

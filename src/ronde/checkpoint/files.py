@@ -1,13 +1,12 @@
-"""Checkpoints on disk: written whole or not at all, verified before use.
+"""Checkpoint files: written atomically, verified before use.
 
-A checkpoint is a folder ``step-000000120`` with safetensors files and ``manifest.json``: for every
-file its size and SHA-256, and a digest of the manifest itself. It is written beside the others
-under another name, flushed to disk, and
-renamed: a reader sees all of it or none. Nothing is unpickled.
+A checkpoint is a folder ``step-000000120`` of safetensors files and ``manifest.json``, which lists
+each file's size and SHA-256, and a digest of itself. It is written under a temporary name, flushed
+to disk, and renamed, so readers see all of it or nothing. Nothing is unpickled.
 
-Where one worker holds everything, a file is a part of the state: ``model.safetensors``. Where the
-plan splits the model (version 2 of the format), each worker writes a file of its own, and the
-manifest says which box of which tensor is in it.
+If one worker holds everything, each file is a part of the state: ``model.safetensors``. If the plan
+splits the model (format version 2), each worker writes its own file, and the manifest says which
+box of which tensor it holds.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ class Checkpoint:
     tensors: Mapping[str, Mapping[str, PieceEntry]] = field(default_factory=dict)
 
     def load(self, file: str) -> dict[str, torch.Tensor]:
-        """Tensors of one file, by name, on the CPU; empty if there is no such file."""
+        """One file's tensors by name, on the CPU; empty if the file does not exist."""
         return load_file(self.path / file) if file in self.files else {}
 
     def source(self, part: str) -> PieceSource:
-        """Tensors of a part (``"model"``), to be read box by box, whoever wrote them."""
+        """A part's tensors (``"model"``), readable box by box, whoever wrote them."""
         if part in self.tensors:
             return PieceSource(self.path, self.tensors[part])
         file = f"{part}.safetensors"
         return PieceSource.of_files(self.path, [file] if file in self.files else [])
 
     def whole(self, part: str) -> dict[str, torch.Tensor]:
-        """All tensors of a part, put together, on the CPU."""
+        """All tensors of a part, assembled on the CPU."""
         if part not in self.tensors:
             return self.load(f"{part}.safetensors")
         with self.source(part) as source:
@@ -93,14 +92,12 @@ def _manifest_digest(body: Mapping[str, Any]) -> str:
 
 
 def _manifest_text(body: Mapping[str, Any]) -> str:
-    """The one way in which a manifest is written: another spelling of the same values has been
-    changed.
-    """
+    """The canonical text of a manifest; any other spelling counts as changed."""
     return json.dumps(body, indent=1)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -109,13 +106,13 @@ def sync(path: Path) -> None:
 
 
 def _dense(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Contiguous copies on the CPU, none sharing memory with another (safetensors refuses that)."""
+    """Contiguous CPU copies that share no memory, as safetensors requires."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
 def begin(folder: Path, step: int) -> tuple[Path, bool]:
-    """Where to write the checkpoint of ``step``: ``(folder, False)``, or ``(its path, True)`` where
-    it is already there, whole.
+    """The folder to write the checkpoint of ``step`` to: ``(folder, False)``, or ``(path, True)``
+    if it exists already.
     """
     target = folder / f"step-{step:09d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,8 +132,8 @@ def begin(folder: Path, step: int) -> tuple[Path, bool]:
 def add(
     temporary: Path, name: str, tensors: Tensors, boxes: Mapping[str, Box] | None = None
 ) -> dict[str, Any]:
-    """Write one file of tensors, flushed to disk; returns its entry in the manifest. ``boxes``: of
-    which wholes they are pieces.
+    """Write one file of tensors, flushed to disk; return its manifest entry. ``boxes``: the boxes
+    of the whole tensors they are.
     """
     if not _FILE.fullmatch(name):
         raise CheckpointError(f"{name!r} is not a name for a file of tensors")
@@ -156,9 +153,7 @@ def finish(
     state: Mapping[str, Any],
     keep: int | None,
 ) -> Path:
-    """Write the manifest, make the checkpoint visible, and remove those that are too old. Returns
-    its path.
-    """
+    """Write the manifest, publish the checkpoint, and remove old ones. Returns its path."""
     folder = temporary.parent
     target = folder / f"step-{step:09d}"
     version = _SHARDED if tensors else _WHOLE
@@ -194,7 +189,7 @@ def finish(
 
 
 def refused(folder: Path, step: int, error: object) -> str:
-    """Why a checkpoint is not there, for the error."""
+    """The error text for a checkpoint that could not be written."""
     return (
         f"the checkpoint of step {step} could not be written to {folder}: {error}. Earlier "
         "ones are untouched."
@@ -242,7 +237,7 @@ def write(
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest step first, not verified."""
+    """Checkpoint folders, newest step first, unverified."""
     if not folder.is_dir():
         return []
     found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
@@ -250,7 +245,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest, compared with its own digest."""
+    """Read a checkpoint's manifest and check its digest."""
     try:
         text = (path / "manifest.json").read_text(encoding="utf-8")
         body = json.loads(text)
@@ -286,8 +281,7 @@ def _checkpoint(path: Path, body: Mapping[str, Any]) -> Checkpoint:
 
 
 def verify(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and compare every file with it, byte for byte by digest, and
-    tensor for tensor by shape.
+    """Check every file of a checkpoint: bytes by digest, tensors by shape.
 
     Raises:
         CheckpointError: something is missing, has another size or digest, or is not of this format.
@@ -322,7 +316,7 @@ def verify(path: Path) -> Checkpoint:
 def _verify_pieces(
     path: Path, part: str, entries: Mapping[str, PieceEntry], files: tuple[str, ...]
 ) -> None:
-    """The manifest's pieces are in the files that it names, in those shapes, and make up whole
+    """Check that the files hold the manifest's pieces, and that the pieces make up whole
     tensors.
     """
     named = {file for entry in entries.values() for file in entry.pieces}
@@ -358,8 +352,8 @@ def _verify_pieces(
 
 
 def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
-    """The checkpoint that another worker has verified (with that digest), if this one sees it: its
-    files are not read again.
+    """Use a checkpoint another worker verified (with that digest), if visible here, without reading
+    its files again.
     """
     try:
         body = _manifest(path)
@@ -372,7 +366,7 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
 
 
 def find_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole, and why newer ones were passed over."""
+    """The newest complete checkpoint, and why newer ones were skipped."""
     passed: list[str] = []
     for path in list_checkpoints(folder):
         try:
@@ -383,7 +377,7 @@ def find_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def export(tensors: Tensors, path: Path) -> None:
-    """Write plain safetensors, whole or not at all."""
+    """Write plain safetensors atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Pieces of tensors: which box of a whole tensor a worker holds, and reading any box from
-safetensors files.
+"""Pieces of tensors: which box of a tensor a worker holds, and reading any box from safetensors
+files.
 
-torch's own ``distributed.checkpoint`` reshards safetensors too, but exchanges its plans as pickled
-objects, and leaves what no file holds at the value it had, without an error. The boxes are the
-same, so its ``HuggingFaceStorageReader`` reads these files.
+torch's ``distributed.checkpoint`` also reshards safetensors, but exchanges its plans as pickles,
+and silently keeps old values for what no file holds. The boxes are the same, so its
+``HuggingFaceStorageReader`` can read these files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: where it starts and how large it is, dimension by dimension.
+    """A rectangular part of a tensor: start and size in each dimension.
 
     Example:
         >>> Box.parse("2:4,0:3"), str(Box((2, 0), (2, 3)))
@@ -59,12 +59,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor of that shape."""
+        """The box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def parse(cls, text: str) -> Box:
-        """What ``str`` gave."""
+        """Parse a box's ``str``."""
         pairs = [part.split(":") for part in text.split(",")] if text else []
         return cls(tuple(int(a) for a, _ in pairs), tuple(int(b) - int(a) for a, b in pairs))
 
@@ -73,11 +73,11 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both hold, or None."""
+        """The intersection, or None."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = [
             (a + n, b + m)
@@ -117,18 +117,18 @@ class Piece:
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Its module, a second to import, is there if one exists."""
+    """Whether it is a DTensor, without importing DTensor's module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this worker's own part of a tensor, without gradient."""
+    """This worker's own part of a tensor, detached."""
     return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()
 
 
 def box_of(tensor: torch.Tensor, name: str) -> Box:
-    """Where in the whole this worker's part of a tensor belongs; that may be on meta."""
+    """The box of this worker's part within the whole tensor, also on meta."""
     if not is_sharded(tensor):
         return Box.whole(tensor.shape)
     mine = tuple(tensor.to_local().shape)
@@ -153,7 +153,7 @@ def piece_of(tensor: torch.Tensor, name: str = "tensor") -> Piece:
 
 
 def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``tensor``, a worker's own part of something, sharded as ``target`` is."""
+    """Wrap a worker's own part as a DTensor, sharded like ``target``."""
     if not is_sharded(target):
         return tensor
     return type(target).from_local(
@@ -167,8 +167,8 @@ def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of which every worker holds all, on the mesh of ``target``: torch mixes no plain
-    tensors with sharded ones.
+    """``tensor``, held by every worker, as a DTensor on ``target``'s mesh: torch does not mix the
+    two.
     """
     if not is_sharded(target):
         return tensor
@@ -215,7 +215,7 @@ class PieceEntry:
     pieces: Mapping[str, Box]
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest."""
+        """Its form in a manifest."""
         return {
             "dtype": self.dtype,
             "shape": list(self.shape),
@@ -224,7 +224,7 @@ class PieceEntry:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PieceEntry:
-        """What :meth:`to_json` gave."""
+        """Parse :meth:`to_json`."""
         return cls(
             values["dtype"],
             tuple(values["shape"]),
@@ -233,7 +233,7 @@ class PieceEntry:
 
 
 class PieceSource:
-    """Tensors in safetensors files, read box by box; a context manager, which closes the files.
+    """Tensors in safetensors files, read box by box; a context manager that closes the files.
 
     Args:
         folder: where the files are.
@@ -248,7 +248,7 @@ class PieceSource:
 
     @classmethod
     def of_files(cls, folder: Path, files: Iterable[str]) -> PieceSource:
-        """Tensors of plain safetensors files, each of them whole in one."""
+        """Plain safetensors files, with whole tensors."""
         entries: dict[str, PieceEntry] = {}
         source = cls(folder, entries)
         for file in files:
@@ -284,7 +284,7 @@ class PieceSource:
         return self._open[file]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of that tensor."""
+        """A tensor's type."""
         found = getattr(torch, self.entries[name].dtype, None)
         if not isinstance(found, torch.dtype):
             raise CheckpointError(
@@ -294,7 +294,7 @@ class PieceSource:
         return found
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """That box of a tensor, on the CPU; None: all of it.
+        """A box of a tensor, on the CPU; None reads all of it.
 
         Raises:
             CheckpointError: it is not in the files, or not all of it.
@@ -357,11 +357,11 @@ class Want:
 def pull(
     me: World, sources: Mapping[str, PieceSource], wants: Iterable[Want], everyone_sees: bool
 ) -> None:
-    """Fetch what this worker wants: from the files, or, where not every worker sees them, from rank
-    0.
+    """Fetch the boxes this worker wants, from the files or, if not every worker sees them, from
+    rank 0.
 
-    A collective where ``everyone_sees`` is false: tensor after tensor, so that no worker ever holds
-    all of them.
+    A collective if ``everyone_sees`` is false: one tensor at a time, so that no worker ever holds
+    all.
 
     Args:
         sources: what can be read; on a worker that does not see the files, it is not used.
@@ -399,9 +399,7 @@ def pull(
 
 
 def sharding_info(boxes: Mapping[str, Box]) -> dict[str, str]:
-    """A file's header, in which torch's ``HuggingFaceStorageReader`` finds where its pieces
-    belong.
-    """
+    """The file header in which torch's ``HuggingFaceStorageReader`` looks for piece positions."""
     return {
         "format": "pt",
         "DCP_SHARDING_INFO": json.dumps(

@@ -1,5 +1,5 @@
-"""State as JSON, exactly and without pickle: floats keep every bit, tuples, counters and tensors
-keep their kind.
+"""State as exact JSON without pickle: floats keep every bit; tuples, counters and tensors keep
+their type.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def encode(value: Any, where: str = "state") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What :func:`encode` was given."""
+    """Decode :func:`encode`."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Written by all workers together: each its own pieces, each piece once."""
+"""Checkpoints that all workers write together: each its own pieces, each piece once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PAIRS = 64
 
 
 class _Owners:
-    """Who writes which piece: the lowest of those that hold it."""
+    """Who writes each piece: the lowest rank that holds it."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.boxes: dict[str, dict[Box, int]] = {}
 
     def take(self, rank: int, held: Mapping[str, Any]) -> None:
-        """Note what a rank holds."""
+        """Record what a rank holds."""
         for name, (dtype, shape, text) in held.items():
             kind = (dtype, tuple(shape))
             if self.kinds.setdefault(name, kind) != kind:
@@ -51,7 +51,7 @@ class _Owners:
                 boxes.setdefault(box, rank)
 
     def check(self) -> None:
-        """Refuse what does not make up whole tensors."""
+        """Refuse pieces that do not make up whole tensors."""
         for name, boxes in self.boxes.items():
             _, shape = self.kinds[name]
             some = list(boxes)[:_PAIRS]
@@ -65,7 +65,7 @@ class _Owners:
 
 
 def gather_pieces(me: World, parts: Parts) -> dict[str, _Owners]:
-    """Who holds what, part by part, the same on every rank. A collective."""
+    """Which rank holds what, part by part, on every rank. A collective."""
     mine = {
         part: {
             n: [str(p.tensor.dtype).removeprefix("torch."), list(p.shape), str(p.box)]
@@ -87,8 +87,8 @@ def _file(part: str, rank: int, size: int) -> str:
 
 
 def _attempt(me: World, what: Callable[[], Any]) -> tuple[Any, str | None]:
-    """``what()`` on every rank, and the first error of any: nobody waits for a rank that has
-    failed. A collective.
+    """Run ``what()`` on every rank and raise the first error anywhere, so that no rank waits for a
+    failed one. A collective.
     """
     value, error = None, None
     try:
@@ -119,7 +119,7 @@ def write_pieces(
     state: Mapping[str, Any],
     keep: int | None = None,
 ) -> Path:
-    """Write a checkpoint together, and return its path. A collective.
+    """Write a checkpoint together and return its path. A collective.
 
     Args:
         parts: ``"model"``, ``"optimizer"`` -> what this worker holds of it.
@@ -236,8 +236,8 @@ def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> torch.Tensor | None:
-    """One tensor, whole, in rank 0's host memory; None elsewhere. A collective of those that hold
-    it and rank 0.
+    """One whole tensor in rank 0's host memory; None elsewhere. A collective of its holders and
+    rank 0.
     """
     dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
     whole = torch.empty(shape, dtype=dtype) if me.is_main else None
@@ -260,8 +260,8 @@ def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> to
 def export_pieces(
     me: World, pieces: Mapping[str, Piece], same: Mapping[str, str], path: Path
 ) -> None:
-    """Write plain, whole safetensors from what all workers hold. A collective; rank 0 writes, and
-    holds one tensor at a time.
+    """Write plain, whole safetensors from all workers' pieces. A collective; rank 0 writes, one
+    tensor at a time.
 
     Args:
         same: further names of tensors: each is written under all of them.

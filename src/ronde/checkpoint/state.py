@@ -1,6 +1,4 @@
-"""What a run is made of, as tensors by name and plain values: weights, optimizer, scheduler,
-randomness.
-"""
+"""A run's state as named tensors and plain values: weights, optimizer, scheduler, generators."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_state(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """A model's tensors, each once, and which further names share them: ``(tensors, {name: same as
+    """A model's tensors, each once, and the names that share them: ``(tensors, {name: same as
     name})``.
     """
     tensors: Tensors = {}
@@ -60,7 +58,7 @@ def model_state(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
 
 
 def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> None:
-    """Put a model's tensors back.
+    """Restore a model's tensors.
 
     Raises:
         CheckpointError: names or shapes are not the model's.
@@ -104,7 +102,7 @@ def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """An optimizer's tensors as ``parameter/field``, and the rest as plain values."""
+    """An optimizer's tensors as ``parameter/field``, the rest as plain values."""
     names = _names(model, optimizer)
     tensors: Tensors = {}
     values: dict[str, Any] = {}
@@ -133,7 +131,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, di
 def load_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: Tensors, saved: Mapping[str, Any]
 ) -> None:
-    """Put an optimizer's state back, parameter by parameter, by name.
+    """Restore an optimizer's state by parameter name.
 
     Raises:
         CheckpointError: it is another optimizer, or over other parameters.
@@ -160,8 +158,8 @@ def load_optimizer(
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names in the model's state that share another's tensor: ``{name: the first name of it}``.
-    Models on meta too.
+    """Names in the model's state that share a tensor: ``{name: its first name}``; also for models
+    on meta.
     """
     tied: dict[str, str] = {}
     by_id: dict[int, str] = {}
@@ -186,7 +184,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The optimizer's groups, by the names of their parameters, in the script's own order."""
+    """Parameter names of the optimizer's groups, in the script's order."""
     return _names(model, optimizer)
 
 
@@ -206,7 +204,7 @@ def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str,
 def model_pieces(
     model: nn.Module, tied: Mapping[str, str], owns: Callable[[str], bool]
 ) -> dict[str, Piece]:
-    """What this worker holds of the model, by the first name of each tensor.
+    """What this worker holds of the model, by each tensor's first name.
 
     Args:
         tied: see :func:`tied_names`, from before the model was split.
@@ -226,7 +224,7 @@ def model_wants(
     same: Mapping[str, str],
     owns: Callable[[str], bool],
 ) -> tuple[list[Want], Callable[[], None]]:
-    """What this worker needs for its part of the model, and what to call when it is there.
+    """The boxes this worker needs of the model, and where to put them.
 
     Args:
         source: name -> shape of the tensor in the checkpoint, None if it has none of that name.
@@ -282,7 +280,7 @@ def model_wants(
 def optimizer_pieces(
     model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]], tied: Mapping[str, str]
 ) -> tuple[dict[str, Piece], dict[str, Any]]:
-    """What this worker holds of an optimizer's state, as ``parameter/field``, and the rest as plain
+    """What this worker holds of the optimizer's state as ``parameter/field``, the rest as plain
     values.
 
     Args:
@@ -320,7 +318,7 @@ def optimizer_pieces(
 def join_optimizer(
     recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """One optimizer, as :func:`load_optimizer` reads it, from what every worker said of its part.
+    """Join all workers' parts to one optimizer, as :func:`load_optimizer` reads it.
 
     Args:
         recorded: the script's own groups.
@@ -346,7 +344,7 @@ def optimizer_wants(
     shapes: Mapping[str, tuple[int, ...]],
     saved: Mapping[str, Any],
 ) -> tuple[list[Want], Callable[[], None]]:
-    """What this worker needs for its part of an optimizer, and what to call when it is there.
+    """The boxes this worker needs of the optimizer, and where to put them.
 
     Args:
         groups: the script's own groups, as in :func:`optimizer_pieces`.
@@ -398,9 +396,7 @@ def optimizer_wants(
 def _want_state(
     key: str, field: str, shape: tuple[int, ...], p: torch.Tensor, mine: dict[str, Any]
 ) -> Want:
-    """State of a parameter's shape is sharded as the parameter is; the rest (step counters) is
-    whole.
-    """
+    """State with its parameter's shape is sharded like it; the rest (step counters) is whole."""
     sharded = bool(shape) and shape == tuple(p.shape)
 
     def give(tensor: torch.Tensor) -> None:
@@ -415,7 +411,7 @@ def _want_state(
 
 
 def random_state() -> tuple[Tensors, dict[str, Any]]:
-    """The states of torch's, Python's and numpy's generators in this process."""
+    """States of torch's, Python's and NumPy's generators in this process."""
     tensors: Tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
@@ -430,7 +426,7 @@ def random_state() -> tuple[Tensors, dict[str, Any]]:
 
 
 def restore_random(tensors: Tensors, values: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_state` gave."""
+    """Restore :func:`random_state`."""
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])

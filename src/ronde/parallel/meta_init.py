@@ -1,9 +1,8 @@
-"""Models built under ``torch.device("meta")``: given their values module by module, of which a
-worker keeps its own part only.
+"""Give values to models built under ``torch.device("meta")``, keeping only a worker's own part.
 
-A module's tensors are made whole in the host's memory, initialised under a seed of its own name,
-cut to what this worker keeps, and let go of before the next one. So the weights are the same under
-any plan and any number of workers, and the peak is what is kept and one module.
+Each module's tensors are created whole in host memory, initialized under a seed from its name, cut
+to this worker's part, and freed before the next module. Weights therefore do not depend on the plan
+or the number of workers, and the peak is the kept part plus one module.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _SEED = 6  # among the keys of the run's seed
 
 
 def meta_names(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that have no values."""
+    """Names of parameters and buffers without values."""
     return [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
 
 
 def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoint.PieceSource:
-    """Tensors in a checkpoint of Ronde, a safetensors file, or a folder of safetensors files.
+    """Tensors of a Ronde checkpoint, a safetensors file, or a folder of them.
 
     Args:
         verified: a checkpoint's files are known to match their digests.
@@ -78,11 +77,11 @@ def materialise(
     keep: Callable[[str], bool] = lambda name: True,
     verified: bool = False,
 ) -> None:
-    """Give a model on meta its values, in place: parameters stay the objects that they are, in the
-    optimizer's groups too.
+    """Give a meta model its values in place: parameters stay the same objects, also in the
+    optimizer.
 
-    What is a DTensor (after ``fully_shard`` or ``parallelize_module``) gets this worker's shard
-    only. Tensors that are not on meta stay as they are.
+    DTensors (after ``fully_shard`` or ``parallelize_module``) get only this worker's shard. Tensors
+    not on meta stay.
 
     Args:
         model: as it is now, divided or not.
@@ -134,7 +133,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _own(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """What a module itself holds: in which dictionary, under which name."""
+    """A module's own tensors: their dictionary and name."""
     return [
         (held, k, t)
         for held in (module._parameters, module._buffers)
@@ -144,8 +143,8 @@ def _own(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
 
 
 def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules in the order in which their constructors end: what a parent's does to its children
-    comes last.
+    """Modules in the order their constructors end: what a parent does to its children comes
+    last.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -163,7 +162,7 @@ def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose values say that none was given."""
+    """A tensor of marker values, to detect that none were given."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, float("nan"), dtype=dtype, device="cpu")
     if dtype == torch.bool:
@@ -202,8 +201,8 @@ def _initialise(
     seed: int,
     device: torch.device,
 ) -> None:
-    """Run ``init`` on one module while its tensors are whole and in the host's memory, and keep
-    what this worker holds of them.
+    """Run ``init`` on a module whose tensors are whole and on the host, and keep this worker's
+    part.
     """
     what = (
         f"module {name!r} ({type(module).__name__})"
@@ -264,7 +263,7 @@ def _initialise(
 def _read(
     source: checkpoint.PieceSource, tensor: torch.Tensor, names: Sequence[str], device: torch.device
 ) -> bool:
-    """Fill a tensor from files, its own box only; whether they have it."""
+    """Fill a tensor's own box from files; returns whether they have it."""
     name = next((n for n in names if n in source.entries), None)
     if name is None:
         return False
@@ -288,9 +287,7 @@ def _fill(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> No
 
 
 def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None:
-    """Make ``tensor``, an empty one on meta, one that holds ``part``; it stays the same object for
-    all who hold it.
-    """
+    """Turn the empty meta ``tensor`` into one that holds ``part``, as the same object."""
     place = (
         torch.device(tensor.device_mesh.device_type) if checkpoint.is_sharded(tensor) else device
     )
