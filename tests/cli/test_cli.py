@@ -449,7 +449,7 @@ def test_a_script_without_its_arguments_shows_what_it_printed(tmp_path):
     (tmp_path / "args.py").write_text(
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('data')\nparser.parse_args()\nimport torch, ronde\n"
     )
-    for verb in some(("run", "scale", "plan", "doctor", "prove"), 2):
+    for verb in some(("run", "scale", "plan", "doctor", "prove"), 3):
         # A run shows it as it comes, a study keeps the script's output to itself until it fails.
         more = (
             ["--workers", "1"]

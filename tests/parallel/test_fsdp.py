@@ -612,14 +612,14 @@ CASES = {
 }
 
 
-# every second, with those that others are compared with; of optimizers alone, every third
+# every third, with those that others are compared with; of optimizers alone, every fourth
 if not ALL:
     some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {
-        2: [*COMMON, *others[::2], *some, *CASES[2][-13::3]],
+        2: [*COMMON, *others[::3], *some, *CASES[2][-13::4]],
         3: CASES[3][1::2],
-        4: CASES[4][::2],
+        4: CASES[4][::3],
     }
 
 

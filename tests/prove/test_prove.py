@@ -97,7 +97,7 @@ def pool():
         yield made
 
 
-@pytest.mark.parametrize("name", [*some(SAMPLE, 3), *some([f.fault for f in HIDDEN], 6)])
+@pytest.mark.parametrize("name", [*some(SAMPLE, 4), *some([f.fault for f in HIDDEN], 8)])
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     case = CASES[name]
     verdict = Study(pool, case.command, 6, 120).verdict(case.plans)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-from processes import PATHS, python
+from processes import PATHS, forked, python
 from ronde.plan import shares
 
 SCRIPT = """
@@ -70,8 +70,8 @@ if run.is_main:
 def _losses(tmp_path, *words: str, workers: int) -> str:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = ["-m", "ronde", "run", "--workers", str(workers), "--runs", "none", "--quiet"]
-    done = python([*command, str(script), *words], tmp_path, timeout=120, env={"PYTHONPATH": PATHS})
+    command = forked(script, workers, *words)
+    done = python(command[1:], tmp_path, timeout=120, env={"PYTHONPATH": PATHS})
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("[")][-1]
 
