@@ -135,7 +135,7 @@ def test_labels_count_the_classes_that_are_given(tmp_path, kind):
     assert len(marks) == 3  # by its own classes, by the others', and by these turned
     with pytest.raises(
         (ArgumentError, SampleError),
-        match=r"'dog' is none of the 2 classes that were given \(bee, cat\)",
+        match=r"'dog' is not among the 2 given classes \(bee, cat\)",
     ):
         opened(place, classes=["bee", "cat"]).read(range(3))
 
@@ -150,11 +150,11 @@ def test_classes_that_cannot_be_used(tmp_path):
     with pytest.raises(ArgumentError, match="classes= and like= both name the classes"):
         feed.folder(tmp_path / "train", classes=TRAIN, like=train)
     with pytest.raises(
-        ArgumentError, match="like= takes a source, or a pipeline of one, that has classes"
+        ArgumentError, match="like= takes a source, or a pipeline of one, with classes"
     ):
         feed.folder(tmp_path / "train", like=feed.folder(tmp_path / "train", labels=None))
     pq.write_table(pa.table({"image": [b"1"], "label": [3]}), tmp_path / "n.parquet")
-    with pytest.raises(ArgumentError, match="numbers without names"):
+    with pytest.raises(ArgumentError, match="are unnamed numbers"):
         feed.parquet(tmp_path / "n.parquet", data="image", label="label", like=train)
     with pytest.raises(ArgumentError, match="go with data= and label="):
         feed.parquet(tmp_path / "n.parquet", like=train)
