@@ -32,24 +32,20 @@ __all__ = ["Trial", "choose_executor", "try_samples"]
 _TRIAL_SECONDS = 0.25
 _FEWEST = 4
 _BUDGET_SECONDS = 0.5
-_ROUND_SECONDS = (
-    0.06  # of its own time; twelve times what a thread keeps Python's lock that computes in Python
-)
+_ROUND_SECONDS = 0.06  # of CPU time: 12 × the 5 ms for which a thread keeps Python's lock
 _LONGEST_ROUND_SECONDS = 0.25
 _FEWEST_IN_A_ROUND = 2
 _ROUNDS = 3
-_CHEAP_SECONDS = 10e-6  # a sample: a loading process costs twice that
+_CHEAP_SECONDS = 10e-6  # per sample; a loading process costs twice that
 _CHEAP_BATCH_SECONDS = 0.3e-3
 _MOST_THREADS = 4
 _TICK_SECONDS = 1e-3
-_LOOK_SECONDS = 15e-3  # looking lets go of the lock: not more often than Python itself does
+_LOOK_SECONDS = 15e-3  # reading schedstat releases the lock: no more often than Python does
 _WAITED_SECONDS = 0.1e-3
 _MOST_HELD = 0.5
-_LEAST_GAIN = 0.4  # of what a further thread would give at best
+_LEAST_GAIN = 0.4  # of the ideal gain of one more thread
 
-_FORKED_SECONDS = (
-    0.15  # that several processes read at once, to see whether they disturb each other
-)
+_FORKED_SECONDS = 0.15  # for which forked processes read at once
 _PATIENCE_SECONDS = 10.0
 
 
@@ -58,9 +54,9 @@ class Trial:
     """What reading some samples in the calling thread showed.
 
     Attributes:
-        draws: from torch's, Python's or numpy's global generator.
-        seconds: for one sample, collating left out; 0 where none could be read.
-        collate_seconds: for one sample.
+        draws: it drew from torch's, Python's or NumPy's global generator.
+        seconds: per sample, without collating; 0 if no sample could be read.
+        collate_seconds: per sample.
     """
 
     draws: bool
@@ -132,12 +128,8 @@ class _Timed(threading.Thread):
         self, reader: Reader, ask: Ask, together: _Round, compute_threads: int | None
     ) -> None:
         super().__init__(daemon=True, name="ronde-trial")
-        self.reader, self.ask, self.together, self.compute_threads = (
-            reader,
-            ask,
-            together,
-            compute_threads,
-        )
+        self.reader, self.ask, self.together = reader, ask, together
+        self.compute_threads = compute_threads
         self.values: list[Any] = []
         self.seconds = 0.0
         self.failed = False
@@ -150,25 +142,21 @@ class _Timed(threading.Thread):
         queued = _queued_seconds()
         try:
             while count < _FEWEST_IN_A_ROUND or not together.over:
-                found = self.reader.read(self.ask.part(count % n, count % n + 1))
+                samples = self.reader.read(self.ask.part(count % n, count % n + 1))
                 if count < n:
-                    self.values += list(found)
+                    self.values += list(samples)
                 count += 1
                 spent = time.perf_counter() - together.start
                 if spent >= look:
                     look = spent + _LOOK_SECONDS
-                    if (
-                        spent - (_queued_seconds() - queued) >= _ROUND_SECONDS
-                        or spent >= _LONGEST_ROUND_SECONDS
-                    ):
+                    own = spent - (_queued_seconds() - queued)
+                    if own >= _ROUND_SECONDS or spent >= _LONGEST_ROUND_SECONDS:
                         together.over = True
         except Exception:
             self.failed = together.over = True
-        # From the common beginning: who waits for Python's lock from the first moment on has waited
-        # too.
-        self.seconds = max(
-            1e-9, time.perf_counter() - together.start - (_queued_seconds() - queued)
-        ) / max(1, count)
+        # From the common start, so that waiting for Python's lock at the beginning counts.
+        own = time.perf_counter() - together.start - (_queued_seconds() - queued)
+        self.seconds = max(1e-9, own) / max(1, count)
 
 
 def _tick() -> float:
@@ -218,10 +206,8 @@ def _differs(a: Any, b: Any) -> bool:
 
 def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: int) -> bool:
     """Whether ``n`` forked processes reading at once agree with one thread. True without fork."""
-    if not hasattr(os, "fork") or torch.multiprocessing.get_start_method(allow_none=True) not in (
-        None,
-        "fork",
-    ):
+    method = torch.multiprocessing.get_start_method(allow_none=True)
+    if not hasattr(os, "fork") or method not in (None, "fork"):
         return True
 
     def look() -> bool:
@@ -237,7 +223,7 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
     children = []
     for _ in range(n):
         with warnings.catch_warnings():
-            # a fork beside threads: as a DataLoader's
+            # Python warns of forks beside threads; a DataLoader forks the same way
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -258,7 +244,7 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
                 time.sleep(0.005)
         return alike and not children
     finally:
-        # it waits for a lock that another thread held when it was forked; or Ctrl-C came
+        # a child may wait for a lock that another thread held at the fork, or Ctrl-C came
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -267,13 +253,7 @@ def _alike_in_processes(reader: Reader, ask: Ask, expected: Sequence[Any], n: in
 def choose_executor(
     reader: Reader, ask: Ask, trial: Trial, batch: int, workers: int, compute_threads: int | None
 ) -> tuple[str, str]:
-    """Choose ``(executor, why)`` for ``workers`` loaders.
-
-    Args:
-        ask: some samples as they will be read.
-        trial: what :func:`try_samples` found of them.
-        batch: samples of a micro-batch.
-    """
+    """Choose ``(executor, why)`` for ``workers`` loaders and micro-batches of ``batch`` samples."""
     if workers < 1:
         return "none", "no loading threads or processes were requested"
     if (held := describe_open(reader.dataset)) is not None:
@@ -293,22 +273,20 @@ def choose_executor(
         return "threads", "this Python has no global lock"
     n = max(2, min(workers, _MOST_THREADS))
     with reopen_files(reader.dataset):
-        found, why, values = _by_threads(reader, ask, each, n, compute_threads)
+        executor, why, values = _try_threads(reader, ask, each, n, compute_threads)
     if values and not _alike_in_processes(reader, ask, values, n):
         return "none", f"{why}, and when several processes did"
-    return found, why
+    return executor, why
 
 
-def _by_threads(
+def _try_threads(
     reader: Reader, ask: Ask, each: float, n: int, compute_threads: int | None
 ) -> tuple[str, str, list[Any]]:
-    """``(executor, why, samples)`` after ``n`` threads have read; the samples on which they
-    disagreed with one thread.
-    """
+    """``(executor, why, samples)``: the samples are those that threads read differently."""
     undisturbed = float(np.median([_tick() for _ in range(15)]))
     ticks: list[float] = []
     alone: list[float] = []
-    beside: list[float] = []
+    shared: list[float] = []
     start = time.perf_counter()
     for k in range(_ROUNDS):
         (one,) = _together(reader, [ask], compute_threads, ticks)
@@ -324,13 +302,13 @@ def _by_threads(
                 one.values,
             )
         alone.append(one.seconds)
-        beside.append(float(np.mean([t.seconds for t in many])))
+        shared.append(float(np.mean([t.seconds for t in many])))
         if time.perf_counter() - start > _BUDGET_SECONDS:
             break
     held_share = (
         sum(t > undisturbed + _WAITED_SECONDS for t in ticks) / len(ticks) if ticks else 0.0
     )
-    times = n * min(alone) / min(beside)  # what else the machine does only makes either longer
+    times = n * min(alone) / min(shared)  # other load only makes either longer
     if held_share >= _MOST_HELD:
         return (
             "processes",
@@ -338,5 +316,5 @@ def _by_threads(
             "a sample",
             [],
         )
-    said = f"{n} threads read {times:.1f} × what one reads; {each * 1e3:.2g} ms a sample"
-    return ("threads" if times >= 1 + _LEAST_GAIN * (n - 1) else "processes"), said, []
+    why = f"{n} threads read {times:.1f} × what one reads; {each * 1e3:.2g} ms a sample"
+    return ("threads" if times >= 1 + _LEAST_GAIN * (n - 1) else "processes"), why, []

@@ -1,6 +1,4 @@
-"""Read micro-batches: each sample under its own key, bad ones by name. Bits do not depend on who
-reads.
-"""
+"""Read micro-batches, each sample under its own random key, and name bad samples in errors."""
 
 from __future__ import annotations
 
@@ -52,8 +50,8 @@ class Ask:
     Attributes:
         start: the first position.
         ids: the indices that stand there.
-        upto: where the global batch that it ends stops: so far a stream is read, by every worker. 0
-            where more of it is to come.
+        upto: the end of the global batch, if this is its last part, else 0. Every worker reads a
+            stream up to there.
     """
 
     epoch: int
@@ -62,18 +60,13 @@ class Ask:
     upto: int = 0
 
     def part(self, low: int, high: int) -> Ask:
-        """A part of it."""
+        """The positions from ``low`` to ``high`` of this one."""
         return Ask(self.epoch, self.start + low, self.ids[low:high])
 
 
 @dataclass(frozen=True)
 class CarriedError:
-    """An error that keeps its type and one-line text on its way out of a loading process.
-
-    Attributes:
-        traceback: of the error and of those that caused it, as text.
-        notes: what was added to it.
-    """
+    """An error of a loading process, sent so that it keeps its type, text, and traceback."""
 
     kind: type[RondeError]
     text: str
@@ -92,11 +85,11 @@ class CarriedError:
 
     def error(self) -> RondeError:
         """Rebuild the error in the training process."""
-        found = self.kind(self.text)
+        error = self.kind(self.text)
         for note in self.notes:
-            found.add_note(note)
-        found.__cause__ = _InLoader(self.traceback)
-        return found
+            error.add_note(note)
+        error.__cause__ = _InLoader(self.traceback)
+        return error
 
 
 class _InLoader(Exception):
@@ -123,12 +116,12 @@ def picklable_error(error: Exception) -> Exception:
     kind = type(error)
     try:
         ForkingPickler.dumps(kind)
-    except Exception:  # a class within a function, or whatever its own way of being pickled raises
-        found = RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}")
+    except Exception:  # a local class, or its own __reduce__ failed
+        equivalent = RuntimeError(f"{kind.__module__}.{kind.__qualname__}: {error}")
         for note in getattr(error, "__notes__", ()):
-            found.add_note(note)
-        found.__cause__ = error
-        return found
+            equivalent.add_note(note)
+        equivalent.__cause__ = error
+        return equivalent
     return error
 
 
@@ -162,15 +155,11 @@ def _form(value: Any) -> Any:
 
 def _show_form(form: Any) -> str:
     """A readable form: ``(3, 32, 32) float32``."""
-    if (
-        isinstance(form, tuple)
-        and len(form) == 2
-        and isinstance(form[0], tuple)
-        and isinstance(form[1], str)
-    ):
-        return f"{list(form[0])} {form[1]}"
-    if isinstance(form, tuple):
-        return "(" + ", ".join(_show_form(f) for f in form) + ")"
+    match form:
+        case (tuple(shape), str(dtype)):
+            return f"{list(shape)} {dtype}"
+        case tuple():
+            return "(" + ", ".join(_show_form(f) for f in form) + ")"
     return str(form)
 
 
@@ -206,32 +195,21 @@ def other_classes(train: Any, test: Any) -> str | None:
 def _classes(dataset: Any) -> list[Any] | None:
     for _ in range(8):  # as deep as wrappers go
         try:
-            found, within = (
-                getattr(dataset, "classes", None),
-                (getattr(dataset, "source", None), getattr(dataset, "dataset", None)),
-            )
+            names = getattr(dataset, "classes", None)
+            within = getattr(dataset, "source", None), getattr(dataset, "dataset", None)
         except Exception:  # a property of the script's own that cannot be read now
             return None
-        if isinstance(found, list | tuple) and all(isinstance(name, str | int) for name in found):
-            return list(found)
+        if isinstance(names, list | tuple) and all(isinstance(name, str | int) for name in names):
+            return list(names)
         dataset = next((each for each in within if each is not None), None)
     return None
 
 
 class Reader(Dataset[Any]):
-    """Reads an :class:`Ask` as a collated batch.
+    """Reads an :class:`Ask` of a map-style dataset as a collated batch.
 
-    With ``skip``, a batch is ``(batch, skipped)``, the second a list of ``(id, text)``.
-
-    Args:
-        dataset: map-style.
-        settings: its collate function, and what is done about bad samples.
-        order: which sample stands where.
-        seed: key of the randomness.
-        evaluate: a bad sample is left out; otherwise another stands in for it.
-
-    Attributes:
-        given: the data set; ``dataset`` is what a probe has put around it, if there is one.
+    With ``on_error="skip"``, returns ``(batch, [(id, error text), …])``: training replaces a bad
+    sample, evaluation drops it. ``given`` is the dataset; a probe may wrap ``dataset``.
     """
 
     def __init__(
@@ -253,13 +231,12 @@ class Reader(Dataset[Any]):
         self.stacks = collate is default_collate
         self.collate = _stack if self.stacks else collate
         self.randomness = KeyedRandomness(seed)
-        # Rows of tensors are picked by one index each, not one by one: the same bits as collating
-        # them.
+        # One indexing operation per tensor gives the same bits as collating row by row.
         self.rows = dataset.tensors if type(dataset) is TensorDataset and self.stacks else None
         self.one_by_one = False
         self._usual: Any = None
         self.probe = settings.probe
-        if self.probe is not None:  # last: what the data set is was looked at above
+        if self.probe is not None:  # last: the lines above inspect the bare dataset
             self.dataset, self.collate = self.probe.attach(dataset, self.collate)
 
     @property
@@ -270,9 +247,9 @@ class Reader(Dataset[Any]):
     # -- one micro-batch ---------------------------------------------------------------
 
     def __getitem__(self, ask: Ask) -> Any:
-        return (
-            self._one(ask) if self.probe is None else self.probe.make(self._one, ask, len(ask.ids))
-        )
+        if self.probe is None:
+            return self._one(ask)
+        return self.probe.make(self._one, ask, len(ask.ids))
 
     def _gather(self, ids: list[int]) -> Any:
         assert self.rows is not None
@@ -281,9 +258,8 @@ class Reader(Dataset[Any]):
 
     def _one(self, ask: Ask) -> Any:
         if self.rows is not None:
-            return (
-                self._gather if named_stages.listener is None else stage("collate")(self._gather)
-            )(ask.ids)
+            gather = self._gather
+            return (gather if named_stages.listener is None else stage("collate")(gather))(ask.ids)
         if get_worker_info() is None:
             return self.batch(ask)
         try:
@@ -297,7 +273,7 @@ class Reader(Dataset[Any]):
             raise sent  # noqa: B904  # with its cause
 
     def batch(self, ask: Ask) -> Any:
-        """The batch, whatever the dataset draws from."""
+        """Read and collate a batch under keyed randomness."""
 
         def read_one(j: int) -> Any:
             return self.read(ask.part(j, j + 1))[0]
@@ -311,8 +287,7 @@ class Reader(Dataset[Any]):
         return self.randomness.batch(ask.epoch, self._keys(ask), read_one, read_all, collate)
 
     def _keys(self, ask: Ask) -> Sequence[int]:
-        # A sampler may draw a sample several times in an epoch: each time its augmentation is
-        # another one.
+        # A sampler may draw a sample twice in an epoch; each draw is augmented differently.
         return range(ask.start, ask.start + len(ask.ids)) if self.by_position else ask.ids
 
     def keys(self, ask: Ask, purpose: int) -> sample_keys:
@@ -337,7 +312,7 @@ class Reader(Dataset[Any]):
                     raise
                 if not at.unclear:
                     return samples
-                self.one_by_one = True  # rng() was asked for where it is not known of which sample
+                self.one_by_one = True  # rng() was called without a current sample
             if many is not None:
                 return [self.read(ask.part(j, j + 1))[0] for j in range(len(ids))]
             samples = []
@@ -363,7 +338,7 @@ class Reader(Dataset[Any]):
             )
 
     def _stop_iteration(self, ids: Sequence[int]) -> RuntimeError:
-        """Replaces StopIteration, which torch and generators take for a normal end."""
+        """An error instead of StopIteration, which torch and generators take for a normal end."""
         error = RuntimeError("the data set, or its collate function, raised StopIteration")
         self._note(error, ids)
         return error
@@ -381,15 +356,14 @@ class Reader(Dataset[Any]):
                     skipped.append((one.bad.id, one.bad.text))
                     one = one.sample
                 good.append(one)
-            # nothing is left of it: something of a batch's shape, which counts for nothing
+            # if no sample is left, one replacement gives the batch a shape; it has no weight
             samples = good or [self._replace(ask, 0)]
         try:
             with sample_keys(1, lambda _: key_of(self.seed, 2, ask.epoch, self._keys(ask)[0])):
-                batch = (
-                    self.collate(samples)
-                    if named_stages.listener is None
-                    else stage("collate")(self.collate)(samples)
-                )
+                collate = self.collate
+                if named_stages.listener is not None:
+                    collate = stage("collate")(collate)
+                batch = collate(samples)
         except StopIteration as error:
             raise self._stop_iteration(ask.ids) from error
         except Exception as error:
@@ -412,13 +386,8 @@ class Reader(Dataset[Any]):
         if not odd or len(odd) == len(samples):
             self._note(error, ask.ids)
             return
-        name = (
-            pipeline.name(ask.ids[odd[0]])
-            if pipeline is not None and pipeline is self.dataset
-            else None
-        )
         text = (
-            f"sample {ask.ids[odd[0]]}{f' ({name})' if name else ''}, stage collate: it is "
+            f"{self._describe(ask.ids[odd[0]])}, stage collate: it is "
             f"{_show_form(forms[odd[0]])}, where the others are "
             f"{_show_form(usual)}"
         )
@@ -467,13 +436,13 @@ class Reader(Dataset[Any]):
     def _unusual(self, i: int, sample: Any, usual: Any) -> Bad | None:
         if usual is None or (form := _form(sample)) == usual:
             return None
-        pipeline = pipeline_in(self.dataset)
-        name = pipeline.name(i) if pipeline is not None and pipeline is self.dataset else None
-        return Bad(
-            i,
-            f"sample {i}{f' ({name})' if name else ''}: it is {_show_form(form)}, where others "
-            f"are {_show_form(usual)}",
-        )
+        shown, others = _show_form(form), _show_form(usual)
+        return Bad(i, f"{self._describe(i)}: it is {shown}, where others are {others}")
+
+    def _describe(self, i: int) -> str:
+        """``sample 3 (photos/3.jpg)``; the name only where the dataset knows names."""
+        name = self.dataset.name(i) if isinstance(self.dataset, Pipeline) else None
+        return f"sample {i}{f' ({name})' if name else ''}"
 
     def _common_form(self) -> Any:
         """The most common form among the first few samples; the same for every reader."""
@@ -538,18 +507,17 @@ class StreamReader(IterableDataset[Any]):
             raise RuntimeError("an IterableDataset allows at most one loading process")
         stream = iter(self.dataset)
         position = 0
-        held: Any = None
+        sample: Any = None
         for ask in self.asks:
             samples: list[Any] = []
             for wanted in ask.ids:
-                # A dummy repeats a position that was just passed: the last sample serves.
+                # Padding repeats the position just read, so the last sample serves again.
                 while position <= wanted:
-                    held, position = self._next(stream, position), position + 1
-                samples.append(held)
-            # a stream that goes on over epochs is at the same place on every worker, as with one
-            # process
+                    sample, position = self._next(stream, position), position + 1
+                samples.append(sample)
+            # All workers stop at the same place, for streams that continue in the next epoch.
             while position < ask.upto:
-                held, position = self._next(stream, position), position + 1
+                sample, position = self._next(stream, position), position + 1
             yield self.collate(samples)
 
     def _next(self, stream: Iterator[Any], position: int) -> Any:
