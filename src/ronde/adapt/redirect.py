@@ -40,7 +40,7 @@ _local = threading.local()
 
 @dataclass
 class Observation:
-    """What making some samples involved.
+    """The files and images involved in making some samples.
 
     Attributes:
         files: path and size of each file read, sample by sample.
@@ -86,18 +86,12 @@ class FileCache(_Cache):
         self._hits = self._hit_bytes = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_checked": bytearray(self._n),
-            "_hits": 0,
-            "_hit_bytes": 0,
-        }
+        fresh = {"_checked": bytearray(self._n), "_hits": 0, "_hit_bytes": 0}
+        return {**super().__getstate__(), **fresh}
 
     def get(self, place: int, path: str) -> bytes | None:
-        """The cached bytes of a place if they are this file's, else None. Each process checks a
-        file's state once.
-        """
-        # the Dataset may have more samples than it says
+        """This file's cached bytes, or None. Each process checks a file's state once."""
+        # a Dataset may hold more samples than its length says
         arena = self._opened() if place < self._n else None
         if arena is None or (data := arena.get(place).data) is None:
             return None
@@ -113,10 +107,10 @@ class FileCache(_Cache):
         self._hits += 1
         self._hit_bytes += len(data)
         if self._hits >= 16:
-            self._tell()
+            self._flush_counts()
         return bytes(kept[2])
 
-    def _tell(self) -> None:
+    def _flush_counts(self) -> None:
         """Add to the shared counts in batches: the lock costs as much as a lookup."""
         arena = self._opened()
         hits, size, self._hits, self._hit_bytes = self._hits, self._hit_bytes, 0, 0
@@ -124,10 +118,8 @@ class FileCache(_Cache):
             arena.count(hits=hits, hit_bytes=size)
 
     def report(self) -> CacheReport:
-        """See :meth:`ronde.cache.cached.CachedDataset.report`; other processes' last hits may be
-        missing.
-        """
-        self._tell()
+        """The shared counts; up to 15 last hits of each other process may be missing."""
+        self._flush_counts()
         return dataclasses.replace(super().report(), samples=self._n // PLACES)
 
     def put(self, place: int, path: str, data: bytes) -> None:
@@ -226,7 +218,7 @@ def _cached_bytes(making: _Making, path: str, real: Callable[..., Any]) -> bytes
                     return None
                 cache.put(place, path, data)
     except OSError:
-        return None  # the caller meets the error when it opens the file
+        return None  # the script gets the error when it opens the file itself
     return bytes(data)
 
 
@@ -256,8 +248,8 @@ def _open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
             making.observation.note_file(path)
         data = None
         if making.plan.reads is not None:
-            held = _cached_bytes if named_stages.listener is None else stage("read")(_cached_bytes)
-            data = held(making, path, original)
+            read = _cached_bytes if named_stages.listener is None else stage("read")(_cached_bytes)
+            data = read(making, path, original)
         if data is None:
             return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
         return wrap_raw(
@@ -292,11 +284,8 @@ def _image_open_layer(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             if image.format == "JPEG" and image.tile:
                 making.observation.jpegs.append(_all_bytes(image.fp))
-        if (
-            making.plan.decoder is not None
-            and type(image).__name__ == "JpegImageFile"
-            and image.tile
-        ):
+        is_jpeg = type(image).__name__ == "JpegImageFile"
+        if making.plan.decoder is not None and is_jpeg and image.tile:
             image.__dict__["_ronde_decoder"] = making.plan.decoder
         return image
 
@@ -307,7 +296,7 @@ def _load_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         decoder: str | None = self.__dict__.pop("_ronde_decoder", None) if self.tile else None
-        # After draft() (a scale, another mode) only Pillow knows what was asked for.
+        # After draft() (a scale, another mode) only Pillow knows the requested size and mode.
         if (
             decoder is not None
             and self.mode == "RGB"
@@ -316,11 +305,8 @@ def _load_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             from PIL import Image
 
-            # a broken file, other colors: left to Pillow
-            with (
-                contextlib.suppress(Exception),
-                _making(None, None),
-            ):
+            # Pillow decodes broken files and other color spaces
+            with contextlib.suppress(Exception), _making(None, None):
                 pixels = DECODERS[decoder].call(_all_bytes(self.fp), 1)
                 if pixels.shape == (self.height, self.width, 3):
                     self.im = Image.frombytes(self.mode, self.size, pixels).im
@@ -329,7 +315,7 @@ def _load_layer(original: Callable[..., Any]) -> Callable[..., Any]:
                     if self._exclusive_fp:
                         self.fp.close()
                     self.fp = None
-        return original(self, *args, **kwargs)  # without tiles it has nothing left to do
+        return original(self, *args, **kwargs)  # without tiles this does nothing
 
     return load
 
@@ -495,11 +481,7 @@ _WATCHED = (("PIL.Image", "Image", "resize", _resize_layer), ("cv2", "", "imread
 
 
 def trace_reads(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
-    """Make some samples and observe.
-
-    Returns:
-        What was seen, and the samples.
-    """
+    """Make some samples; return the observation and the samples."""
     observation = Observation(own_many=hasattr(dataset, "__getitems__") and not only_loops(dataset))
     watched = Remedied(dataset, RedirectPlan())
     imported = [w for w in _WATCHED if w[0] in sys.modules]
@@ -514,12 +496,12 @@ def trace_reads(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
                 many = getattr(dataset, "__getitems__", None) if observation.own_many else None
                 samples.append(dataset[i] if many is None else many([i])[0])
             observation.samples += 1
-            # the Dataset has just imported its decoder: again
+            # the Dataset imported its decoder during the trace: trace again with it
             if imported != [w for w in _WATCHED if w[0] in sys.modules]:
                 return trace_reads(dataset, ids)
     finally:
-        for take_away in undo:
-            take_away()
+        for restore in undo:
+            restore()
         watched._leave()
     return observation, samples
 

@@ -24,8 +24,5 @@ __all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached_dataset", "cl
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
-        {
-            "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached_dataset "
-            "clear_cache",
-        },
+        {"ronde.cache.cached": "CacheReport CachedDataset CachedSource cached_dataset clear_cache"},
     )

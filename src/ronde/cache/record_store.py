@@ -51,10 +51,7 @@ _ALIGN = 64
 _PAGE = 4096
 _MAP_FROM = 32 << 10  # bytes; a smaller record is copied faster than it is mapped
 # bytes of the lock file: held while room is given out, and by everybody who uses the arena
-_ALLOCATE, _USE = (
-    0,
-    1,
-)
+_ALLOCATE, _USE = (0, 1)
 _LOOK_AGAIN_BYTES, _LOOK_AGAIN_SECONDS = 32 << 20, 1.0
 _GIVE_UP_AFTER = (
     8  # refusals in a row for want of room below the limit: then it is full for this process
