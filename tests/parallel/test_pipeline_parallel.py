@@ -79,6 +79,9 @@ FOUR = [
     case("Residual", "pipeline=2,shard=parameters", clip=0.05, n=17),
     case("MLP", "pipeline=2,shard=gradients", n=9),
     case("EncoderDecoder", "pipeline=2,shard=parameters,schedule=interleaved", weighted=True),
+    # experts that no sample of a micro-batch, a replica, or the whole batch chose
+    case("Mixture", "pipeline=2,shard=gradients,micro_batch=1", batch=4),
+    case("Mixture", "pipeline=2,shard=parameters,micro_batch=2", clip=0.05),
 ]
 
 
@@ -110,7 +113,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
 # Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
 SAMPLE = {
     2: (0, 2, 5, 7, 10, 13, 15, 19, 20, 23, 27, 28, 30, 32),
-    4: (1, 2, 3, 6, 8, 11, 13),
+    4: (1, 2, 3, 6, 8, 11, 13, 16, 17),
 }
 if not ALL:
     TWO, FOUR = ([cases[i] for i in SAMPLE[n]] for n, cases in ((2, TWO), (4, FOUR)))

@@ -390,6 +390,10 @@ class StageOwnership:
                 types = {p.dtype for p in held if p.requires_grad}
                 if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
                     continue
+                # FSDP2 exchanges a unit's gradients together, and has none for an expert that no
+                # sample chose: such modules stay whole, and are summed with a flag each.
+                if id(module) in made.partial:
+                    continue
                 for owner in module.modules():
                     for n, p in owner.named_parameters(recurse=False):
                         if p.dim():

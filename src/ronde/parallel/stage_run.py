@@ -65,6 +65,8 @@ class Program:
     sized: bool = False  # it reads sizes that depend on activations
     loose: bool = False  # some event reads a tensor whose making was not recorded
     writes: tuple[tuple[int, nn.Parameter], ...] = ()  # (stage, parameter) changed in place
+    # identities of modules of which another pass may use other parameters, such as experts
+    partial: frozenset[int] = frozenset()
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """A stage's parameters, each once."""
@@ -150,6 +152,24 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
         sized,
         loose,
         writes,
+        _partial(trace, [e for _, e in events]),
+    )
+
+
+def _partial(trace: Trace, events: list[TraceEvent]) -> frozenset[int]:
+    """Modules that run whole and used only some of their parameters, or may do so another time."""
+    used: dict[int, set[int]] = {}
+    for call in trace.calls:
+        inner = trace.events[call.start : call.stop]
+        used.setdefault(id(call.module), set()).update(id(p) for e in inner for p in e.parameters)
+    return frozenset(
+        id(e.module)
+        for e in events
+        if e.module is not None
+        and (
+            e.erratic
+            or not {id(p) for p in e.parameters if p.requires_grad} <= used.get(id(e.module), set())
+        )
     )
 
 
