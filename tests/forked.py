@@ -27,6 +27,7 @@ import torch
 
 from processes import free_port, rank_variables
 
+torch.set_num_threads(1)  # where torch was imported before
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
 
 

@@ -20,11 +20,13 @@ from pathlib import Path
 
 import psutil
 
+import zygote
+
 TESTS = Path(__file__).parent
 PATHS = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
 """``PYTHONPATH`` of a process that uses these helpers, and this checkout's Ronde."""
 
-_MARK = "RONDE_TEST_MARK"
+_MARK = zygote.MARK
 
 
 def free_port() -> int:
@@ -56,7 +58,7 @@ def marked(mark: str) -> list[psutil.Process]:
             if (
                 process.pid != os.getpid()
                 and process.status() != psutil.STATUS_ZOMBIE
-                and process.environ().get(_MARK) == mark
+                and (process.environ().get(_MARK) == mark or process.name() == mark[:15])
             ):
                 found.append(process)
     return found
@@ -83,11 +85,13 @@ class Child:
     open blocks nobody.
     """
 
-    def __init__(self, args: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, args: Sequence[str], cwd: Path, env: Mapping[str, str], fork: bool = False
+    ) -> None:
         self.args = list(args)
         self.mark = env[_MARK]
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
+        self.process = (zygote.Popen if fork else subprocess.Popen)(
             self.args,
             cwd=cwd,
             env=dict(env),
@@ -147,9 +151,14 @@ class Child:
 
 
 @contextmanager
-def child(args: Sequence[str], cwd: Path, env: Mapping[str, str | None] | None = None):
+def child(
+    args: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str | None] | None = None,
+    fork: bool = False,
+):
     """A running process; at the end of the block nothing that it started is left."""
-    started = Child(args, cwd, environment(env))
+    started = Child(args, cwd, environment(env), fork)
     try:
         yield started
     finally:
@@ -163,8 +172,8 @@ def python(
     timeout: float = 60.0,
     env: Mapping[str, str | None] | None = None,
 ):
-    """``python ARGS…`` to its end."""
-    with child([sys.executable, *args], cwd, env) as started:
+    """``python ARGS…`` to its end: a fork where it can be, see ``zygote.py``."""
+    with child([sys.executable, *args], cwd, env, fork=True) as started:
         return started.done(timeout)
 
 

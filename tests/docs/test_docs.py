@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import TESTS
+from processes import PATHS, TESTS
 
 ROOT = TESTS.parent
 DOCS = ROOT / "docs"
@@ -118,19 +118,22 @@ def environment() -> dict[str, str]:
 _DRIVER = """
 import json, os, subprocess, sys
 
-import torch
-import ronde.run
+import zygote
 
-torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
+zygote.load()
 
 
 def run(page, steps):
+    zygote.start_server(fork=True)
+    subprocess.Popen = zygote.Popen
     names = {"__name__": "page", "__file__": page}
     for step in steps:
         if "code" in step:
             exec(compile("\\n" * (step["line"] - 1) + step["code"], page, "exec"), names)
             continue
-        done = subprocess.run(step["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+        first, *rest = step["command"]
+        command = [sys.executable, *(["-m", "ronde"] if first == "ronde" else []), *rest]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
         print("$", *step["command"])
         print(done.stdout, flush=True)
         if done.returncode:
@@ -157,7 +160,7 @@ class Driver:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _DRIVER],
-            env=environment(),
+            env={**environment(), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

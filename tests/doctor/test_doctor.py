@@ -868,7 +868,7 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
         "--workers",
         "1",
         "--seconds",
-        "7",
+        "5",
         "--rounds",
         "2",
         "--apply",

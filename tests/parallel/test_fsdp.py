@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import ronde
+import zygote
 from equality_cases import (
     MODELS,
     Case,
@@ -510,7 +511,7 @@ def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
     listing.write_text(json.dumps([dataclasses.asdict(c) for c in cases]))
-    done = subprocess.run(
+    done = zygote.run(
         forked(
             TESTS / "parallel" / "test_fsdp.py",
             workers,
@@ -525,8 +526,6 @@ def start(cases: list[Sharded], workers: int, folder: Path, timeout: float = 300
             "PYTHONWARNINGS": "ignore",
         },
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=timeout,
     )
     print(done.stdout)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import zygote
 from processes import PATHS, TESTS
 
 pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def test_models_nobody_here_wrote(stages, tmp_path):
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    done = subprocess.run(
+    done = zygote.run(
         forked(
             HERE / "foreign_worker.py",
             stages,
@@ -69,8 +69,6 @@ def test_models_nobody_here_wrote(stages, tmp_path):
         ),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=2900 if ALL else 170,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+import zygote
 from pipeline_cases import MODELS, largest_difference, plain
 from processes import PATHS, TESTS, forked
 from sampling import ALL
@@ -90,7 +90,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    done = subprocess.run(
+    done = zygote.run(
         forked(
             HERE / "pipeline_worker.py",
             workers,
@@ -100,8 +100,6 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
         ),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=175,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -152,14 +150,12 @@ def test_where_it_is_cut(tmp_path):
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    done = subprocess.run(
+    done = zygote.run(
         forked(
             HERE / "pipeline_worker.py", 2, listing, out, imports=["torch.distributed.pipelining"]
         ),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr

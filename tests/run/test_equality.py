@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+import zygote
 from equality_cases import Case, largest_difference, plain_loop
 from processes import PATHS, TESTS, forked
 from ronde.feed import key_of, permute
@@ -56,12 +56,10 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[dict]:
     listing, out = folder / "cases.json", folder / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
-    done = subprocess.run(
+    done = zygote.run(
         forked(HERE / "equality_worker.py", workers, listing, out),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
