@@ -34,7 +34,9 @@ from tiny_models import (
     Odd,
     Rescaled,
     Residual,
+    Switch,
     Tables,
+    Tasks,
     UNet,
 )
 
@@ -59,6 +61,8 @@ MODELS = {
         Ending,
         Fourier,
         Rescaled,
+        Switch,
+        Tasks,
     )
 }
 

@@ -453,6 +453,34 @@ class Dropping(Mixture):
         )
 
 
+class Tasks(nn.Module):
+    """A column of the batch chooses each sample's head; one that no sample chose is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        out = h.new_zeros(len(x), 5)
+        for task, head in enumerate(self.heads):
+            mine = (x[:, 0] > 0) == bool(task)
+            if mine.any():
+                out[mine] = head(h[mine])
+        return out
+
+
+class Switch(Tasks):
+    """The first sample chooses the head of all, as where a batch holds one task's samples."""
+
+    def forward(self, x):
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.heads[int(x[0, 0] > 0)](h)
+
+
 class Handed(nn.Module):
     """Constants and the batch go through modules that do nothing, some of them in evaluation
     only.

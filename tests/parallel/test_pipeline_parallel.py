@@ -4,6 +4,7 @@ in one process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -82,6 +83,7 @@ FOUR = [
     # experts that no sample of a micro-batch, a replica, or the whole batch chose
     case("Mixture", "pipeline=2,shard=gradients,micro_batch=1", batch=4),
     case("Mixture", "pipeline=2,shard=parameters,micro_batch=2", clip=0.05),
+    case("Tasks", "pipeline=2,shard=parameters,micro_batch=1"),
 ]
 
 
@@ -111,7 +113,7 @@ def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]
 # Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
 SAMPLE = {
     2: (0, 2, 5, 7, 10, 13, 15, 19, 20, 23, 27, 28, 30, 32),
-    4: (1, 2, 3, 6, 8, 11, 13, 16, 17),
+    4: (1, 2, 3, 6, 8, 11, 13, 16, 17, 18),
 }
 if not ALL:
     TWO, FOUR = ([cases[i] for i in SAMPLE[n]] for n, cases in ((2, TWO), (4, FOUR)))
@@ -135,6 +137,27 @@ def test_a_pipeline_is_the_same_training(workers, cases, tmp_path):
             if all(w == weights[0] for w in weights) and values["kind"] not in ("Frozen",):
                 failures.append(f"{name}: every worker holds everything")
     assert not failures, "\n".join(failures)
+
+
+def test_replicas_that_would_call_other_modules_are_refused(tmp_path):
+    """Sharded replicas gather a module's weights together: one that calls another would wait."""
+    cases = [
+        case("Switch", "pipeline=2,shard=gradients,micro_batch=1", batch=4),
+        case("Switch", "pipeline=2,shard=parameters,micro_batch=2", batch=4),
+    ]
+    listing, out = tmp_path / "cases.json", tmp_path / "out"
+    out.mkdir()
+    listing.write_text(json.dumps(cases))
+    worker = HERE / "pipeline_worker.py"
+    done = zygote.run(
+        forked(worker, 4, listing, out, imports=["torch.distributed.pipelining"]),
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for i, rank in itertools.product(range(2), range(4)):
+        text = (out / f"{i}-{rank}.error").read_text()
+        assert "replicas would call others" in text and "shard=optimizer" in text
 
 
 def test_where_it_is_cut(tmp_path):

@@ -172,6 +172,7 @@ class PipelineParallel(Strategy):
             scale(torch.zeros((), device=self.me.device))
         self._samples = parts[0].global_samples
         programs = [self.owner.program_of(m) for m in micros]
+        self.owner.check_replicas(programs)
         for made in programs:
             self._reached |= made.reached
         plan, step = self.plan, _Step(programs, micros, parts, compute, scale)
@@ -411,6 +412,7 @@ class PipelineParallel(Strategy):
         """See :meth:`Strategy.infer`. A stage starts the next batch without waiting for others."""
         modes = signature(batch, self.model.training, torch.is_grad_enabled())
         made = self.owner.path((id(getattr(call, "__code__", call)), *modes), call, batch)
+        self.owner.check_replicas([made])
         result = None
         handed: dict[int, torch.Tensor] = {}
         for stage in self.stages:

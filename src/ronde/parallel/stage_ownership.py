@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import types
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,8 @@ class StageOwnership:
         self._followed_as: dict[int, nn.Parameter] = {}
         self._stand_ins: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self.sharded: list[nn.Module] = []
+        # key of a parameter -> the sharded module that holds it, of any worker
+        self._sharded_as: dict[int, int] = {}
         self._paths: dict[Any, list[_Path]] = {}
         self._keeper = Keeper(plan.spec)  # open while modules run for a stage, or are followed
         self._stage_of: dict[int, int] = {}  # key of a parameter -> the first stage that uses it
@@ -116,21 +119,20 @@ class StageOwnership:
         try:
             with torch.enable_grad():
                 trace = self._follow(self.work.compute, batch)
-                answer: dict[str, Any] = {}
+                answer: dict[str, Any] = {"guarded": has_guards(trace)}
                 if self.me.is_main:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
                     try:
                         with self._undivided():
-                            answer = {
-                                "names": choose_cut.choose_cut(
-                                    plan, self.model, self.work.optimizer, trace, samples, call
-                                )
-                            }
+                            answer["names"] = choose_cut.choose_cut(
+                                plan, self.model, self.work.optimizer, trace, samples, call
+                            )
                     except ArgumentError as error:
                         answer = {"error": str(error)}
             answer = broadcast_json(self.me, answer)
             if "error" in answer:
                 raise ArgumentError(answer["error"])
+            self._guarded = bool(answer["guarded"])
             named = {p.name: p for p in trace.points()}
             self.points = [named[name] for name in answer["names"]]
             self._add_path(signature(batch, True, True), self.work.compute, batch, trace)
@@ -380,7 +382,8 @@ class StageOwnership:
         self.shard_mesh = mesh
         before = dict(self.model.named_parameters(remove_duplicate=False))
         refuse_hooks(before, f"plan={self.plan.spec!r}")
-        for stage in self.stages:
+        planned: list[nn.Module] = []  # the same on every worker
+        for stage in range(self.last + 1):
             for module in made.modules(stage):
                 held = [p for p in module.parameters() if p.dim()]
                 alone = all(
@@ -388,11 +391,15 @@ class StageOwnership:
                     for p in held
                 )
                 types = {p.dtype for p in held if p.requires_grad}
-                if not held or not alone or len(types) > 1 or isinstance(module, FSDPModule):
+                if not held or not alone or len(types) > 1 or module in planned:
                     continue
                 # FSDP2 exchanges a unit's gradients together, and has none for an expert that no
                 # sample chose: such modules stay whole, and are summed with a flag each.
                 if id(module) in made.partial:
+                    continue
+                self._sharded_as.update({self.key(p): len(planned) for p in held})
+                planned.append(module)
+                if stage not in self.stages:
                     continue
                 for owner in module.modules():
                     for n, p in owner.named_parameters(recurse=False):
@@ -415,6 +422,32 @@ class StageOwnership:
             self._followed_as[id(after[name])] = self._followed_as.pop(id(p), p)
             _hollow(p)
         self.counted |= {id(after[name]) for name, p in changed.items() if id(p) in self.counted}
+
+    def check_replicas(self, programs: Sequence[Program]) -> None:
+        """Refuse micro-batches of which replicas use other sharded modules: before any exchange,
+        since a replica gathers a module's weights from all others.
+
+        Only a path that reads numbers from the batch can differ, and only then is this asked.
+        """
+        if not self._sharded_as or not self._guarded:
+            return
+        used = [
+            [
+                sorted({self._sharded_as[id(p)] for p in e.parameters if id(p) in self._sharded_as})
+                for _, e in made.events
+            ]
+            for made in programs
+        ]
+        digest = zlib.crc32(repr([[row for row in rows if row] for rows in used]).encode())
+        both = torch.tensor([digest, -digest], device=self.me.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._replica_group)
+        if both[0] != -both[1]:
+            raise PlanError(
+                f"under plan={self.plan.spec!r} the values of a batch decide which modules are "
+                "called, and replicas would call others in the same step. They gather a module's "
+                "weights together. Use shard=optimizer or no shard beside the pipeline, or call "
+                "the same modules for each batch."
+            )
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
