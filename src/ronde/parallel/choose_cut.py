@@ -91,7 +91,7 @@ def _marks(
                     def reached(_: torch.Tensor, i: int = i) -> None:
                         backward[i] = time.perf_counter()
 
-                    value.register_hook(reached)  # type: ignore[no-untyped-call]
+                    handles.append(value.register_hook(reached))  # type: ignore[no-untyped-call]
                     break
 
         return hook

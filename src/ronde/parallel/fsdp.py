@@ -536,7 +536,7 @@ class Shard(Replicate):
         self, places: list[tuple[str, nn.Module, str]], module: nn.Module, _inputs: Any
     ) -> None:
         """Whole parameters are in place now: note which ones the backward pass will reach."""
-        if module in self._inspected or not torch.is_grad_enabled():
+        if module in self._inspected:
             return
         self._inspected.add(module)
         for name, owner, attribute in places:
@@ -606,6 +606,13 @@ class Shard(Replicate):
             try:
                 self.micro(partial(self._root, partial(compute, micro)), part, scale)
             except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise PlanError(
+                        f"shard={self._level!r}: a layer was called when its parameters were in "
+                        "parts again: by itself, outside of the block that holds it, as reversible "
+                        "layers do in a backward pass of their own. Use shard='gradients' or "
+                        "'optimizer'."
+                    ) from error
                 if "storage of size 0" not in str(error):
                     raise
                 raise PlanError(

@@ -78,17 +78,18 @@ skip_unused_inputs()
 
 
 def clone_views(output: Any) -> Any:
-    """Replace views among a module's outputs by copies.
+    """Replace views and parameters among a module's outputs by copies.
 
     A view that is changed in place loses the hook that gathers parameters for the backward pass
-    (#181832; torch 2.13 only warns).
+    (#181832; torch 2.13 only warns). A parameter, or a view of one, is freed when the module ends.
     """
     if not torch.is_grad_enabled():
         return output
 
     def clone(t: Any) -> Any:
-        is_view = isinstance(t, torch.Tensor) and t.requires_grad and t._base is not None
-        return t.clone() if is_view else t
+        if isinstance(t, torch.Tensor) and t.requires_grad and (t._base is not None or t.is_leaf):
+            return t.clone()
+        return t
 
     return tree_map(clone, output)
 

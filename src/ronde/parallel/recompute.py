@@ -10,10 +10,11 @@ buffers it reads and changes (here).
 
 from __future__ import annotations
 
+import copy
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError, PlanError, RondeError
+from ronde.world.tensors import tensors_in
 
 __all__ = ["applied", "apply", "large_children", "repeated_blocks"]
 
@@ -35,6 +37,7 @@ _Kept = dict[tuple[str, str], tuple[nn.Module, torch.Tensor]]
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass of their own
+_IDEMPOTENT = (nn.ReLU, nn.ReLU6, nn.Hardtanh)
 _WHOLE = (nn.RNNBase, nn.MultiheadAttention)  # leaves, or nearly, that keep many activations
 
 _KEPT = """
@@ -155,17 +158,26 @@ class _Buffers:
         self.changing = changed | (self.changing or set())
         kept.update({place: before[place] for place in changed})
 
-    @contextmanager
-    def again(self, kept: _Kept) -> Iterator[None]:
-        """Run a pass on copies of the buffers the first one saw."""
-        now = [(m, key, m._buffers[key]) for (_, key), (m, _) in kept.items()]
-        for (_, key), (m, value) in kept.items():
+
+class _Again:
+    """Runs a pass on copies of the buffers the first one saw, each time it is entered: a backward
+    pass that keeps its graph may run it many times.
+    """
+
+    def __init__(self, kept: _Kept, inner: AbstractContextManager[Any] | None = None) -> None:
+        self.kept, self.inner = kept, inner or nullcontext()
+        self._now: list[list[tuple[nn.Module, str, torch.Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        self._now.append([(m, key, m._buffers[key]) for (_, key), (m, _) in self.kept.items()])
+        for (_, key), (m, value) in self.kept.items():
             m._buffers[key] = value.clone()
-        try:
-            yield
-        finally:
-            for m, key, buffer in now:
-                m._buffers[key] = buffer
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        for m, key, buffer in self._now.pop():
+            m._buffers[key] = buffer
 
 
 @contextmanager
@@ -185,12 +197,61 @@ def _kept_ops() -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy lists and dictionaries, but not their items."""
+    """Copy lists, dictionaries, and objects such as a key-value cache, but not their tensors."""
+    if isinstance(value, torch.Tensor) or value is None:
+        return value
     if type(value) is list:
         return [_copied(v) for v in value]
     if type(value) is dict:
         return {k: _copied(v) for k, v in value.items()}
-    return tuple(_copied(v) for v in value) if type(value) is tuple else value
+    if type(value) is tuple:
+        return tuple(_copied(v) for v in value)
+    if _is_plain(value):
+        return value
+    try:
+        return copy.deepcopy(value, {id(t): t for t in tensors_in(value, attributes=True)})
+    except Exception:
+        return value  # _Arguments sees whether the pass changes it
+
+
+def _is_plain(value: Any) -> bool:
+    return callable(value) or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+class _Arguments:
+    """What a block was given: its pass may not change that, but for what :func:`_copied` copies."""
+
+    def __init__(self, name: str, block: nn.Module, given: Any, copied: Any) -> None:
+        self.name = name
+        # Doing it twice changes nothing: relu(relu(x)) is relu(x).
+        inplace = [m for m in block.modules() if getattr(m, "inplace", False) is True]
+        harmless = inplace and all(isinstance(m, _IDEMPOTENT) for m in inplace)
+        self.versions = [] if harmless else [(t, t._version) for t in tensors_in(given)]
+        pairs = zip(_objects(given), _objects(copied), strict=True)
+        self.uncopied = [(o, tensors_in(o, attributes=True)) for o, c in pairs if o is c]
+
+    def check(self) -> None:
+        """Raise PlanError where the pass has changed them."""
+        changed = any(t._version != version for t, version in self.versions)
+        for value, before in self.uncopied:
+            now = tensors_in(value, attributes=True)
+            changed = changed or [id(t) for t in now] != [id(t) for t in before]
+        if changed:
+            raise PlanError(
+                f"recompute: block {self.name!r} changes a tensor or an object that it is given, "
+                "so its forward pass cannot be repeated. Let it return a new one (x = 2 * x in "
+                "place of x *= 2), or use recompute='none'."
+            )
+
+
+def _objects(values: Any) -> list[Any]:
+    """What is neither tensor, list, dictionary, tuple, nor plain."""
+    if isinstance(values, list | tuple):
+        return [o for v in values for o in _objects(v)]
+    if isinstance(values, dict):
+        return [o for v in values.values() for o in _objects(v)]
+    plain = values is None or isinstance(values, torch.Tensor) or _is_plain(values)
+    return [] if plain else [values]
 
 
 def _wrap(name: str, block: nn.Module, selective: bool) -> None:
@@ -202,15 +263,15 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
 
     def contexts(block: nn.Module) -> _Contexts:
         kept: _Kept = {}
-        first, again = buffers.first(block, kept), buffers.again(kept)
+        first = buffers.first(block, kept)
         if not selective:
-            return first, again
+            return first, _Again(kept)
 
         def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if op in known else CheckpointPolicy.PREFER_RECOMPUTE
 
         caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-        return _both(first, caching), _both(again, cached)
+        return _both(first, caching), _Again(kept, cached)
 
     known = set(ops)
 
@@ -220,16 +281,21 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
         if not torch.is_grad_enabled():
             return once(*args, **kwargs)
 
-        # The first pass may change the caller's lists and dictionaries; the second one must not
-        # see or repeat that.
+        # The first pass may change the caller's lists, dictionaries and caches; the second one
+        # must not see or repeat that.
         as_given = _copied((args, kwargs))
         first = True
 
         def run(values: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
             nonlocal first
-            now = values if first else _copied(as_given)
+            if not first:
+                args, kwargs = _copied(as_given)
+                return once(*args, **kwargs)
             first = False
-            return once(*now[0], **now[1])
+            arguments = _Arguments(name, self, values, as_given)
+            result = once(*values[0], **values[1])
+            arguments.check()
+            return result
 
         # All arguments in one: torch searches it for the devices whose random state it saves.
         return checkpoint(

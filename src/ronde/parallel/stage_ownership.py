@@ -27,6 +27,7 @@ from ronde.capture.follow import follow
 from ronde.parallel import choose_cut
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
+from ronde.parallel.fsdp_repairs import KeepContainers, clone_views, exchange_unused
 from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
 from ronde.parallel.strategy import Flags, Work, trainable
@@ -405,13 +406,16 @@ class StageOwnership:
                     for n, p in owner.named_parameters(recurse=False):
                         if p.dim():
                             self._stand_ins[owner, n] = self._followed_as.get(id(p), p)
+                module.register_forward_hook(lambda _m, _i, output: clone_views(output))
                 fully_shard(
                     module,
                     mesh=mesh,
                     reshard_after_forward=self.plan.shard == "parameters",
                     ignored_params={p for p in module.parameters() if not p.dim()},
                 )
+                KeepContainers(module)
                 assert isinstance(module, FSDPModule)
+                exchange_unused(module)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 self.sharded.append(module)

@@ -38,6 +38,20 @@ def meaning(text: str, plan: Plan) -> str | None:
             "penalty), which FSDP2 takes for the backward pass: the parameters are "
             "gone when they are needed once more. Use shard='optimizer' or replicate."
         )
+    if plan.recompute == "selective" and (
+        "Trying to backward an extra time" in text
+        or "encountered during backward but not found in storage" in text
+    ):
+        return (
+            "what recompute=selective has kept of a block serves one backward pass, and the script "
+            "runs several through it (an implicit layer, retain_graph=True), or the block's second "
+            "pass computes otherwise. Use recompute=full or none."
+        )
+    if parts and "view is being modified inplace" in text.replace("view and is", "view is"):
+        return (
+            "a block changes its input in place, and under this plan it is given a view. Let it "
+            "make a new tensor (x = 2 * x in place of x *= 2), or use shard='optimizer'."
+        )
     if (
         plan.pipeline > 1
         and "more than one element of the written-to tensor refers to a single memory location"
