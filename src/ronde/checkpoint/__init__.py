@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
+    from ronde.checkpoint.exact_values import decode_exact, encode_exact
     from ronde.checkpoint.files import (
         Checkpoint,
         export,
@@ -60,7 +61,9 @@ __all__ = [
     "Want",
     "box_of",
     "decode",
+    "decode_exact",
     "encode",
+    "encode_exact",
     "export",
     "export_pieces",
     "find_valid",
@@ -93,6 +96,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "ronde.checkpoint.exact_values": "decode_exact encode_exact",
             "ronde.checkpoint.plain_values": "decode encode",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify "
             "write",

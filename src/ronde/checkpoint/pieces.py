@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Box",
+    "DTYPES",
     "PieceEntry",
     "Piece",
     "PieceSource",
@@ -180,7 +181,7 @@ def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 # -- reading ---------------------------------------------------------------------------
 
-_DTYPES = {
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -257,7 +258,7 @@ class PieceSource:
                 part = opened.get_slice(name)
                 shape = tuple(part.get_shape())
                 entries[name] = PieceEntry(
-                    _DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)}
+                    DTYPES.get(part.get_dtype(), part.get_dtype()), shape, {file: Box.whole(shape)}
                 )
         return source
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint import is_sharded, piece_of, shard_like
+from ronde.world import PlanError
 
 __all__ = ["hold_in_parts", "say_in_parts"]
 
@@ -42,7 +43,23 @@ def hold_in_parts(
     # Functions and not methods: a deep copy of the model, for a moving average, must not copy the
     # run with it.
     for path, module in list(model.named_modules()):
+        if "__deepcopy__" in vars(type(module)) and _is_fsdp(module):
+            # torch's own refusal, an AssertionError, names no cure
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         _hold(module, f"{path}." if path else "", owns, loaded, say, outermost)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _refuse_copy(module: nn.Module, _: dict[int, Any]) -> nn.Module:
+    raise PlanError(
+        f"{type(module).__name__.removeprefix('FSDP')} cannot be copied: the plan divides its "
+        "weights over the workers. For a moving average (AveragedModel), use "
+        "run.average(decay=…), which works under every plan; for a copy of the initial weights, "
+        "copy the model before ronde.distribute."
+    )
 
 
 def say_in_parts(optimizer: Optimizer, say: Callable[[str], None]) -> None:

@@ -82,6 +82,8 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
     on rank 0.
     """
+    registered, tensors = run._registry.pack(run)
+    own: dict[str, Tensors] = {"registered.safetensors": tensors} if tensors else {}
     if holds_all(run):
         if not run.is_main:
             return None
@@ -92,13 +94,20 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
             "model.safetensors": weights,
             "optimizer.safetensors": moments,
             "random.safetensors": drawn,
+            **own,
         }
-        values = _values(run, same, optimizer, randomness)
+        values = {**_values(run, same, optimizer, randomness), "registered": registered}
         return checkpoint.write(folder, run.state.step, files, values, keep)
-    return _save_together(run, folder, keep)
+    return _save_together(run, folder, keep, registered, own)
 
 
-def _save_together(run: RunParts, folder: Path, keep: int) -> Path | None:
+def _save_together(
+    run: RunParts,
+    folder: Path,
+    keep: int,
+    registered: Mapping[str, Any],
+    own: Mapping[str, Tensors],
+) -> Path | None:
     work = run._work
     error: str | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
@@ -111,7 +120,7 @@ def _save_together(run: RunParts, folder: Path, keep: int) -> Path | None:
         moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, groups, tied)
         drawn, randomness = checkpoint.random_state()
         parts = {"model": weights, "optimizer": moments}
-        state = _values(run, work.tied, {}, randomness)
+        state = {**_values(run, work.tied, {}, randomness), "registered": dict(registered)}
     except CheckpointError as caught:
         error = f"rank {run.rank}: {caught}"
     everyone = gather_json(run._me, {"optimizer": mine, "error": error})
@@ -120,7 +129,7 @@ def _save_together(run: RunParts, folder: Path, keep: int) -> Path | None:
             raise CheckpointError(each["error"])
     optimizers = [each["optimizer"] for each in everyone]
     state["optimizer"] = checkpoint.join_optimizer(work.groups, optimizers)
-    plain = {"random.safetensors": drawn}
+    plain = {"random.safetensors": drawn, **own}
     path = checkpoint.write_pieces(run._me, folder, run.state.step, parts, plain, state, keep)
     return path if run.is_main else None
 
@@ -177,7 +186,7 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
         raise _refuse(f"it was written with{'out' if without else ''} a scheduler")
 
 
-def _settle(run: RunParts, saved: Mapping[str, Any]) -> None:
+def _settle(run: RunParts, saved: Mapping[str, Any], registered: dict[str, torch.Tensor]) -> None:
     """Restore the values that all workers share, after the tensors."""
     if run.scheduler is not None:
         run.scheduler.load_state_dict(checkpoint.decode(saved["scheduler"]))
@@ -188,6 +197,9 @@ def _settle(run: RunParts, saved: Mapping[str, Any]) -> None:
         lr_rules.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
     run.state.epoch, run.state.step = saved["epoch"], saved["step"]
     run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
+    # a checkpoint of an earlier version has nothing registered
+    found = saved.get("registered", {})
+    run._registry.loaded(run, found, registered, run.plan.lr_factor / factor)
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
     run._strategy.loaded()
 
@@ -199,7 +211,7 @@ def restore(
     _check(run, saved)
     checkpoint.load_model(run.model, tensors["model"], saved["same_tensors"])
     checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], saved["optimizer"])
-    _settle(run, saved)
+    _settle(run, saved, tensors["registered"])
     if run.world_size == 1 and saved["workers"] == 1:
         checkpoint.restore_random(tensors["random"], saved["randomness"])
 
@@ -210,6 +222,7 @@ def restore_pieces(
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.PieceSource],
     all_see: bool,
+    registered: dict[str, torch.Tensor],
 ) -> None:
     """Continue from a checkpoint where each worker holds and reads a part, or refuse it.
 
@@ -218,6 +231,7 @@ def restore_pieces(
         shapes: ``"model"`` and ``"optimizer"`` -> name -> shape, on every rank.
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
+        registered: the tensors of what the script registered, on every rank.
     """
     _check(run, saved)
     work, owns = run._work, run._strategy.owns
@@ -231,4 +245,4 @@ def restore_pieces(
     checkpoint.pull(run._me, sources, [*weights, *moments], all_see)
     put_weights()
     put_moments()
-    _settle(run, saved)
+    _settle(run, saved, registered)

@@ -47,7 +47,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     if holds_all(run):
         tensors = {
             part: _send_tensors(me, newest.whole(part) if newest else {})
-            for part in ("model", "optimizer", "random")
+            for part in ("model", "optimizer", "random", "registered")
         }
         restore(run, answer["state"], tensors)
     else:
@@ -107,4 +107,5 @@ def _restore_pieces(
         }
         all_see = all(gather_json(me, newest is not None))
         shapes = shapes if all_see else broadcast_json(me, shapes)
-        restore_pieces(run, answer["state"], shapes, sources, all_see)
+        registered = _send_tensors(me, newest.whole("registered") if newest and me.is_main else {})
+        restore_pieces(run, answer["state"], shapes, sources, all_see, registered)

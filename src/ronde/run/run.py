@@ -32,6 +32,7 @@ from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_d
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
 from ronde.run.per_pass_buffers import Passes
+from ronde.run.registered import Registered, Registry
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.seeding import reseeding, seed_step
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
@@ -121,6 +122,8 @@ class Run:
         self._looping = False
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # the last batches()
         self._evaluations: dict[int, Evaluation] = {}
+        self._registry = Registry()
+        self._save_due = False
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
         self._deadline: float | None = None
@@ -202,6 +205,7 @@ class Run:
                     self._in_epochs = False
                 if self.state.epoch == epoch:
                     self._end_epoch()
+                self._save_if_due()
                 unsaved = time.monotonic() - self._last_saved_time
                 if self._save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
                     self._save_or_warn()
@@ -425,9 +429,33 @@ class Run:
         self._watcher.event(Logged(step=self.state.step, epoch=self.state.epoch, values=plain))
         self._write_scalars("", plain)
 
+    def register(self, **things: Any) -> Registered:
+        """Keep the script's own state in the checkpoints, and restore it here after a resume, under
+        any plan and on any number of workers. Call it on every worker, before the first step.
+
+        Args:
+            things: name -> an object with ``state_dict()`` and ``load_state_dict()`` (a scheduler
+                that the script steps, a further optimizer, a copy of the model), or a plain value:
+                numbers, strings, None, tensors, NumPy arrays, and lists, tuples, dicts, and deques
+                of these. They must be the same on all ranks.
+
+        Returns:
+            Registered: everything registered, as attributes. Objects, lists, dicts, deques, and
+            tensors are restored in place; assign to the attribute to change a plain value.
+
+        Raises:
+            ArgumentError: a name is taken, or something cannot be in a checkpoint.
+            CheckpointError: the checkpoint has something else under this name.
+
+        Example:
+            >>> kept = run.register(scheduler=scheduler, best=0.0)  # doctest: +SKIP
+            >>> kept.best = max(kept.best, accuracy)  # doctest: +SKIP
+        """
+        return self._registry.add(self, things)
+
     def save(self) -> Path | None:
-        """Write a checkpoint now: weights, optimizer, scheduler, and the place in the data. Call it
-        on every worker.
+        """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
+        in the data. Call it on every worker, last in the loop's body.
 
         Returns:
             Path: the checkpoint on rank 0, None on other ranks.
@@ -440,6 +468,7 @@ class Run:
                 "run.save() was called between run.backward() and run.update(): the gradients "
                 "would be lost. Call it after update()."
             )
+        self._save_due = False
         self._last_saved_step = self.state.step
         self._last_saved_time = time.monotonic()
         if self.dir is None:
@@ -530,7 +559,11 @@ class Run:
         self._share = None
         self._watcher.step(state.step, state.epoch, loss, lr * warm, state.samples, samples)
         if self._save_every is not None and state.step % self._save_every == 0:
-            self.save()
+            # Not here: what the script does after the step (its averages, its scheduler) would be
+            # one step behind in the checkpoint.
+            self._save_due = True
+        if state.step == self._watcher.steps_at_start + 1:
+            self._registry.report_unused(self)
         if self._deadline is not None and self._watcher.rate.seconds >= self._deadline:
             self._write_measure()
             self._ended = True
@@ -589,11 +622,13 @@ class Run:
                     )
                 if hooks.observer.is_over():
                     return
+                self._save_if_due()
                 ready = self._hand_out(share, micros)
                 if hooks.observer.splits_steps(self):
                     yield from ready
                 else:
                     yield MicroBatches(ready) if lists else ready[0]
+        self._save_if_due()
         skipped = gather_skipped(self._feed, plan.layout, self._me)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
             self._warn(f"epoch {epoch + 1}: {report}")
@@ -667,6 +702,10 @@ class Run:
             if isinstance(value, int | float):
                 self._writer.add_scalar(f"{prefix}{name}", value, self.state.step)
         self._writer.flush()
+
+    def _save_if_due(self) -> None:
+        if self._save_due:
+            self.save()
 
     def _save_or_warn(self) -> None:
         """Save without being asked: a full disk must not end the training."""

@@ -83,6 +83,7 @@ class RunParts(RunView, Protocol):
     _share: Share | None
     _backwards: int
     _last_saved_step: int
+    _registry: Any
     _save_every: int | None
     _deadline: float | None
     _comparison: Any

@@ -1,0 +1,346 @@
+"""The objects and values a script registers: in the checkpoint, and back after a resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ronde import checkpoint
+from ronde.checkpoint import is_sharded
+from ronde.run import lr_rules
+from ronde.run.persist import holds_all
+from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
+from ronde.world.consensus import gather_json
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["Registered", "Registry"]
+
+_CONTAINERS = (list, dict, deque, torch.Tensor, np.ndarray)
+_SHOWN = 60  # characters of a value in an error
+
+
+class Registered:
+    """What a script has registered, by name, as attributes. ``run.register`` returns it.
+
+    A plain value is changed by assignment; the checkpoint holds the value it has then.
+
+    Example:
+        >>> kept = run.register(best=0.0)  # doctest: +SKIP
+        >>> kept.best = max(kept.best, 0.93)  # doctest: +SKIP
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        object.__setattr__(self, "_items", items)
+
+    def __getattr__(self, name: str) -> Any:
+        items = object.__getattribute__(self, "_items")
+        if name not in items:
+            raise AttributeError(
+                f"{name!r} is not registered: call run.register({name}=…) before the first step."
+            )
+        return items[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _has_state(getattr(self, name)):
+            raise AttributeError(
+                f"{name!r} is a registered object, which comes back in place: it cannot be "
+                "replaced by assignment."
+            )
+        self._items[name] = value
+
+    def __dir__(self) -> list[str]:
+        return [*self._items]
+
+    def __repr__(self) -> str:
+        shown = (f"{n}={type(v).__name__ if _has_state(v) else v}" for n, v in self._items.items())
+        return f"Registered({', '.join(shown)})"
+
+
+def _has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(
+        getattr(thing, "load_state_dict", None)
+    )
+
+
+class Registry:
+    """The registered objects and values of one run.
+
+    Attributes:
+        items: name -> object or value, as the script registered them.
+        view: the same, as the script sees them.
+    """
+
+    def __init__(self) -> None:
+        self.items: dict[str, Any] = {}
+        self.view = Registered(self.items)
+        # From the checkpoint, until the script registers it.
+        self._found: dict[str, Any] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._resumed = False
+        self._lr_factor = 1.0
+        # Settings of an optimizer's groups after the resume. A scheduler that is built later sets
+        # the rate to its first one.
+        self._settings: dict[int, list[dict[str, Any]]] = {}
+
+    # -- the script's side -------------------------------------------------------------
+
+    def add(self, run: RunParts, things: Mapping[str, Any]) -> Registered:
+        """Register, and restore what the checkpoint has under these names."""
+        for name, thing in things.items():
+            self._check(run, name, thing)
+        # An optimizer first: its scheduler's restoration sets its rates.
+        for name in sorted(things, key=lambda n: not isinstance(things[n], Optimizer)):
+            thing = things[name]
+            for part in _metrics(thing):
+                part.persistent(True)  # otherwise their state_dict() is empty
+            _pack(name, thing, {})  # refuses what no checkpoint can hold
+            self.items[name] = thing
+            if name in self._found:
+                try:
+                    self._restore(run, name, thing)
+                except RondeError:
+                    raise
+                except Exception as error:
+                    raise CheckpointError(
+                        f"registered {name!r} cannot be restored from the checkpoint: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+            elif self._resumed:
+                run._warn(f"the checkpoint has no registered {name!r}: it begins anew")
+        return self.view
+
+    def _check(self, run: RunParts, name: str, thing: Any) -> None:
+        if not name.isidentifier() or name.startswith("_"):
+            raise ArgumentError(
+                f"run.register: {name!r} is not a name. Use letters, digits, and '_', starting "
+                "with a letter."
+            )
+        if name in self.items:
+            raise ArgumentError(
+                f"run.register: {name!r} is registered already. Register each name once."
+            )
+        for own in ("model", "optimizer", "scheduler"):
+            if thing is not None and thing is getattr(run, own):
+                raise ArgumentError(
+                    f"run.register({name}=…): this is the {own} given to ronde.distribute, which "
+                    "is in every checkpoint already. Leave it out."
+                )
+        if isinstance(thing, Optimizer) and not holds_all(run):
+            divided = {id(p) for p in run.model.parameters()}
+            updated = [p for group in thing.param_groups for p in group["params"]]
+            if any(is_sharded(p) or id(p) in divided for p in updated):
+                raise ArgumentError(
+                    f"run.register({name}=…): {type(thing).__name__} updates parameters that "
+                    f"the plan {run.plan.spec!r} divides over the workers. Only the optimizer "
+                    "given to ronde.distribute can; use plan='replicate' for this script."
+                )
+
+    def _restore(self, run: RunParts, name: str, thing: Any) -> None:
+        found = self._found.pop(name)
+        then, now = found["class"], _class(thing)
+        is_value = "value" in found
+        if is_value == _has_state(thing) or (not is_value and then != now):
+            raise CheckpointError(
+                f"registered {name!r} is of {then} in the checkpoint, and the script now registers "
+                f"{now}. Register it under another name, or start a new run."
+            )
+        if is_value:
+            value = checkpoint.decode_exact(found["value"], self._tensors, run.device)
+            self.items[name] = _in_place(name, thing, value)
+        else:
+            state = checkpoint.decode_exact(found["state"], self._tensors, run.device)
+            thing.load_state_dict(state)
+            for part, updates in zip(_metrics(thing), found.get("updates", ()), strict=True):
+                part._update_count = updates
+            if isinstance(thing, Optimizer):
+                self._settings[id(thing)] = _group_settings(thing)
+            self._settle_rates(run, thing)
+        for key in [k for k in self._tensors if k.split("/")[0] == name]:
+            del self._tensors[key]
+
+    def _settle_rates(self, run: RunParts, scheduler: Any) -> None:
+        """Undo what building the scheduler did to its optimizer."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        settings = self._settings.get(id(optimizer))
+        if not isinstance(optimizer, Optimizer) or settings is None:
+            return
+        if optimizer is run.optimizer:
+            lr_rules.scale_rates(optimizer, scheduler, self._lr_factor)
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.update(_copied(values))
+
+    # -- the checkpoint's side ---------------------------------------------------------
+
+    def pack(self, run: RunParts) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Everything registered, as JSON and tensors. A collective if there are several workers
+        and anything is registered.
+
+        Raises:
+            ArgumentError: a value cannot be written.
+            WorldError: it is not the same on all ranks.
+        """
+        packed: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        error = None
+        try:
+            for name, thing in self.items.items():
+                packed[name] = _pack(name, thing, tensors)
+        except ArgumentError as caught:
+            error = caught
+        if run.world_size > 1 and self.items:
+            mine = {} if error else {n: _digest(self.items[n], n, packed, tensors) for n in packed}
+            _agree(gather_json(run._me, {"error": str(error or ""), "digests": mine}))
+        if error:
+            raise error
+        return packed, tensors
+
+    def loaded(
+        self,
+        run: RunParts,
+        found: Mapping[str, Any],
+        tensors: dict[str, torch.Tensor],
+        lr_factor: float,
+    ) -> None:
+        """Keep a checkpoint's registered state for when the script registers it.
+
+        Args:
+            lr_factor: factor on the learning rates, on another number of workers.
+        """
+        self._found, self._tensors, self._resumed = dict(found), tensors, True
+        self._lr_factor = lr_factor
+        self._settings[id(run.optimizer)] = _group_settings(run.optimizer)
+
+    def report_unused(self, run: RunParts) -> None:
+        """Say once what the checkpoint has and the script did not register before a step."""
+        if self._found:
+            names = ", ".join(map(repr, self._found))
+            run._warn(
+                f"the checkpoint has registered state that the script does not register: {names}. "
+                "The next checkpoint will not have it"
+            )
+            self._found, self._tensors = {}, {}
+
+
+def _class(thing: Any) -> str:
+    return type(thing).__name__
+
+
+def _metrics(thing: Any) -> list[Any]:
+    """The torchmetrics objects in it."""
+    if not isinstance(thing, nn.Module):
+        return []
+    return [m for m in thing.modules() if hasattr(m, "_update_count") and hasattr(m, "persistent")]
+
+
+def _pack(name: str, thing: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    try:
+        if not _has_state(thing):
+            return {"class": _class(thing), "value": checkpoint.encode_exact(thing, name, tensors)}
+        packed = {
+            "class": _class(thing),
+            "state": checkpoint.encode_exact(thing.state_dict(), name, tensors),
+        }
+        if metrics := _metrics(thing):
+            packed["updates"] = [m._update_count for m in metrics]
+        return packed
+    except CheckpointError as error:
+        plain = _has_state(thing) or isinstance(thing, (*_CONTAINERS, tuple))
+        hint = "" if plain else " Or give it state_dict() and load_state_dict()."
+        raise ArgumentError(f"run.register({name}=…): {error}{hint}") from None
+    except RecursionError:
+        raise ArgumentError(
+            f"run.register({name}=…): it contains itself, or is nested too deeply."
+        ) from None
+
+
+def _in_place(name: str, now: Any, then: Any) -> Any:
+    """Put a container's or a tensor's values back into the script's own object."""
+    if not all(isinstance(each, _CONTAINERS) for each in (now, then)):
+        return then
+    tensors = isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor)
+    if type(now) is not type(then) and not tensors:
+        raise CheckpointError(
+            f"registered {name!r} is a {_class(then)} in the checkpoint, and the script now "
+            f"registers a {_class(now)}. Register it under another name, or start a new run."
+        )
+    if tensors or isinstance(now, np.ndarray):
+        if tuple(now.shape) == tuple(then.shape) and now.dtype == then.dtype:
+            with torch.no_grad():
+                now.copy_(then) if tensors else np.copyto(now, then)
+            return now
+        if 0 in now.shape:
+            return then  # it grows, by assignment
+        raise CheckpointError(
+            f"registered {name!r} is {then.dtype} {list(then.shape)} in the checkpoint, and the "
+            f"script now registers {now.dtype} {list(now.shape)}. Register an empty one if it "
+            "grows, or start a new run."
+        )
+    if isinstance(now, deque) and now.maxlen != then.maxlen:
+        raise CheckpointError(
+            f"registered {name!r} has maxlen {then.maxlen} in the checkpoint, and {now.maxlen} "
+            "now. Register it under another name, or start a new run."
+        )
+    now.clear()
+    now.update(then) if isinstance(now, dict) else now.extend(then)
+    return now
+
+
+def _group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [_copied(group) for group in optimizer.param_groups]
+
+
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        k: v.clone() if isinstance(v, torch.Tensor) else v
+        for k, v in settings.items()
+        if k != "params"
+    }
+
+
+def _digest(
+    thing: Any, name: str, packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """A digest of what is registered under a name, and its beginning, for an error."""
+    text = json.dumps(packed[name], sort_keys=True)
+    digest = hashlib.sha256(text.encode())
+    # As for the model, rank 0's buffers count: batch normalization's differ between ranks.
+    buffers = set()
+    if isinstance(thing, nn.Module) and not _metrics(thing):
+        buffers = {f"{name}/{b}" for b, _ in thing.named_buffers()}
+    for key, tensor in tensors.items():
+        if key.split("/")[0] == name and key not in buffers and tensor.numel():
+            bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(bits.numpy().data)
+    value = packed[name].get("value")
+    plain = isinstance(value, int | float | str | list) or value is None
+    shown = json.dumps(value)[:_SHOWN] if plain and "value" in packed[name] else ""
+    return [digest.hexdigest(), shown or f"{packed[name]['class']} {digest.hexdigest()[:8]}"]
+
+
+def _agree(everyone: list[dict[str, Any]]) -> None:
+    """Refuse registered state that is not the same on all ranks."""
+    for rank, each in enumerate(everyone):
+        if each["error"]:
+            raise ArgumentError(f"rank {rank}: {each['error']}")
+    names = list(dict.fromkeys(name for each in everyone for name in each["digests"]))
+    for name in names:
+        found = [each["digests"].get(name, ["", "nothing"]) for each in everyone]
+        if len({digest for digest, _ in found}) > 1:
+            shown = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(found))
+            raise WorldError(
+                f"The ranks disagree on the registered {name!r} ({shown}), and a checkpoint holds "
+                "one for all. Compute it from values that all workers share, such as the loss "
+                "that run.step returns and the results of run.evaluate."
+            )

@@ -1,0 +1,113 @@
+"""What a script owns besides its model comes back after a resume, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from processes import TESTS, python
+
+WORKER = TESTS / "register_worker.py"
+
+
+def worker(what: str, folder: Path) -> dict:
+    done = python([str(WORKER), what, str(folder)], WORKER.parent, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def furthest(a: object, b: object) -> float:
+    """The largest difference of two nested values of one shape."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        assert a.keys() == b.keys()
+        return max((furthest(a[k], b[k]) for k in a), default=0.0)
+    if isinstance(a, list) and isinstance(b, list):
+        assert len(a) == len(b)
+        return max((furthest(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b)
+    assert a == b
+    return 0.0
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Trainings that were killed and resumed under another plan, and one that was not."""
+    return worker("killed", tmp_path_factory.mktemp("register"))
+
+
+def test_registered_state_comes_back_under_another_plan_and_size(ended):
+    whole = ended["whole/ended"]
+    assert len(whole["losses"]) == 15 and len(set(whole["lr"].values())) == 3
+    assert whole["smooth"][1] == "float32" and len(whole["recent"]) == 4
+    kept = ("losses", "lr", "best", "smooth", "recent", "queue", "counts", "seen", "critic")
+    resumed = {name: one for name, one in ended.items() if name != "whole/ended"}
+    assert len(resumed) == 6
+    for name, one in resumed.items():
+        assert {key: furthest(one[key], whole[key]) <= 1e-12 for key in kept} == dict.fromkeys(
+            kept, True
+        ), name
+        assert one["same objects"], name  # restored in place
+
+
+def test_the_library_s_average_comes_back_where_workers_hold_the_whole_model(ended):
+    whole = ended["whole/ended"]["ema"]
+    for name in ("replicate-single/ended", "single-zero1/ended"):
+        assert furthest(ended[name]["ema"], whole) <= 1e-12
+        assert ended[name]["warnings"] == []
+
+
+def test_state_that_only_the_checkpoint_or_only_the_script_has_is_said(ended):
+    (lost,) = ended["zero1-zero3/ended"]["warnings"]
+    assert "has registered state that the script does not register: 'ema'" in lost
+    (new,) = ended["tensor-replicate/ended"]["warnings"]
+    assert "has no registered 'ema': it begins anew" in new
+
+
+REFUSED = {
+    "twice": "'a' is registered already",
+    "underscore": "'_a' is not a name",
+    "no name": "'a b' is not a name",
+    "model": "this is the model given to ronde.distribute",
+    "object": "'thing' is of type object, which a checkpoint cannot hold without pickle",
+    "inside": "'things/x/0' is of type object",
+    "named tuple": "'pairs/0' is of type Pair",
+    "set": "'names' is of type set",
+    "graph": "register value.detach()",
+    "objects": "'array' is an array of type object",
+    "sparse": "torch.sparse_coo",
+    "itself": "contains itself",
+    "attribute": "'c' is not registered: call run.register(c=…)",
+    "read": "'c' is not registered",
+    "replaced": "cannot be replaced by assignment",
+    "ranks": "The ranks disagree on the registered 'mine' (rank 0: 0; rank 1: 1)",
+    "ranks' tensors": "The ranks disagree on the registered 'noise'",
+    "one rank's": "'only0' (rank 0: 1; rank 1: nothing)",
+    "later": "rank 0: run.register(a=…): 'a' is of type object",
+    "saved": "accepted",
+}
+RESUMED = {
+    "value": "accepted",
+    "shape": "torch.float32 [2] in the checkpoint, and the script now registers torch.float32 [3]",
+    "class": "'steps' is of StepLR in the checkpoint, and the script now registers ExponentialLR",
+    "kind": "'table' is a list in the checkpoint, and the script now registers a dict",
+    "longer": "maxlen 3 in the checkpoint, and 4 now",
+}
+
+
+def test_what_cannot_come_back_is_refused_by_name(tmp_path):
+    told = worker("refused", tmp_path)
+    for rank in (0, 1):
+        for name, expected in (("told", REFUSED), ("whole/told", RESUMED)):
+            found = told[f"{name}.{rank}"]
+            assert found.keys() == expected.keys()
+            wrong = {case: found[case] for case in found if expected[case] not in found[case]}
+            assert not wrong
+        sharded = told[f"shard/told.{rank}"]
+        assert "cannot be copied" in sharded["average"]
+        assert "run.average(decay=…)" in sharded["average"]
+        for plan in ("shard", "pipeline"):
+            assert "divides over the workers" in told[f"{plan}/told.{rank}"]["optimizer"]
+    assert "run.average(decay=…)" in told["pipeline/told.0"]["average"]
