@@ -548,8 +548,7 @@ def test_what_only_feed_images_can_do_is_prescribed_in_words():
         jpeg=True,
         images=True,
         draws=True,
-        decoders={"pillow": 2.0},
-        array_milliseconds=1.5,
+        decoders={"pillow": 2.0, "simplejpeg": 1.5},
         shrink=4,
         folder="photos",
         files=2000,
@@ -568,15 +567,14 @@ def test_what_only_feed_images_can_do_is_prescribed_in_words():
         "feed.images('photos').cache('decode') instead of the Dataset"
     )
     assert found["pack"].text.endswith("ronde pack photos OUT, then feed.images(OUT)")
-    assert found["cache-read"].settings == FeedSettings(cache="read", cache_in="memory")
-    assert {found[name].settings for name in ("feed-images", "cache-decode", "pack")} == {None}
-    assert {found[name].label for name in ("feed-images", "cache-decode", "pack")} == {
-        "same distribution"
-    }
-    opencv = {
-        r.id: r
-        for r in remedies(values, replace(given, jpeg=False, imread=True, draws=False, folder=""))
-    }
+    by_hand = [found[name] for name in ("feed-images", "cache-read", "cache-decode", "pack")]
+    assert {r.settings for r in by_hand} == {None}
+    assert {r.label for r in by_hand} == {"same distribution"}
+    assert not any(name.startswith("decoder") for name in found)
+    pipeline = {r.id: r for r in remedies(values, replace(given, pipeline=True, images=False))}
+    assert pipeline["decoder-simplejpeg"].settings == FeedSettings(decoder="simplejpeg")
+    assert pipeline["cache-read"].settings == FeedSettings(cache="read", cache_in="memory")
+    opencv = {r.id: r for r in remedies(values, replace(given, jpeg=False, draws=False, folder=""))}
     assert (
         opencv["cache-read"].settings is None
         and "feed.images(FOLDER).cache('read')" in opencv["cache-read"].text
@@ -586,7 +584,10 @@ def test_what_only_feed_images_can_do_is_prescribed_in_words():
         and "feed-images" not in opencv
     )
     assert "feed-images" not in {
-        r.id for r in remedies(values, replace(given, shrink=1, array_milliseconds=1.9))
+        r.id
+        for r in remedies(
+            values, replace(given, shrink=1, decoders={"pillow": 2.0, "simplejpeg": 1.9})
+        )
     }
 
 
@@ -607,7 +608,7 @@ def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
             (TimedStage("read", wall_seconds=0.005),),
         )
     ).values
-    facts = Facts(1, 2, "processes", 8)
+    facts = Facts(1, 2, "processes", 8, pipeline=True)
     found = remedies(values, facts)
     assert {"loaders", "prefetch", "cache-read", "echo"} <= {r.id for r in found}
     tried = [

@@ -1,13 +1,12 @@
-"""Cures for slow input that need no change to the script: another decoder, a cache.
+"""Cures for slow input that need no change to the script.
 
-They work on :class:`ronde.feed.Pipeline` and, if samples stay the same, on any plain Dataset. Each
-is first checked on some of the Dataset's samples, and refused with a reason if it does not fit.
+A :class:`ronde.feed.Pipeline` takes all of them. A plain Dataset takes a cache of finished samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,56 +14,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from ronde.adapt.redirect import (
-    FileCache,
-    Observation,
-    RedirectPlan,
-    Remedied,
-    folder_of,
-    trace_reads,
-)
-from ronde.data import AUTO, DECODERS, Pipeline, available, check_decoder
+from ronde.adapt.observe import Observation, folder_of, observe
+from ronde.data import AUTO, DECODERS, Pipeline, available
 from ronde.introspect import preserve_state, seed_all
 from ronde.loader import FeedSettings
 from ronde.profile import same_bits, size_of
 from ronde.world import ArgumentError
 
-__all__ = ["DatasetFacts", "DecoderJudgment", "apply_remedies", "dataset_facts", "judge_decoder"]
+__all__ = ["DatasetFacts", "apply_remedies", "compare_decoders", "dataset_facts"]
 
-_LOOKED_AT = 8  # samples
 _MOST_PIXELS = 8_000_000
 
 
 # -- what a data set does --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DecoderJudgment:
-    """A decoder compared with Pillow on some images.
-
-    Attributes:
-        images: that both decoded; ``refused``: that it left to Pillow.
-        same_bits: all of them came out bit for bit equal.
-        difference: mean absolute difference of pixels, of 255.
-        milliseconds: of CPU time for one image, to the image that the data set gets;
-            ``pillow_milliseconds`` for Pillow itself.
-        array_milliseconds: the same, to the array that ``feed.images`` works on.
-    """
-
-    images: int
-    refused: int
-    same_bits: bool
-    difference: float
-    milliseconds: float
-    pillow_milliseconds: float
-    array_milliseconds: float
-
-    @property
-    def label(self) -> str:
-        """What switching to it means for the training."""
-        return "same bits" if self.same_bits else "same distribution"
 
 
 @dataclass(frozen=True)
@@ -74,9 +38,11 @@ class DatasetFacts:
     Attributes:
         pipeline: it is a :class:`ronde.feed.Pipeline`.
         jpeg: it decodes JPEG images with Pillow.
-        decoders: other decoders that can be used here, against Pillow on its own images.
+        decoders: milliseconds of CPU time per image of the dataset, with each decoder that can be
+            used here.
+        same_pixels: decoders that give exactly Pillow's pixels.
         images: each sample is one image file, as ``feed.images`` reads them.
-        imread: OpenCV reads its files, which a cache of files does not reach.
+        imread: OpenCV reads its files.
         shrink: 2, 4 or 8 where ``feed.images`` could decode most images at that fraction of their
             size, else 1.
         files: read for one sample.
@@ -90,7 +56,8 @@ class DatasetFacts:
 
     pipeline: bool = False
     jpeg: bool = False
-    decoders: dict[str, DecoderJudgment] = field(default_factory=dict)
+    decoders: dict[str, float] = field(default_factory=dict)
+    same_pixels: tuple[str, ...] = ()
     images: bool = False
     imread: bool = False
     shrink: int = 1
@@ -107,61 +74,27 @@ def _spread(n: int, count: int) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, n - 1, min(n, count))})
 
 
-def _make_samples(dataset: Any, count: int) -> tuple[Observation, list[Any]]:
-    """Make some samples under fixed random numbers."""
-    seed_all(1)
-    return trace_reads(dataset, _spread(len(dataset), count))
+def compare_decoders(images: Sequence[bytes]) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Decode JPEG images with every usable decoder.
 
-
-def judge_decoder(decoder: str, images: Sequence[bytes]) -> DecoderJudgment:
-    """Decode JPEG images with a decoder and with Pillow, and compare.
-
-    Args:
-        decoder: one of :data:`ronde.data.image_decoders.DECODERS`.
-        images: bytes of JPEG files.
-
-    Raises:
-        ArgumentError: the decoder is not known or cannot be used here.
+    Returns:
+        tuple: milliseconds of CPU time per image with each decoder, and the decoders that give
+        exactly Pillow's pixels. Images that one of them cannot decode do not count.
     """
-    check_decoder(decoder)
-    plain = _Decoding(images)
-    swapped = Remedied(plain, RedirectPlan(decoder=decoder))
-    refused, total, pixels, equal, count = 0, 0.0, 0, True, 0
-    spent: list[list[int]] = []
-    for i, data in enumerate(images):
+    names = ["pillow", *(name for name in available() if name in AUTO and name != "pillow")]
+    spent: dict[str, list[int]] = {name: [] for name in names}
+    equal = set(names)
+    for data in images:
+        calls = {name: partial(DECODERS[name].call, data, 1) for name in names}
         try:
-            one, other = DECODERS[decoder].call(data, 1), DECODERS["pillow"].call(data, 1)
+            pixels = {name: call() for name, call in calls.items()}
         except Exception:
-            refused += 1
             continue
-        count += 1
-        equal = equal and one.shape == other.shape and bool(np.array_equal(one, other))
-        if one.shape == other.shape:
-            total += float(np.abs(one.astype(np.int16) - other).sum())
-            pixels += one.size
-        calls = (
-            partial(swapped.__getitem__, i),
-            partial(plain.__getitem__, i),
-            partial(DECODERS[decoder].call, data, 1),
-        )
-        spent.append([_cpu(call) for call in calls])
-    means = (sum(times) / len(times) / 1e6 for times in zip(*spent or [[0, 0, 0]], strict=True))
-    return DecoderJudgment(count, refused, equal and count > 0, total / max(1, pixels), *means)
-
-
-class _Decoding(Dataset[Any]):
-    """Images as datasets decode them."""
-
-    def __init__(self, images: Sequence[bytes]) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, i: Any) -> Any:
-        from PIL import Image
-
-        return Image.open(io.BytesIO(self.images[i])).convert("RGB")
+        equal -= {name for name in names if not np.array_equal(pixels[name], pixels["pillow"])}
+        for name, call in calls.items():
+            spent[name].append(_cpu(call))
+    milliseconds = {name: statistics.fmean(t) / 1e6 for name, t in spent.items() if t}
+    return milliseconds, tuple(name for name in milliseconds if name in equal)
 
 
 def _cpu(work: Callable[[], Any]) -> int:
@@ -175,10 +108,10 @@ def _cpu(work: Callable[[], Any]) -> int:
 
 
 def _some(observation: Observation) -> list[bytes]:
-    """Images for judging a decoder, few enough to take well under a second."""
+    """Images for comparing decoders, few enough to take well under a second."""
     found: list[bytes] = []
     pixels = 0
-    for data, (_, width, height, _) in zip(
+    for data, (_, width, height) in zip(
         observation.jpegs, [i for i in observation.images if i[0] == "JPEG"], strict=False
     ):
         if found and pixels + width * height > _MOST_PIXELS:
@@ -204,19 +137,22 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     try:
         # once around both: generators of its own go on, so that what they draw shows
         with preserve_state(dataset):
-            observation, made = _make_samples(dataset, samples)
+            ids = _spread(len(dataset), samples)
+            seed_all(1)
+            observation, made = observe(dataset, ids)
             seed_all(2)
-            again = trace_reads(dataset, _spread(len(dataset), samples)[:2])[1]
+            again = observe(dataset, ids[:2])[1]
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
     n = max(1, observation.samples)
     jpegs = _some(observation)
-    others = [name for name in available() if name in AUTO and name != "pillow"]
+    decoders, same_pixels = compare_decoders(jpegs)
     pipeline = isinstance(dataset, Pipeline)
     return DatasetFacts(
         pipeline=pipeline,
         jpeg=bool(jpegs),
-        decoders={name: judge_decoder(name, jpegs) for name in others} if jpegs else {},
+        decoders=decoders,
+        same_pixels=same_pixels,
         images=not pipeline
         and len(observation.images) == len(observation.files) == observation.samples,
         imread=observation.imread,
@@ -224,7 +160,7 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         files=len(observation.files) / n,
         folder=folder_of([path for path, _ in observation.files]),
         file_bytes=sum(size for _, size in observation.files) / n,
-        decoded_bytes=sum(w * h * 3 for _, w, h, _ in observation.images) / n,
+        decoded_bytes=sum(w * h * 3 for _, w, h in observation.images) / n,
         sample_bytes=sum(map(size_of, made)) / n,
         draws=not all(same_bits(a, b) for a, b in zip(made, again, strict=False)),
     )
@@ -245,6 +181,7 @@ def _shrink(observation: Observation) -> int:
 # -- applying them ---------------------------------------------------------------------
 
 _FOR_PIPELINES = {
+    "decoder": "feed.images(FOLDER, decoder=NAME)",
     "decode_to_size": "feed.images(FOLDER, decode_to_size=True)",
     "pack": "feed.images(PACK) or feed.tar(PACK)",
     "device_augment": "feed.images(FOLDER, on_device=True)",
@@ -258,11 +195,10 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     :func:`ronde.adapt.feed_settings.apply_settings` handles the loading settings (``executor``,
     ``workers``, ``prefetch``, ``threads``, ``pin_memory``, ``echo``). The order of samples stays.
     So do their bits, except with ``decode_to_size``, ``device_augment``, and decoders that make
-    other pixels; see :func:`judge_decoder`.
+    other pixels.
 
     Args:
-        dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``decoder`` and ``cache``
-            only.
+        dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``cache: decode`` only.
 
     Raises:
         ArgumentError: a setting does not fit this Dataset; the text says why.
@@ -286,18 +222,15 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
         raise ArgumentError("feed settings cache_in and cache_bytes go with cache: read or decode.")
     if isinstance(dataset, Pipeline):
         return _apply_to_pipeline(dataset, settings)
-    for name, instead in _FOR_PIPELINES.items():
-        if getattr(settings, name):
-            raise ArgumentError(
-                f"feed setting {name} is for ronde.feed pipelines, and "
-                f"{type(dataset).__name__} is a Dataset of its own. "
-                f"Delete the line, or read the files with {instead} instead."
-            )
-    return (
-        dataset
-        if settings.decoder is None and settings.cache is None
-        else _swapped(dataset, settings)
-    )
+    refused = {name: instead for name, instead in _FOR_PIPELINES.items() if getattr(settings, name)}
+    if settings.cache == "read":
+        refused["cache: read"] = 'feed.images(FOLDER).cache("read")'
+    for name, instead in refused.items():
+        raise ArgumentError(
+            f"feed setting {name} is for ronde.feed pipelines, and {type(dataset).__name__} is a "
+            f"Dataset of its own. Delete the line, or read the files with {instead} instead."
+        )
+    return dataset if settings.cache is None else _cached_samples(dataset, settings)
 
 
 def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
@@ -325,76 +258,19 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
     return pipeline
 
 
-def _swapped(dataset: Any, settings: FeedSettings) -> Any:
-    """A plain Dataset with another decoder or a cache."""
-    with preserve_state(dataset):
-        observation, _ = _make_samples(dataset, _LOOKED_AT)
-    what, plan = type(dataset).__name__, RedirectPlan()
-    looked = f"(looked at {observation.samples} samples of {what})"
-    if settings.decoder not in (None, "pillow"):
-        decoder = check_decoder(str(settings.decoder))
-        if not observation.jpegs:
-            raise ArgumentError(
-                f"feed setting decoder: no JPEG image is decoded with Pillow {looked}, so "
-                "there is nothing to decode otherwise."
-            )
-        if decoder != "pillow":
-            if not judge_decoder(decoder, _some(observation)).images:
-                raise ArgumentError(
-                    f"feed setting decoder: {decoder} can decode none of these images {looked}."
-                )
-            plan.decoder = decoder
-    where, limit = settings.cache_in or "memory", settings.cache_bytes
-    if settings.cache == "decode":
-        from ronde.cache import cached_dataset
+def _cached_samples(dataset: Any, settings: FeedSettings) -> Any:
+    """A plain Dataset whose finished samples are cached."""
+    from ronde.cache import cached_dataset
 
-        try:
-            with preserve_state(dataset):
-                return cached_dataset(
-                    dataset if plan.decoder is None else Remedied(dataset, plan), where, limit
-                )
-        except ArgumentError as error:
-            raise ArgumentError(
-                "feed setting cache: decode keeps the finished samples of a Dataset, which "
-                "is not possible here. For images, use "
-                f'feed.images(FOLDER).cache("decode") instead: {error}'
-            ) from None
-    if settings.cache == "read":
-        plan.reads = _file_cache(dataset, observation, where, limit, looked)
-    return Remedied(dataset, plan)
-
-
-def _file_cache(
-    dataset: Any, observation: Observation, where: str, limit: int | None, looked: str
-) -> FileCache:
-    if observation.imread:
+    try:
+        with preserve_state(dataset):
+            return cached_dataset(dataset, settings.cache_in or "memory", settings.cache_bytes)
+    except ArgumentError as error:
         raise ArgumentError(
-            f"feed setting cache: OpenCV reads the files by itself {looked}. Use "
-            'feed.images(FOLDER).cache("read") instead, or decode '
-            "with cv2.imdecode what open() reads."
-        )
-    if not observation.files:
-        raise ArgumentError(
-            f"feed setting cache: no file is opened while a sample is made {looked}, so "
-            "there is nothing to keep."
-        )
-    kind = type(dataset)
-    if observation.own_many:
-        raise ArgumentError(
-            f"feed setting cache: {kind.__name__} has a __getitems__ of its own, so it is "
-            "not known which file belongs to which sample."
-        )
-    from ronde.introspect import digest
-
-    names = sorted(path for path, _ in observation.files)
-    key = digest("files of a data set", 2, kind.__module__, kind.__qualname__, len(dataset), names)
-    about = {
-        "dataset": kind.__qualname__,
-        "samples": len(dataset),
-        "kept": "read",
-        "folder": folder_of(names),
-    }
-    return FileCache(len(dataset), where, limit, key, about)
+            "feed setting cache: decode keeps the finished samples of a Dataset, which "
+            "is not possible here. For images, use "
+            f'feed.images(FOLDER).cache("decode") instead: {error}'
+        ) from None
 
 
 def _opened_pack(path: str) -> Any:

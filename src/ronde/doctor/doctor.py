@@ -470,19 +470,14 @@ class _Study:
         seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
         if seen.error:
             return facts
-        judged = seen.decoders.values()
-        pillow = max((j.pillow_milliseconds for j in judged), default=0.0)
-        others = {name: j.milliseconds for name, j in seen.decoders.items() if j.images}
         decoded = seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0
         files = _files_in(seen.folder, taken.order.n)
         return dataclasses.replace(
             facts,
             jpeg=seen.jpeg,
-            decoders={"pillow": pillow, **others},
-            same_pixels=tuple(name for name, j in seen.decoders.items() if j.same_bits),
-            array_milliseconds=min((j.array_milliseconds for j in judged if j.images), default=0.0),
+            decoders=seen.decoders,
+            same_pixels=seen.same_pixels,
             images=seen.images,
-            imread=seen.imread,
             draws=seen.draws,
             shrink=seen.shrink,
             files=min(round(seen.files * taken.order.n), files),

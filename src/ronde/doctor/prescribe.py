@@ -75,8 +75,7 @@ class Facts:
         jpeg: the dataset decodes JPEG images with Pillow.
         decoders: decoder -> milliseconds per image of the dataset.
         same_pixels: decoders that give exactly Pillow's pixels.
-        array_milliseconds: per image, decoded as ``feed.images`` does; 0 if unknown.
-        images, imread: each sample is one image file; OpenCV reads it.
+        images: each sample is one image file.
         draws: samples are random, so finished ones cannot be cached.
         shrink: 2, 4, or 8 if ``feed.images`` could decode at that fraction of the size.
         files, folder: number of files with one sample each, and their folder.
@@ -105,9 +104,7 @@ class Facts:
     jpeg: bool = False
     decoders: Mapping[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
-    array_milliseconds: float = 0.0
     images: bool = False
-    imread: bool = False
     draws: bool = False
     shrink: int = 1
     files: int = 0
@@ -288,16 +285,15 @@ def _of_decoding(case: _Case) -> Iterator[Remedy]:
     facts = case.facts
     if not facts.jpeg or not case.loses("decode"):
         return
-    now = facts.decoders.get("pillow")
-    others = [(ms, name) for name, ms in facts.decoders.items() if name != "pillow"]
-    if now and others and min(others)[0] < 0.9 * now:
-        ms, name = min(others)
+    now = facts.decoders.get("pillow", 0.0)
+    ms, name = min((ms, name) for name, ms in {"pillow": now, **facts.decoders}.items())
+    if facts.pipeline and ms < 0.9 * now:
         text = f"decode JPEG with {name}: {ms:.2f} instead of {now:.2f} ms per image"
         label = "same bits" if name in facts.same_pixels else "same distribution"
         settings, faster = FeedSettings(decoder=name), {"decode": ms / now}
         yield Remedy(f"decoder-{name}", text, settings, label, faster=faster)
     quicker = 0.3 + 0.7 / facts.shrink**2 if facts.shrink > 1 else 1.0
-    quicker *= facts.array_milliseconds / now if now and facts.array_milliseconds else 1.0
+    quicker *= ms / now if now else 1.0
     if facts.images and quicker < 0.9:
         text = f"read the images with {_images(facts, facts.shrink > 1)} instead of the Dataset"
         yield _by_hand("feed-images", text, "same distribution", {"decode": quicker})
@@ -307,11 +303,9 @@ def _of_storage(case: _Case) -> Iterator[Remedy]:
     facts, room = case.facts, 0.5 * case.facts.memory_bytes
     if case.loses("read"):
         whole = facts.sample_bytes * facts.samples
-        if whole < room or whole == 0:
-            size = f" ({whole / 2**30:.1f} GiB)" if whole > 2**29 else ""
-            text = f"keep the files in memory{size}, from the second epoch on"
-            by_hand = facts.images and facts.imread
-            yield _cache("cache-read", facts, "read", text, by_hand, {"read": 0.02})
+        if (whole < room or whole == 0) and (facts.pipeline or facts.images):
+            text = f"keep the files in memory{_size(whole)}, from the second epoch on"
+            yield _cache("cache-read", facts, "read", text, facts.images, {"read": 0.02})
         if facts.files > 1000 and 0 < facts.sample_bytes < 2**18 and facts.folder:
             reader = f"feed.{'images' if facts.images else 'tar'}(OUT)"
             text = f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then "
@@ -319,11 +313,15 @@ def _of_storage(case: _Case) -> Iterator[Remedy]:
             label = "same distribution" if facts.images else "same bits"
             yield _by_hand("pack", text, label, {"read": 0.3})
     whole = facts.decoded_bytes * facts.samples
-    if case.loses("decode") and 0 < whole < room:
-        size = f"{whole / 2**30:.1f} GiB"
-        text = f"keep decoded samples in memory ({size}), from the second epoch on"
+    slow = case.loses("decode") or (case.loses("read") and not facts.pipeline)
+    if slow and 0 < whole < room:
+        text = f"keep decoded samples in memory{_size(whole)}, from the second epoch on"
         by_hand, faster = facts.images and facts.draws, {"read": 0.02, "decode": 0.02}
         yield _cache("cache-decode", facts, "decode", text, by_hand, faster)
+
+
+def _size(whole: float) -> str:
+    return f" ({whole / 2**30:.1f} GiB)" if whole > 2**29 else ""
 
 
 def _of_repetition(case: _Case) -> Iterator[Remedy]:

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.profile.function_hooks import ByName, HeldFile, original_of, swap_attribute, wrap_raw
+    from ronde.profile.function_hooks import original_of, swap_attribute
     from ronde.profile.page_cache import cached_share, storage_sweep
     from ronde.profile.probe import Probe, read_files
     from ronde.profile.replay import deep_copy, same_bits, size_of
     from ronde.profile.shared_counters import StageTimes, read_board, read_notes
 
 __all__ = [
-    "ByName",
-    "HeldFile",
     "Probe",
     "StageTimes",
     "original_of",
     "cached_share",
     "deep_copy",
-    "wrap_raw",
     "swap_attribute",
     "read_board",
     "read_files",
@@ -39,7 +36,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.profile.function_hooks": "ByName HeldFile original_of wrap_raw swap_attribute",
+            "ronde.profile.function_hooks": "original_of swap_attribute",
             "ronde.profile.page_cache": "cached_share storage_sweep",
             "ronde.profile.probe": "Probe read_files",
             "ronde.profile.replay": "deep_copy same_bits size_of",

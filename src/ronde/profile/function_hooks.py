@@ -165,15 +165,13 @@ class _TimedFile(io.FileIO):
 
 
 class HeldFile(io.RawIOBase):
-    """A file whose bytes are in memory. ``real`` opens the file itself if its number is asked."""
+    """A file whose bytes are in memory."""
 
-    def __init__(self, data: bytes, name: Any, real: Callable[..., Any] | None = None) -> None:
+    def __init__(self, data: bytes, name: Any) -> None:
         super().__init__()
         self.name = name
         self.mode = "rb"
         self._data = io.BytesIO(data)
-        self._open = real
-        self._real: Any = None
 
     def readable(self) -> bool:  # noqa: D102
         return True
@@ -196,17 +194,7 @@ class HeldFile(io.RawIOBase):
     def tell(self) -> int:  # noqa: D102
         return self._data.tell()
 
-    def fileno(self) -> int:  # noqa: D102
-        if self._open is None or self.closed:
-            return super().fileno()  # raises
-        if self._real is None:
-            self._real = self._open(self.name, "rb", buffering=0)
-        os.lseek(self._real.fileno(), self.tell(), os.SEEK_SET)
-        return int(self._real.fileno())
-
     def close(self) -> None:  # noqa: D102
-        if self._real is not None:
-            self._real.close()
         self._data.close()
         super().close()
 
