@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def _noted(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable
 
 
 @contextlib.contextmanager
-def _watching(dataset: Any, seen: Observation, modules: list[str]) -> Iterator[None]:
+def _watching(dataset: Any, seen: Observation, modules: Sequence[str]) -> Iterator[None]:
     """Note the calls of these modules' functions, also where the dataset stores the function
     itself (``loader=PIL.Image.open``).
     """
