@@ -10,10 +10,9 @@ import importlib
 import json
 import math
 import os
-import shutil
 import sys
 from collections import deque, namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
@@ -74,6 +74,25 @@ def begin(plan: str, where: Path, resume: bool, **options):
     )
 
 
+class Averaged:
+    """The averages of ``train`` by their definitions, from whole weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.n = 0
+        self.tensors = {
+            name: {n: p.detach().clone() for n, p in model.named_parameters()}
+            for name in ("average", "mean")
+        }
+
+    def update(self, model: torch.nn.Module, step: int) -> None:
+        self.n += step > 2 and step % 2 == 0
+        for n, p in model.named_parameters():
+            average, mean = self.tensors["average"][n], self.tensors["mean"][n]
+            average.copy_(0.9 * average + (1 - 0.9) * p.detach())
+            if step > 2 and step % 2 == 0:
+                mean.copy_((mean * (self.n - 1) + p.detach()) / self.n)
+
+
 def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
     """A training of a script that owns more than a model."""
     run, optimizer = begin(PLANS[plan][1], where, resume)
@@ -102,6 +121,10 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
     if plan in WHOLE:
         ema = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         run.register(ema=ema)
+    average = run.average(decay=0.9)
+    mean = run.average(None, name="mean", start=2, every=2)
+    by_hand = Averaged(run.model) if plan == "single" else None
+    averaged = []
     for epoch in run.epochs(EPOCHS):
         for batch in run.batches():
             loss = float(run.step(batch))
@@ -117,12 +140,24 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
             recent.append((run.state.step, loss))
             queue.copy_(torch.cat([queue[1:], queue.new_tensor([loss])]))
             counts[run.state.step % 3] += 1
+            if by_hand is not None:
+                by_hand.update(run.model, run.state.step)
             kept.seen[run.state.step] = [scheduler.get_last_lr()[0], cosine.get_last_lr()[0]]
         if kill == f"epoch {epoch}":
             os._exit(0)
         scheduler.step()
         kept.best = min(kept.best, run.evaluate(rows())["loss"])
+        with average.applied():
+            averaged.append(run.evaluate(rows())["loss"])
     run.export(where / "final.safetensors")
+    run.export(where / "average.safetensors", average=average)
+    with suppress(KeyboardInterrupt), mean.applied():
+        run.export(where / "mean.safetensors")
+        raise KeyboardInterrupt
+    run.export(where / "again.safetensors")
+    if by_hand is not None:
+        for name, tensors in by_hand.tensors.items():
+            save_file(tensors, where / f"{name}-by-hand.safetensors")
     if not run.is_main:
         return
     events = [json.loads(line) for line in (where / "record.jsonl").read_text().splitlines()]
@@ -140,6 +175,11 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
         "ema": None
         if ema is None
         else [int(ema.n_averaged), [p.tolist() for p in ema.parameters()]],
+        "averaged": averaged[-1],
+        "files": {
+            path.stem: {n: t.flatten().tolist() for n, t in load_file(path).items()}
+            for path in where.glob("*.safetensors")
+        },
         "warnings": [e["text"] for e in events if e["type"] == "warning"],
     }
     (where / "ended.json").write_text(json.dumps(ended))
@@ -159,8 +199,6 @@ def killed(folder: Path) -> None:
 
     fork(1, lambda: train("single", folder / "whole"))
     worlds(lambda pair: train(pair[0], place(pair), kill=pair[2]), lambda pair: pair[0])
-    for pair in KILLED:
-        shutil.rmtree(place(pair) / "final.safetensors", ignore_errors=True)
     worlds(lambda pair: train(pair[1], place(pair), resume=True), lambda pair: pair[1])
 
 
@@ -199,7 +237,7 @@ def refused(folder: Path) -> None:
             "no name": lambda: run.register(**{"a b": 2}),
             "model": lambda: run.register(net=run.model),
             "object": lambda: run.register(thing=object()),
-            "inside": lambda: run.register(things={"x": [object()]}),
+            "deep": lambda: run.register(things={"x": [object()]}),
             "named tuple": lambda: run.register(pairs=[Pair(1, 2)]),
             "set": lambda: run.register(names={"x"}),
             "graph": lambda: run.register(loss=(weight * 2).sum()),
@@ -213,8 +251,19 @@ def refused(folder: Path) -> None:
             "ranks' tensors": lambda: by_rank("noise", torch.full((3,), float(run.rank))),
             "one rank's": lambda: by_rank(f"only{run.rank}", 1),
             "later": lambda: (setattr(kept, "a", object()), run.save()),
+            "decay": lambda: run.average(decay=1.5),
+            "every": lambda: run.average(every=0),
+            "decays": lambda: run.average(decay=0.5 + 0.1 * run.rank),
+            "average twice": lambda: (run.average(name="one"), run.average(name="one")),
+            "inside": lambda: inside(run, run.save),
+            "step inside": lambda: inside(run, lambda: run.step(None)),
+            "nested": lambda: inside(run, lambda: inside(run, run.save)),
             "saved": lambda: (setattr(kept, "a", 3), run.save()),
         }
+
+    def inside(run, call):
+        with run._averages.items["one"].applied():
+            call()
 
     @contextmanager
     def suppress_after(run, name):

@@ -66,13 +66,27 @@ def test_state_that_only_the_checkpoint_or_only_the_script_has_is_said(ended):
     assert "has no registered 'ema': it begins anew" in new
 
 
+def test_averages_follow_their_definition_under_every_plan_and_come_back(ended):
+    whole = ended["whole/ended"]["files"]
+    for name in ("average", "mean"):
+        by_hand = whole[f"{name}-by-hand"]
+        found = {n: whole[name][n] for n in by_hand}  # a file also has buffers and tied names
+        assert furthest(found, by_hand) <= 1e-12
+        assert furthest({n: whole["final"][n] for n in by_hand}, by_hand) > 1e-3
+    for one in ended.values():
+        files = one["files"]
+        assert furthest(one["averaged"], ended["whole/ended"]["averaged"]) <= 1e-12
+        assert all(furthest(files[n], whole[n]) <= 1e-12 for n in ("final", "average", "mean"))
+        assert files["again"] == files["final"]  # bit for bit, after an exception too
+
+
 REFUSED = {
     "twice": "'a' is registered already",
     "underscore": "'_a' is not a name",
     "no name": "'a b' is not a name",
     "model": "this is the model given to ronde.distribute",
     "object": "'thing' is of type object, which a checkpoint cannot hold without pickle",
-    "inside": "'things/x/0' is of type object",
+    "deep": "'things/x/0' is of type object",
     "named tuple": "'pairs/0' is of type Pair",
     "set": "'names' is of type set",
     "graph": "register value.detach()",
@@ -86,6 +100,13 @@ REFUSED = {
     "ranks' tensors": "The ranks disagree on the registered 'noise'",
     "one rank's": "'only0' (rank 0: 1; rank 1: nothing)",
     "later": "rank 0: run.register(a=…): 'a' is of type object",
+    "decay": "run.average(decay=1.5): expected a number from 0.0 to below 1.0",
+    "every": "every=0): expected whole numbers",
+    "decays": "disagree on decay in run.average: rank 0: 0.5; rank 1: 0.6",
+    "average twice": "there is an average 'one' already",
+    "inside": "run.save() was called inside average.applied()",
+    "step inside": "run.step(batch) was called inside average.applied()",
+    "nested": "the model has the weights of 'one' already",
     "saved": "accepted",
 }
 RESUMED = {

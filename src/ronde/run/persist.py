@@ -10,6 +10,7 @@ import torch
 
 from ronde import checkpoint
 from ronde.run import lr_rules
+from ronde.run.average import average_wants
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
 
@@ -84,6 +85,8 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """
     registered, tensors = run._registry.pack(run)
     own: dict[str, Tensors] = {"registered.safetensors": tensors} if tensors else {}
+    averages, averaged = run._averages.pack()
+    more = {"registered": registered, "averages": averages}
     if holds_all(run):
         if not run.is_main:
             return None
@@ -96,17 +99,20 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
             "random.safetensors": drawn,
             **own,
         }
-        values = {**_values(run, same, optimizer, randomness), "registered": registered}
+        if averaged:
+            files["average.safetensors"] = {n: piece.tensor for n, piece in averaged.items()}
+        values = {**_values(run, same, optimizer, randomness), **more}
         return checkpoint.write(folder, run.state.step, files, values, keep)
-    return _save_together(run, folder, keep, registered, own)
+    return _save_together(run, folder, keep, more, own, averaged)
 
 
 def _save_together(
     run: RunParts,
     folder: Path,
     keep: int,
-    registered: Mapping[str, Any],
+    more: Mapping[str, Any],
     own: Mapping[str, Tensors],
+    averaged: dict[str, checkpoint.Piece],
 ) -> Path | None:
     work = run._work
     error: str | None = None
@@ -120,7 +126,9 @@ def _save_together(
         moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, groups, tied)
         drawn, randomness = checkpoint.random_state()
         parts = {"model": weights, "optimizer": moments}
-        state = {**_values(run, work.tied, {}, randomness), "registered": dict(registered)}
+        if run._averages.items:
+            parts["average"] = averaged
+        state = {**_values(run, work.tied, {}, randomness), **more}
     except CheckpointError as caught:
         error = f"rank {run.rank}: {caught}"
     everyone = gather_json(run._me, {"optimizer": mine, "error": error})
@@ -186,7 +194,12 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
         raise _refuse(f"it was written with{'out' if without else ''} a scheduler")
 
 
-def _settle(run: RunParts, saved: Mapping[str, Any], registered: dict[str, torch.Tensor]) -> None:
+def _settle(
+    run: RunParts,
+    saved: Mapping[str, Any],
+    registered: dict[str, torch.Tensor],
+    averages: Mapping[str, torch.Tensor],
+) -> None:
     """Restore the values that all workers share, after the tensors."""
     if run.scheduler is not None:
         run.scheduler.load_state_dict(checkpoint.decode(saved["scheduler"]))
@@ -199,6 +212,7 @@ def _settle(run: RunParts, saved: Mapping[str, Any], registered: dict[str, torch
     run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
     # a checkpoint of an earlier version has nothing registered
     found = saved.get("registered", {})
+    run._averages.loaded(saved.get("averages", {}), averages)
     run._registry.loaded(run, found, registered, run.plan.lr_factor / factor)
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
     run._strategy.loaded()
@@ -211,7 +225,7 @@ def restore(
     _check(run, saved)
     checkpoint.load_model(run.model, tensors["model"], saved["same_tensors"])
     checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], saved["optimizer"])
-    _settle(run, saved, tensors["registered"])
+    _settle(run, saved, tensors["registered"], tensors["average"])
     if run.world_size == 1 and saved["workers"] == 1:
         checkpoint.restore_random(tensors["random"], saved["randomness"])
 
@@ -228,7 +242,7 @@ def restore_pieces(
 
     Args:
         saved: the plain values of :func:`save`.
-        shapes: ``"model"`` and ``"optimizer"`` -> name -> shape, on every rank.
+        shapes: ``"model"``, ``"optimizer"``, and ``"average"`` -> name -> shape, on every rank.
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
         registered: the tensors of what the script registered, on every rank.
@@ -242,7 +256,8 @@ def restore_pieces(
     moments, put_moments = checkpoint.optimizer_wants(
         run.model, run.optimizer, work.groups, work.tied, known["optimizer"], saved["optimizer"]
     )
-    checkpoint.pull(run._me, sources, [*weights, *moments], all_see)
+    averaged, averages = average_wants(run, saved.get("averages", {}), known["average"])
+    checkpoint.pull(run._me, sources, [*weights, *moments, *averaged], all_see)
     put_weights()
     put_moments()
-    _settle(run, saved, registered)
+    _settle(run, saved, registered, averages)

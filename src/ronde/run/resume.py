@@ -47,7 +47,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     if holds_all(run):
         tensors = {
             part: _send_tensors(me, newest.whole(part) if newest else {})
-            for part in ("model", "optimizer", "random", "registered")
+            for part in ("model", "optimizer", "random", "registered", "average")
         }
         restore(run, answer["state"], tensors)
     else:
@@ -99,7 +99,7 @@ def _restore_pieces(
     with contextlib.ExitStack() as stack:
         sources = {}
         if newest:
-            for part in ("model", "optimizer"):
+            for part in ("model", "optimizer", "average"):
                 sources[part] = stack.enter_context(newest.source(part))
         shapes = {
             part: {name: list(e.shape) for name, e in source.entries.items()}

@@ -27,6 +27,7 @@ from ronde.loader import Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import checks, hooks, lr_rules, persist
+from ronde.run.average import Averages, Decay, WeightAverage
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
 from ronde.run.losses import LossCall
@@ -123,6 +124,8 @@ class Run:
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # the last batches()
         self._evaluations: dict[int, Evaluation] = {}
         self._registry = Registry()
+        self._averages = Averages()
+        self._averaging = True  # off while a tool steps
         self._save_due = False
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
@@ -453,6 +456,37 @@ class Run:
         """
         return self._registry.add(self, things)
 
+    def average(
+        self, decay: Decay = 0.999, *, name: str = "average", start: int = 0, every: int = 1
+    ) -> WeightAverage:
+        """Keep an average of the weights, under every plan. It is updated after each optimizer
+        step, is in the checkpoint, and continues after a resume under any plan and on any number of
+        workers. Call it on every worker, before the first step.
+
+        Args:
+            decay: ``average = decay * average + (1 - decay) * weights``. The average begins as the
+                weights of now. A function takes the number of updates so far, from 0, for a
+                warm-up: ``lambda n: min(0.999, (1 + n) / (10 + n))``. None gives the plain mean of
+                the weights after each update (stochastic weight averaging).
+            name: in the checkpoint, for a second average.
+            start: the optimizer step after which it begins.
+            every: optimizer steps from one update to the next.
+
+        Returns:
+            WeightAverage: ``with average.applied():`` gives the model the averaged weights;
+            ``run.export(path, average=average)`` writes them.
+
+        Raises:
+            ArgumentError: an argument cannot be used.
+            CheckpointError: the checkpoint's average is of another model.
+
+        Example:
+            >>> average = run.average(decay=0.999)  # doctest: +SKIP
+            >>> with average.applied():  # doctest: +SKIP
+            ...     run.evaluate(test_set)
+        """
+        return self._averages.add(self, name, decay, start, every)
+
     def save(self) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
         in the data. Call it on every worker, last in the loop's body.
@@ -463,6 +497,7 @@ class Run:
         Raises:
             CheckpointError: it could not be written; earlier ones are untouched.
         """
+        self._averages.check("run.save()")
         if self._share is not None and self._backwards:
             raise RondeError(
                 "run.save() was called between run.backward() and run.update(): the gradients "
@@ -484,9 +519,9 @@ class Run:
         self._watcher.rate.resume()
         return path
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model's weights as plain safetensors, under the script's names. Call it on
-        every worker; rank 0 writes.
+    def export(self, path: str | os.PathLike[str], average: WeightAverage | None = None) -> None:
+        """Write the model's weights, or an average of them, as plain safetensors, under the
+        script's names. Call it on every worker; rank 0 writes.
 
         Tensors that share memory are written under each of their names. Under a plan that divides
         the model, the other ranks send their parts one tensor at a time, so rank 0 never holds more
@@ -495,7 +530,8 @@ class Run:
         Raises:
             CheckpointError: it could not be written.
         """
-        persist.export_weights(self, Path(path))
+        with average.applied() if average is not None else nullcontext():
+            persist.export_weights(self, Path(path))
 
     def measure(self, seconds: float) -> None:
         """Train for about ``seconds`` from now on, write samples per second to
@@ -506,6 +542,7 @@ class Run:
     # -- inside a step -----------------------------------------------------------------
 
     def _current_share(self, call: str) -> Share:
+        self._averages.check(call)
         if self._divided is not None:
             checks.check_same_parameters(self.optimizer, self._divided, self.plan)
         if self._share is None:
@@ -562,8 +599,11 @@ class Run:
             # Not here: what the script does after the step (its averages, its scheduler) would be
             # one step behind in the checkpoint.
             self._save_due = True
+        if self._averaging:
+            self._averages.after_step(state.step)
         if state.step == self._watcher.steps_at_start + 1:
             self._registry.report_unused(self)
+            self._averages.report_unused(self)
         if self._deadline is not None and self._watcher.rate.seconds >= self._deadline:
             self._write_measure()
             self._ended = True

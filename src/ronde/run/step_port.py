@@ -84,6 +84,8 @@ class RunParts(RunView, Protocol):
     _backwards: int
     _last_saved_step: int
     _registry: Any
+    _averages: Any
+    _averaging: bool
     _save_every: int | None
     _deadline: float | None
     _comparison: Any
@@ -214,7 +216,7 @@ class StepPort:
         alone: one that knows its number of steps would refuse extra ones.
         """
         run = self._run
-        off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "scheduler"))
+        off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "_averaging", "scheduler"))
         off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
         before = {name: getattr(run, name) for name in off}
         run._watcher.rate.pause()
