@@ -496,7 +496,13 @@ class Stream(IterableDataset):
         return iter(data)
 
 class Buckets(BatchSampler):
-    pass
+    def __iter__(self):  # its own generator, which nothing seeds
+        return iter(torch.randperm(64, generator=fresh_generator()).split(8))
+
+def fresh_generator():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
 
 def plateau():
     model, optimizer = fresh()
@@ -525,7 +531,7 @@ errors = [
     lambda: start(data=DataLoader(data, batch_size=8)),
     lambda: start(data=TensorDataset(x[:0], y[:0])),
     lambda: start(data=Stream()),
-    lambda: start(data=DataLoader(data, batch_sampler=Buckets(SequentialSampler(data), 8, False))),
+    lambda: start(batch_size=None, data=DataLoader(data, batch_sampler=Buckets(SequentialSampler(data), 8, False))),
     lambda: train(start(data=[torch.randn(4) for _ in range(64)])),
     lambda: start(nn.Linear(4, 1, device="meta")),
     lambda: start(nn.DataParallel(nn.Linear(4, 1))),

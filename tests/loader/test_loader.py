@@ -417,9 +417,6 @@ class Stream(IterableDataset):
 
 def test_what_cannot_be_taken_over_is_refused():
     data = Numbers()
-    grouped = DataLoader(data, batch_sampler=[[0, 1], [2, 3]])
-    with pytest.raises(ArgumentError, match=r"data has its own batch_sampler \(list\)"):
-        take(grouped)
     with pytest.raises(
         ArgumentError, match=r"two batch sizes: batch_size=8 and the DataLoader's batch_size=4"
     ):

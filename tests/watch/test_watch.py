@@ -513,3 +513,49 @@ def test_displays(capsys):
         "1:00:00",
         "25:01:01",
     ]
+
+
+def test_evaluations_have_names(tmp_path, monkeypatch, capsys):
+    """In the printed line, the record, TensorBoard, ``ronde show``, and the summary."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.data import TensorDataset
+
+    import ronde
+    from ronde.cli.show import _series
+
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    model = torch.nn.Linear(2, 1)
+    data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ronde.distribute(
+        model,
+        optimizer,
+        data,
+        loss=torch.nn.functional.mse_loss,
+        batch_size=4,
+        name="named",
+        tensorboard=True,
+    )
+    for name in ("", 3):
+        with pytest.raises(ArgumentError, match="expected a text"):
+            run.evaluate(data, name=name)
+    found = []
+    for _ in run.epochs(2):
+        for batch in run.batches():
+            run.step(batch)
+        found = [run.evaluate(data), run.evaluate(data, name="test")]
+    said = capsys.readouterr().out + capsys.readouterr().err
+    assert "epoch 2  step 4  test  loss" in said and "epoch 2  step 4  evaluate  loss" in said
+    summary = summarise(RunDir(tmp_path / "named"))
+    assert summary.evaluations == {"evaluate": found[0], "test": found[1]}
+    assert summary.to_dict()["evaluation"] == found[1]
+    series = _series(RunDir(tmp_path / "named"))
+    assert [step for step, _ in series["test/loss"]] == [2.0, 4.0]
+    assert series["evaluate/loss"][-1][1] == found[0]["loss"]
+    events = EventAccumulator(str(tmp_path / "named" / "tensorboard")).Reload()
+    assert {"test/loss", "evaluate/loss"} <= set(events.Tags()["scalars"])
+    older = tmp_path / "older.jsonl"
+    older.write_text(
+        '{"type": "evaluate", "time": 0.0, "step": 1, "epoch": 0, "samples": 4, "metrics": {}}\n'
+    )
+    assert read(older)[0].name == "evaluate"

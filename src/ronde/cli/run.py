@@ -398,9 +398,8 @@ def print_summary(
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
-    row(
-        "batch", plan.sentence(same=not any("not the same training" in w for w in summary.warnings))
-    )
+    same = not any("not the same training" in w for w in summary.warnings)
+    row("batch", plan.sentence(same, start.smallest_batch))
     row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "
@@ -419,12 +418,11 @@ def print_summary(
     if summary.loss is not None:
         first = summary.curve[0][1]
         row("loss", f"{first:.4f} → {summary.loss:.4f}")
-    if summary.evaluation:
+    for kind, values in summary.evaluations.items():
         row(
-            "evaluation",
+            "evaluation" if kind == "evaluate" else kind,
             "  ".join(
-                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
-                for k, v in summary.evaluation.items()
+                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
             ),
         )
     row(

@@ -42,7 +42,7 @@ def _series(run: RunDir) -> dict[str, list[tuple[float, float]]]:
     series: dict[str, list[tuple[float, float]]] = {}
     for event in read(run.record):
         if isinstance(event, Evaluated):
-            values = {f"evaluate/{name}": value for name, value in event.metrics.items()}
+            values = {f"{event.name}/{name}": value for name, value in event.metrics.items()}
         elif isinstance(event, Logged):
             values = event.values
         else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
+    from ronde.data.batched_order import BatchOrder, batch_order
     from ronde.data.contract import Bad, Source, Step
     from ronde.data.echo import Echoed, echoed
     from ronde.data.image_decoders import AUTO, DECODERS, available, check_decoder
@@ -32,6 +33,7 @@ __all__ = [
     "ArraySource",
     "Bad",
     "BaseSource",
+    "BatchOrder",
     "CannotEncode",
     "DECODERS",
     "DatasetSource",
@@ -42,6 +44,7 @@ __all__ = [
     "Source",
     "Step",
     "available",
+    "batch_order",
     "check_decoder",
     "current_keys",
     "decode_sample",
@@ -61,6 +64,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "ronde.data.batched_order": "BatchOrder batch_order",
             "ronde.data.contract": "Bad Source Step",
             "ronde.data.echo": "Echoed echoed",
             "ronde.data.image_decoders": "AUTO DECODERS available check_decoder",

@@ -226,6 +226,14 @@ class Order:
         """Samples in one epoch."""
         return self.n if self.length is None else self.length
 
+    def samples_in(self, epoch: int) -> int:
+        """Samples in one epoch, where epochs differ in length."""
+        return self.epoch_samples
+
+    def ends(self, epoch: int) -> tuple[int, ...] | None:
+        """The position after each global batch of an epoch; None if batches have one size."""
+        return None
+
     @property
     def kind(self) -> str:
         """``"samples"``, or the permuted blocks; runs can resume under the same kind."""

@@ -23,8 +23,9 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ronde.data import Order, Source, key_of
+from ronde.data import BatchOrder, Order, Source, key_of
 from ronde.introspect import restore_states, seed_all, states
+from ronde.loader.batch_sampler import order_of_batches
 from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world
@@ -84,6 +85,16 @@ def _length(dataset: Any, argument: str) -> int:
     return int(n)
 
 
+def _index(value: Any, sampler: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"the sampler {type(sampler).__name__} gave {value!r:.60}: expected the index of one "
+            "sample. A sampler of lists is a batch_sampler: DataLoader(dataset, batch_sampler=…)."
+        ) from None
+
+
 def _sampler_order(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
     """The user's sampler as a function of (seed, epoch), the same on every rank."""
 
@@ -96,7 +107,7 @@ def _sampler_order(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
                 sampler.generator.manual_seed(key)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            return [int(i) for i in sampler]
+            return [_index(i, sampler) for i in sampler]
         finally:
             restore_states(before)
 
@@ -113,6 +124,11 @@ def _order(data: Any, n: int, seed: int, shuffle: bool) -> Order:
     return Order(n, seed, shuffle)
 
 
+def _own_batches(loader: DataLoader[Any]) -> bool:
+    """Whether the script decides which samples form a batch."""
+    return type(loader.batch_sampler) not in (BatchSampler, type(None))
+
+
 def _order_of(
     loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool
 ) -> tuple[Order, list[str]]:
@@ -122,6 +138,13 @@ def _order_of(
         if type(loader.batch_sampler) is BatchSampler
         else loader.sampler
     )
+    if _own_batches(loader):
+        if shuffle is not None:
+            raise ArgumentError(
+                f"shuffle={shuffle} contradicts the batch_sampler of {argument} "
+                f"({type(loader.batch_sampler).__name__}), which decides the order: remove it."
+            )
+        return order_of_batches(loader.batch_sampler, loader.dataset, seed, argument), []
     ready_made = (
         isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
     )
@@ -238,11 +261,15 @@ def take_over(
         )
     if data.batch_size is None and data.batch_sampler is None:
         own_size = None
-    elif type(data.batch_sampler) not in (BatchSampler, type(None)):
-        raise ArgumentError(
-            f"{argument} has its own batch_sampler ({type(data.batch_sampler).__name__}), but "
-            "ronde forms the batches. Pass a DataLoader with batch_size= and, if needed, sampler=."
-        )
+    elif _own_batches(data):
+        own_size = None
+        given = f"batch_size={batch_size}" if batch_size is not None else "drop_last=True"
+        if batch_size is not None or drop_last:
+            raise ArgumentError(
+                f"{given} contradicts the batch_sampler of {argument} "
+                f"({type(data.batch_sampler).__name__}), whose batches are the global batches: "
+                "remove it."
+            )
     else:
         own_size = (
             data.batch_sampler.batch_size
@@ -256,6 +283,8 @@ def take_over(
             "optimizer step: give one of them."
         )
     order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
+    if isinstance(order, BatchOrder):
+        own_size = max(order.sizes(0))
     known = inspect.signature(DataLoader.__init__).parameters
     options = {
         name: getattr(data, name) for name in _OPTIONS if name in known and hasattr(data, name)
@@ -281,7 +310,9 @@ def take_over(
     )
     if collate is not default_collate or settings.collate is default_collate:
         settings = dataclasses.replace(settings, collate=collate)
-    leave_out = drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
+    leave_out = not isinstance(order, BatchOrder) and (
+        drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
+    )
     return TakenOver(
         data.dataset,
         order,

@@ -471,7 +471,7 @@ class Reader(Dataset[Any]):
             if self.order is None:
                 i = draw % self.n
             else:  # only what the script's sampler has drawn
-                at = draw % self.order.epoch_samples
+                at = draw % self.order.samples_in(ask.epoch)
                 i = int(self.order.ids(ask.epoch, at, at + 1)[0])
             with sample_key(key_of(self.seed, 1, ask.epoch, key, attempt + 1)):
                 one = self._attempt([i])[0]

@@ -26,7 +26,13 @@ from ronde.measure.pipeline_overhead import (
 )
 from ronde.measure.script_loop import own_loop
 from ronde.measure.stand_in import untouched
-from ronde.measure.study import load_study, report_progress, study_target, write_study
+from ronde.measure.study import (
+    load_study,
+    refuse_batches,
+    report_progress,
+    study_target,
+    write_study,
+)
 from ronde.measure.tensor_units import divisible
 from ronde.measure.time_units import measure
 from ronde.measure.under_load import under_load
@@ -77,6 +83,10 @@ class Gauge(hooks.Observer):
     def count_workers(self, workers: int) -> int:
         """See :class:`Observer`: devices to plan for, not workers that measure."""
         return int(self.options.get("devices") or workers)
+
+    def on_open(self, opening: hooks.Opening) -> None:
+        """See :class:`Observer`."""
+        refuse_batches(opening.taken.order)
 
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""

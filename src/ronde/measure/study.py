@@ -7,15 +7,31 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ronde.data import Order
 from ronde.watch import MARK
+from ronde.world import ArgumentError
 
-__all__ = ["load_study", "report_progress", "study_target", "write_study"]
+__all__ = ["load_study", "refuse_batches", "report_progress", "study_target", "write_study"]
 
 
 def study_target() -> tuple[dict[str, Any], Path]:
     """The study's options, and the file for its result."""
     options = json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}"))
     return options, Path(os.environ["RONDE_STUDY_FILE"])
+
+
+def refuse_batches(order: Order) -> None:
+    """Refuse global batches of several sizes: a measured step stands for all others.
+
+    Raises:
+        ArgumentError: a ``batch_sampler`` decides.
+    """
+    if order.ends(0) is not None:
+        raise ArgumentError(
+            f"the batch_sampler ({order.sampler}) makes global batches of several sizes, and this "
+            "measures steps of one size. Measure with DataLoader(dataset, batch_size=…) of a "
+            "typical size; ronde run and ronde prove take the batch_sampler as it is."
+        )
 
 
 def report_progress(text: str) -> None:

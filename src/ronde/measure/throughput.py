@@ -31,6 +31,7 @@ from ronde.loader import Executor, Feed, FeedSettings, LoaderSettings
 from ronde.measure.arms import Arm, ArmResult, Timed
 from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
 from ronde.measure.step_stages import StepStages
+from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
 from ronde.profile import StageTimes, read_board, read_notes
 from ronde.run.evaluation import on_device
@@ -74,6 +75,7 @@ class Bench:
     def __init__(self, run: RunView) -> None:
         self.run = run
         self.port = run.port
+        refuse_batches(self.port.data.order)
         self.batch_samples = min(run.plan.batch_size, run.port.data.order.epoch_samples)
         self.in_step = StepStages()
         self.patience = 10.0

@@ -5,9 +5,10 @@ Pure functions of (global batch, workers, micro-batch).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Share", "epoch_steps", "shares", "split"]
@@ -61,6 +62,7 @@ def shares(
     micro_batch: int | None = None,
     drop_last: bool = False,
     parts: int | None = None,
+    ends: Sequence[int] | None = None,
 ) -> Iterator[Share]:
     """This worker's share of every global batch of an epoch, from sample ``offset`` on.
 
@@ -73,6 +75,8 @@ def shares(
         micro_batch: most samples that a worker holds at once; None for its whole share.
         parts: exactly so many micro-batches instead, the last of them empty where there are fewer
             samples (a pipeline).
+        ends: the position after each global batch, where their sizes differ; ``batch_size`` and
+            ``drop_last`` do not count then. ``offset`` is one of them, or 0.
 
     Example:
         >>> [s.micro for s in shares(0, 0, 10, 4, rank=1, size=3)]
@@ -81,10 +85,14 @@ def shares(
         [1, 1, 0]
     """
     start = offset
+    following = iter(ends[bisect.bisect_right(ends, offset) :]) if ends is not None else None
     while start < epoch_samples:
-        stop = min(start + batch_size, epoch_samples)
-        if drop_last and stop - start < batch_size:
-            return
+        if following is not None:
+            stop = int(next(following))
+        else:
+            stop = min(start + batch_size, epoch_samples)
+            if drop_last and stop - start < batch_size:
+                return
         each, extra = divmod(stop - start, size)
         low = start + rank * each + min(rank, extra)  # as split() cuts, for this rank alone
         high = low + each + (rank < extra)

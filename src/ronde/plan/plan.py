@@ -376,13 +376,15 @@ class Plan:
             raise ArgumentError(f"{path} holds no plan that can be used: {error}") from None
         return plan
 
-    def sentence(self, same: bool = True) -> str:
+    def sentence(self, same: bool = True, smallest: int | None = None) -> str:
         """The batch contract in one line. ``same`` is False if a run was warned that the training
-        differs from one device.
+        differs from one device; ``smallest`` is the smallest global batch, if their sizes differ.
         """
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
-        if self.replicas > 1:
+        if smallest is not None:
+            text = f"global batches of {smallest} to {self.batch_size} samples"
+        elif self.replicas > 1:
             approx = "" if self.batch_size % self.replicas == 0 else "at most "
             text += (
                 f" = {self.replicas} "

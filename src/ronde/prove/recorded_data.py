@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from ronde.data import Order
+from ronde.data import BatchOrder, Order
 from ronde.loader import LoaderSettings, TakenOver
 from ronde.prove.values import cast, draws_since, generators
 
@@ -81,6 +81,8 @@ def _last_batch(samples: int, size: int, workers: int) -> int:
 def cut_epoch(taken: TakenOver, size: int, steps: int, workers: int) -> int:
     """Samples of an epoch so short that its last batch and its end are among the steps."""
     samples = taken.order.epoch_samples
+    if (ends := taken.order.ends(0)) is not None:
+        return ends[steps // 2 - 1] if len(ends) >= steps >= 4 else samples
     short = samples
     if steps >= 4 and -(-samples // size) >= steps:
         short = min(samples, (steps // 2 - 1) * size + _last_batch(samples, size, workers))
@@ -91,6 +93,9 @@ def cut_order(order: Order, short: int) -> Order:
     """The order, with epochs of ``short`` samples."""
     if short >= order.epoch_samples:
         return order
+    if isinstance(order, BatchOrder):
+        whole, count = order.batches, order.ends(0).index(short) + 1
+        return dataclasses.replace(order, batches=lambda epoch: whole(epoch)[:count], length=short)
     draw = order.draw
     if draw is None:
         return dataclasses.replace(order, length=short)

@@ -192,7 +192,8 @@ class Recorder(hooks.Observer):
         taken, workers = opening.taken, self.settings.workers
         order = taken.order
         size = (taken.batch_size or 1) * (workers if opening.batch == "grow" else 1)
-        self._steps_per_epoch = -(-order.epoch_samples // size)
+        ends = order.ends(0)
+        self._steps_per_epoch = -(-order.epoch_samples // size) if ends is None else len(ends)
         short = cut_epoch(taken, size, self.settings.steps, workers)
         dataset = taken.dataset
         loader = wide_loader(taken.settings, dataset, self._note_collate)
@@ -264,7 +265,7 @@ class Recorder(hooks.Observer):
             samples=taken.order.n,
             epoch_samples=taken.order.epoch_samples,
             short=short,
-            last=0 if taken.drop_last else short % size,
+            last=0 if taken.drop_last or taken.order.ends(0) is not None else short % size,
             names=self._names,
             optimized=sorted(self._optimized),
             modules={n: type(m).__name__ for n, m in modules.items()},

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ronde.data import BatchOrder
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
@@ -20,7 +21,7 @@ __all__ = ["announce", "scalar_writer"]
 
 def announce(run: Run, left_out: list[str]) -> None:
     """Record the start, and warn if the training is not the same as on one device."""
-    me, directory = run.port.world, run.dir
+    me, directory, order = run.port.world, run.dir, run.port.data.order
     run._watcher.event(
         Started(
             schema=SCHEMA_VERSION,
@@ -33,10 +34,11 @@ def announce(run: Run, left_out: list[str]) -> None:
             model=type(run.model).__name__,
             parameters=sum(p.numel() for p in run.model.parameters()),
             optimizer=type(run.optimizer).__name__,
-            samples=run.port.data.order.epoch_samples,
+            samples=order.epoch_samples,
             steps_per_epoch=run.steps_per_epoch,
             threads=torch.get_num_threads(),
             plan=run.plan.to_dict(),
+            smallest_batch=min(order.sizes(0)) if isinstance(order, BatchOrder) else None,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
     )

@@ -12,12 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ronde.data import Order
 from ronde.loader import TakenOver
 from ronde.plan import Plan
 from ronde.world import ArgumentError, PlanError, World
+from ronde.world.consensus import agree
 
 __all__ = [
     "check_arguments",
+    "check_batches",
+    "check_draw",
     "check_init",
     "check_model",
     "check_optimizer",
@@ -187,9 +191,7 @@ def run_facts(
         facts["the data set's fingerprint"] = taken.fingerprint
     facts["what is done about bad samples"] = [taken.settings.on_error, taken.settings.max_skipped]
     if taken.order.draw is not None:
-        ids = taken.order.ids(0, 0, taken.order.epoch_samples)
-        digest = hashlib.sha256(ids.tobytes()).hexdigest()
-        facts["the order that the sampler draws"] = digest[:12]
+        facts["the order that the sampler draws"] = _drawn(taken.order, 0)
     facts.update(shown)
     for name, p in model.named_parameters():
         facts[f"parameter {name!r}"] = _kind(p) + ("" if p.requires_grad else ", frozen")
@@ -202,6 +204,49 @@ def run_facts(
             facts[f"the optimizer's {key} (group {i})"] = fact
     facts["the scheduler"] = type(scheduler).__name__
     return facts
+
+
+def _drawn(order: Order, epoch: int) -> str:
+    """Digest of what a sampler draws for an epoch."""
+    digest = hashlib.sha256(order.ids(epoch, 0, order.samples_in(epoch)).tobytes())
+    if (ends := order.ends(epoch)) is not None:
+        digest.update(repr(ends).encode())
+    return digest.hexdigest()[:12]
+
+
+def check_draw(me: World, order: Order, epoch: int, where: str) -> None:
+    """Raise unless the script's sampler draws the same on all ranks. A collective.
+
+    Raises:
+        WorldError: on every rank.
+    """
+    if me.size > 1:
+        fact = f"the order that the sampler draws for epoch {epoch}"
+        agree(me, {fact: _drawn(order, epoch)}, where)
+
+
+def check_batches(plan: Plan, order: Order, auto: bool) -> None:
+    """Refuse arguments that need global batches of one size, if a ``batch_sampler`` decides.
+
+    Raises:
+        ArgumentError: names the argument.
+    """
+    if order.ends(0) is None:
+        return
+    found = (
+        "batch='grow'"
+        if plan.batch == "grow"
+        else f"pipeline={plan.pipeline}"
+        if plan.pipeline > 1
+        else "plan='auto'"
+        if auto
+        else None
+    )
+    _require(
+        found is None,
+        f"{found} needs global batches of one size, but the batch_sampler ({order.sampler}) makes "
+        "batches of several sizes. Use another plan, or DataLoader(dataset, batch_size=…).",
+    )
 
 
 def check_arguments(

@@ -199,7 +199,7 @@ def distribute(
     )
     hooks.observer.on_open(opening)
     _place(opening, me, on_meta=init is not None)
-    chosen = _plan(opening, asked, me, lr_rule, warmup_steps)
+    chosen = _plan(opening, asked, me, lr_rule, warmup_steps, auto)
     work = _work(opening, chosen, me, tensor_plan, init)
     chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
@@ -220,7 +220,9 @@ def distribute(
         keep=keep,
         on_nan=on_nan,
         writer=scalar_writer(directory, tensorboard, me),
-        in_lists=micro_batch is not None,
+        in_lists=micro_batch is not None
+        # a batch may be larger than any before it
+        or (chosen.micro_batch is not None and opening.taken.order.ends(0) is not None),
     )
     announce(run, left_out)
     _begin(run, forecast, resumes)
@@ -263,7 +265,12 @@ def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
 
 
 def _plan(
-    opening: hooks.Opening, asked: Plan, me: World, lr_rule: str | None, warmup: int | None
+    opening: hooks.Opening,
+    asked: Plan,
+    me: World,
+    lr_rule: str | None,
+    warmup: int | None,
+    auto: bool,
 ) -> Plan:
     """The complete plan, after all ranks have agreed on its facts."""
     taken = opening.taken
@@ -283,6 +290,7 @@ def _plan(
     # Before anything else is exchanged: gloo adds tensors of different shapes without an error.
     facts = checks.run_facts(chosen, taken, opening.model, opening.optimizer, opening.scheduler)
     agree(me, facts, "ronde.distribute")
+    checks.check_batches(chosen, taken.order, auto)
     samples = taken.order.epoch_samples
     if opening.batch == "grow":
         chosen = dataclasses.replace(chosen, workers=hooks.observer.count_workers(me.size))
@@ -343,7 +351,12 @@ def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
 
 
 def _repeat(order: Order, n: int) -> Order:
-    """An order whose epoch has at least ``n`` samples, by repetition."""
+    """An order whose epoch has at least ``n`` samples, by repetition; those of one batch, if a
+    batch_sampler decides which samples fit together.
+    """
+    if (ends := order.ends(0)) is not None:
+        first = np.resize(order.ids(0, 0, ends[0]), n).tolist()
+        return Order(order.n, order.seed, draw=lambda _epoch: first, length=n)
     if n <= order.epoch_samples:
         return order
     ids = order.ids(0, 0, order.epoch_samples)

@@ -25,6 +25,7 @@ from ronde.loader import (
 from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
+from ronde.run.checks import check_draw
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
@@ -175,6 +176,8 @@ class Evaluation:
     def run(self, run: RunParts, metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Loss and metrics over the whole set, and its number of samples."""
         loss, strategy = run._loss, run._strategy
+        if self.taken.order.draw is not None:
+            check_draw(self.me, self.taken.order, 0, "run.evaluate")
         plain, objects = self._prepare(metrics)
         # Sum and weight of the loss, then of each plain metric; the last cell counts samples.
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
@@ -266,12 +269,13 @@ class Evaluation:
 
     def _read(self) -> Iterator[tuple[Any, int]]:
         """Each micro-batch of this worker, and how many of its samples count."""
-        layout, samples = self.layout, self.taken.order.epoch_samples
+        layout, order = self.layout, self.taken.order
+        samples, ends = order.samples_in(0), order.ends(0)
         replica = layout.place(self.me.rank).replica
 
         def mine() -> Any:
             size, replicas = self.batch_size, layout.replicas
-            return shares(0, 0, samples, size, replica, replicas, self.micro_batch)
+            return shares(0, 0, samples, size, replica, replicas, self.micro_batch, ends=ends)
 
         for share, micros in self.feed.read(mine):
             left_out = self.feed.left_out or (0,) * len(micros)

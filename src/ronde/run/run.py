@@ -158,8 +158,11 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in a whole epoch."""
-        samples = self._taken.order.epoch_samples
+        """Optimizer steps in a whole epoch; in the current one, if a ``batch_sampler`` decides."""
+        order = self._taken.order
+        if (ends := order.ends(self.state.epoch)) is not None:
+            return len(ends)
+        samples = order.epoch_samples
         return epoch_steps(samples, self.plan.batch_size, self.plan.drop_last)
 
     @property
@@ -323,7 +326,9 @@ class Run:
 
     # -- evaluation --------------------------------------------------------------------
 
-    def evaluate(self, data: Any, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def evaluate(
+        self, data: Any, metrics: Mapping[str, Any] | None = None, *, name: str = "evaluate"
+    ) -> dict[str, Any]:
         """Loss and metrics over a data set. Each sample counts once, and every rank gets the same
         result, for any number of workers. Call it on every worker: each evaluates its share.
 
@@ -332,6 +337,7 @@ class Run:
             metrics: name -> a torchmetrics object, or a callable that takes what the loss takes,
                 usually ``(output, target)``, and returns a mean over these samples, ``(sum,
                 weight)``, or one value per sample.
+            name: of this evaluation, in the record, the printed line, and TensorBoard: ``"test"``.
 
         Returns:
             dict: ``"loss"`` and each metric, as numbers (or whatever a torchmetrics object
@@ -342,6 +348,8 @@ class Run:
             ...     y: (out.argmax(1) == y).float()})
             {'loss': 0.31, 'accuracy': 0.92}
         """
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
         self._watcher.rate.pause()
         evaluation = evaluation_of(self, data, self._weak_reporter())
         self._strategy.sync_buffers()
@@ -358,14 +366,17 @@ class Run:
         hooks.observer.after_evaluation(self, result, samples)
         of = evaluation.taken.order.epoch_samples
         if report := skip_report(evaluation.skipped, of, "left out"):
-            self._warn(f"evaluation: {report}")
+            self._warn(f"{'evaluation' if name == 'evaluate' else name}: {report}")
         state = self.state
-        event = Evaluated(step=state.step, epoch=state.epoch, samples=samples, metrics=result)
-        self._watcher.event(event)
-        self._write_scalars("evaluate/", result)
+        self._watcher.event(
+            Evaluated(
+                step=state.step, epoch=state.epoch, samples=samples, metrics=result, name=name
+            )
+        )
+        self._write_scalars(f"{name}/", result)
         numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
         shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-        self._watcher.say(f"epoch {state.epoch + 1}  step {state.step}  evaluate  {shown}")
+        self._watcher.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
         self._watcher.rate.resume()
         return result
 
@@ -636,8 +647,11 @@ class Run:
         epoch = state.epoch
         self._strategy.start_epoch()
         hooks.observer.on_epoch_start(self)
+        ends = order.ends(epoch)
+        if order.draw is not None:
+            checks.check_draw(self._me, order, epoch, "run.batches")
         share_args = (
-            order.epoch_samples,
+            order.samples_in(epoch),
             plan.batch_size,
             plan.layout.place(self.rank).replica,
             plan.replicas,
@@ -645,9 +659,12 @@ class Run:
             plan.drop_last,
             plan.accumulation if plan.pipeline > 1 else None,
         )
-        current = partial(shares, epoch, state.epoch_samples, *share_args)
-        more = self._in_epochs and epoch + 1 < (self._watcher.epochs or 0)
+        current = partial(shares, epoch, state.epoch_samples, *share_args, ends)
+        more = ends is None and self._in_epochs and epoch + 1 < (self._watcher.epochs or 0)
         following = partial(shares, epoch + 1, 0, *share_args)
+        if ends is not None and (epochs := self._watcher.epochs):
+            done = sum(end <= state.epoch_samples for end in ends)
+            self._watcher.total_steps = state.step - done + (epochs - epoch) * len(ends)
         self._watcher.rate.resume()
         # The type of a batch must not depend on the number of workers.
         lists = hooks.observer.yields_lists(plan.accumulation > 1 or self._in_lists)
@@ -688,7 +705,9 @@ class Run:
         return hooks.observer.on_batch(self, share, ready)
 
     def _epoch_is_over(self) -> bool:
-        left = self._taken.order.epoch_samples - self.state.epoch_samples
+        if not self.state.epoch_samples:
+            return False
+        left = self._taken.order.samples_in(self.state.epoch) - self.state.epoch_samples
         return left <= 0 or (self.plan.drop_last and left < self.plan.batch_size)
 
     def _end_epoch(self) -> None:

@@ -63,6 +63,7 @@ class Started(Event):
     threads: int
     plan: dict[str, Any]
     versions: dict[str, str]
+    smallest_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,16 @@ class Epoch(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """``evaluate`` returned ``metrics`` over ``samples`` samples, each counted once."""
+    """``evaluate`` returned ``metrics`` over ``samples`` samples, each counted once. ``name`` is
+    the script's, "evaluate" if it gave none.
+    """
 
     type: ClassVar[str] = "evaluate"
     step: int
     epoch: int
     samples: int
     metrics: dict[str, Any]
+    name: str = "evaluate"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Summary:
     samples_per_second: float | None = None
     seconds: float | None = None
     loss: float | None = None
-    evaluation: dict[str, Any] | None = None
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each name
     curve: list[tuple[int, float]] = field(default_factory=list)
     checkpoints: int = 0
     warnings: list[str] = field(default_factory=list)
@@ -60,7 +60,8 @@ class Summary:
             "samples_per_second": self.samples_per_second,
             "seconds": self.seconds,
             "loss": self.loss,
-            "evaluation": self.evaluation,
+            "evaluation": next(reversed(self.evaluations.values()), None),
+            "evaluations": self.evaluations,
             "checkpoints": self.checkpoints,
             "error": self.error,
         }
@@ -78,7 +79,12 @@ def summarise(run: RunDir) -> Summary:
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")
     events = read(run.record)
-    start, ended, evaluated = _last(events, Started), _last(events, Ended), _last(events, Evaluated)
+    start, ended = _last(events, Started), _last(events, Ended)
+    evaluations: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, Evaluated):
+            evaluations.pop(event.name, None)  # the last one comes last
+            evaluations[event.name] = event.metrics
     steps = [e for e in events if isinstance(e, StepRecorded)]
     written = run.record.stat().st_mtime
     if ended is not None and start is not None and ended.time < start.time:
@@ -100,7 +106,7 @@ def summarise(run: RunDir) -> Summary:
         else None,
         seconds=ended.seconds if ended else (events[-1].time - events[0].time if events else None),
         loss=steps[-1].loss if steps else None,
-        evaluation=evaluated.metrics if evaluated else None,
+        evaluations=evaluations,
         curve=[(e.step, e.loss) for e in steps],
         # older ones are removed
         checkpoints=len(
