@@ -67,7 +67,7 @@ def begin(plan: str, where: Path, resume: bool, **options):
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    options = {"batch_size": 12, "seed": 3, "save_every": 3, **options}
+    options = {"batch_size": 12, "seed": 3, "save_every": 3, "keep": 2, **options}
     return (
         ronde.distribute(model, optimizer, rows(), loss=F.cross_entropy, plan=plan, **options),
         optimizer,
@@ -95,7 +95,8 @@ class Averaged:
 
 def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
     """A training of a script that owns more than a model."""
-    run, optimizer = begin(PLANS[plan][1], where, resume)
+    # the first epoch's is the largest
+    run, optimizer = begin(PLANS[plan][1], where, resume, keep_best="max:score")
     # Built after the resume, they set their optimizers' rates to the first ones.
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
     torch.manual_seed(11 if not resume else 12)
@@ -146,7 +147,7 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
         if kill == f"epoch {epoch}":
             os._exit(0)
         scheduler.step()
-        kept.best = min(kept.best, run.evaluate(rows())["loss"])
+        kept.best = min(kept.best, run.evaluate(rows(), {"score": F.cross_entropy})["loss"])
         with average.applied():
             averaged.append(run.evaluate(rows())["loss"])
     run.export(where / "final.safetensors")
@@ -176,6 +177,9 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
         if ema is None
         else [int(ema.n_averaged), [p.tolist() for p in ema.parameters()]],
         "averaged": averaged[-1],
+        "best checkpoint": [run.best.metric, run.best.value, run.best.step, run.best.epoch],
+        "checkpoints": sorted(path.name for path in (where / "checkpoints").iterdir()),
+        "best path": run.best.path.name,
         "files": {
             path.stem: {n: t.flatten().tolist() for n, t in load_file(path).items()}
             for path in where.glob("*.safetensors")
@@ -251,6 +255,7 @@ def refused(folder: Path) -> None:
             "ranks' tensors": lambda: by_rank("noise", torch.full((3,), float(run.rank))),
             "one rank's": lambda: by_rank(f"only{run.rank}", 1),
             "later": lambda: (setattr(kept, "a", object()), run.save()),
+            "best": lambda: begin("replicate", folder, False, keep_best="mim:loss"),
             "decay": lambda: run.average(decay=1.5),
             "every": lambda: run.average(every=0),
             "decays": lambda: run.average(decay=0.5 + 0.1 * run.rank),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from processes import TESTS, python
+from ronde.cli.run import print_summary
+from ronde.watch import RunDir, summarise
 
 WORKER = TESTS / "register_worker.py"
 
@@ -35,7 +39,8 @@ def furthest(a: object, b: object) -> float:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """Trainings that were killed and resumed under another plan, and one that was not."""
-    return worker("killed", tmp_path_factory.mktemp("register"))
+    folder = tmp_path_factory.mktemp("register")
+    return {**worker("killed", folder), "folder": folder}
 
 
 def test_registered_state_comes_back_under_another_plan_and_size(ended):
@@ -43,7 +48,7 @@ def test_registered_state_comes_back_under_another_plan_and_size(ended):
     assert len(whole["losses"]) == 15 and len(set(whole["lr"].values())) == 3
     assert whole["smooth"][1] == "float32" and len(whole["recent"]) == 4
     kept = ("losses", "lr", "best", "smooth", "recent", "queue", "counts", "seen", "critic")
-    resumed = {name: one for name, one in ended.items() if name != "whole/ended"}
+    resumed = {n: one for n, one in ended.items() if n not in ("whole/ended", "folder")}
     assert len(resumed) == 6
     for name, one in resumed.items():
         assert {key: furthest(one[key], whole[key]) <= 1e-12 for key in kept} == dict.fromkeys(
@@ -73,11 +78,32 @@ def test_averages_follow_their_definition_under_every_plan_and_come_back(ended):
         found = {n: whole[name][n] for n in by_hand}  # a file also has buffers and tied names
         assert furthest(found, by_hand) <= 1e-12
         assert furthest({n: whole["final"][n] for n in by_hand}, by_hand) > 1e-3
-    for one in ended.values():
+    for name, one in ended.items():
+        if name == "folder":
+            continue
         files = one["files"]
         assert furthest(one["averaged"], ended["whole/ended"]["averaged"]) <= 1e-12
         assert all(furthest(files[n], whole[n]) <= 1e-12 for n in ("final", "average", "mean"))
         assert files["again"] == files["final"]  # bit for bit, after an exception too
+
+
+def test_the_best_checkpoint_stays_beside_the_newest(ended):
+    whole = ended["whole/ended"]
+    metric, value, step, epoch = whole["best checkpoint"]
+    assert (metric, step, epoch) == ("score", 5, 0)
+    for name in ("whole", "replicate-single", "zero3-pipeline"):
+        one = ended[f"{name}/ended"]
+        assert furthest(one["best checkpoint"], whole["best checkpoint"]) <= 1e-12
+        # keep=2, and of each step but the last, the run went on from the newest
+        assert one["checkpoints"] == ["step-000000005", "step-000000012", "step-000000015"]
+        assert one["best path"] == "step-000000005"
+        run = RunDir(ended["folder"] / name)
+        best = summarise(run).best
+        assert best is not None and (best.step, best.path) == (5, "checkpoints/step-000000005")
+        assert abs(best.value - value) <= 1e-12
+    shown = io.StringIO()
+    print_summary(run, Console(file=shown, width=150), 1.0)
+    assert f"score {value:.4f} at step 5, in checkpoints/step-000000005" in shown.getvalue()
 
 
 REFUSED = {
@@ -100,6 +126,7 @@ REFUSED = {
     "ranks' tensors": "The ranks disagree on the registered 'noise'",
     "one rank's": "'only0' (rank 0: 1; rank 1: nothing)",
     "later": "rank 0: run.register(a=…): 'a' is of type object",
+    "best": "keep_best='mim:loss': expected the name of a metric",
     "decay": "run.average(decay=1.5): expected a number from 0.0 to below 1.0",
     "every": "every=0): expected whole numbers",
     "decays": "disagree on decay in run.average: rank 0: 0.5; rank 1: 0.6",

@@ -152,6 +152,7 @@ def finish(
     tensors: Mapping[str, Mapping[str, PieceEntry]],
     state: Mapping[str, Any],
     keep: int | None,
+    protected: int | None = None,
 ) -> Path:
     """Write the manifest, publish the checkpoint, and remove old ones. Returns its path."""
     folder = temporary.parent
@@ -179,6 +180,8 @@ def finish(
     sync(folder)
     if keep is not None:
         for old in list_checkpoints(folder)[keep:]:
+            if protected is not None and old.name == f"step-{protected:09d}":
+                continue
             doomed = folder / f"{_TEMPORARY}old-{old.name}"
             try:
                 old.rename(doomed)  # first out of sight, so that a half-deleted one is never found
@@ -202,6 +205,7 @@ def write(
     files: Mapping[str, Tensors],
     state: Mapping[str, Any],
     keep: int | None = None,
+    protected: int | None = None,
 ) -> Path:
     """Write a checkpoint of ``step`` into ``folder`` and return its path.
 
@@ -211,6 +215,7 @@ def write(
         state: plain JSON values.
         keep: how many of the newest to keep, None for all. Older ones go only after this one is
             safe on disk.
+        protected: a step whose checkpoint stays besides the newest.
 
     Raises:
         CheckpointError: the disk refuses it; what was there before is untouched.
@@ -228,6 +233,7 @@ def write(
             {},
             state,
             keep,
+            protected,
         )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(refused(folder, step, error)) from error

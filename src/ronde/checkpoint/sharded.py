@@ -118,6 +118,7 @@ def write_pieces(
     whole: Mapping[str, Tensors],
     state: Mapping[str, Any],
     keep: int | None = None,
+    protected: int | None = None,
 ) -> Path:
     """Write a checkpoint together and return its path. A collective.
 
@@ -126,6 +127,7 @@ def write_pieces(
         whole: file name -> tensors that rank 0 writes as they are.
         state: plain JSON values; those of rank 0 count.
         keep: how many of the newest to keep, None for all.
+        protected: a step whose checkpoint stays besides the newest.
 
     Raises:
         CheckpointError: on every rank, if any of them could not write; what was there before is
@@ -184,7 +186,11 @@ def write_pieces(
         }
         _, failed = _attempt(
             me,
-            lambda: files.finish(path, step, entries, tensors, state, keep) if me.is_main else None,
+            lambda: (
+                files.finish(path, step, entries, tensors, state, keep, protected)
+                if me.is_main
+                else None
+            ),
         )
         if failed is not None:
             raise CheckpointError(files.refused(folder, step, failed))

@@ -425,6 +425,8 @@ def print_summary(
                 f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
             ),
         )
+    if best := summary.best:
+        row("best", f"{best.metric} {best.value:.4f} at step {best.step:,}, in {best.path}")
     row(
         "kept in",
         f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "

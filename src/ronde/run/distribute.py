@@ -25,6 +25,7 @@ from ronde.parallel.meta_init import FILL_THEMSELVES, Init
 from ronde.plan import SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
+from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.losses import LossCall
@@ -75,6 +76,7 @@ def distribute(
     warmup_steps: int | None = None,
     save_every: int | None = None,
     keep: int = 3,
+    keep_best: str | None = None,
     on_nan: Literal["error", "ignore"] = "error",
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -124,7 +126,11 @@ def distribute(
         warmup_steps: for ``batch="grow"``; None is five epochs, as in Goyal et al.
         save_every: optimizer steps between checkpoints; None saves at the end, and at ends of
             epochs at most once a minute.
-        keep: number of checkpoints to keep.
+        keep: number of checkpoints to keep, the newest.
+        keep_best: also keep the checkpoint of the best evaluation, by this metric of
+            :meth:`Run.evaluate`: ``"accuracy"``, ``"loss"``, ``"min:rank"``, or ``"val/loss"`` of
+            evaluations with that name. Without a direction, less is better if the metric's name
+            contains "loss", "error", or "perplexity". See :attr:`Run.best`.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
             one step in fifty.
@@ -168,6 +174,8 @@ def distribute(
         loss=loss,
         clip_norm=clip_norm,
     )
+    if keep_best is not None:
+        split_metric(keep_best)
     auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
     fields = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
     asked = asked_plan(plan, me, {**fields, "recompute": recompute, "split_at": split_at})
@@ -218,6 +226,7 @@ def distribute(
         directory=directory,
         save_every=save_every,
         keep=keep,
+        keep_best=keep_best,
         on_nan=on_nan,
         writer=scalar_writer(directory, tensorboard, me),
         in_lists=micro_batch is not None

@@ -86,7 +86,8 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     registered, tensors = run._registry.pack(run)
     own: dict[str, Tensors] = {"registered.safetensors": tensors} if tensors else {}
     averages, averaged = run._averages.pack()
-    more = {"registered": registered, "averages": averages}
+    best = run._best.to_dict()
+    more = {"registered": registered, "averages": averages, "best": best}
     if holds_all(run):
         if not run.is_main:
             return None
@@ -102,7 +103,7 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
         if averaged:
             files["average.safetensors"] = {n: piece.tensor for n, piece in averaged.items()}
         values = {**_values(run, same, optimizer, randomness), **more}
-        return checkpoint.write(folder, run.state.step, files, values, keep)
+        return checkpoint.write(folder, run.state.step, files, values, keep, run._best.step)
     return _save_together(run, folder, keep, more, own, averaged)
 
 
@@ -138,7 +139,9 @@ def _save_together(
     optimizers = [each["optimizer"] for each in everyone]
     state["optimizer"] = checkpoint.join_optimizer(work.groups, optimizers)
     plain = {"random.safetensors": drawn, **own}
-    path = checkpoint.write_pieces(run._me, folder, run.state.step, parts, plain, state, keep)
+    path = checkpoint.write_pieces(
+        run._me, folder, run.state.step, parts, plain, state, keep, run._best.step
+    )
     return path if run.is_main else None
 
 
@@ -212,6 +215,8 @@ def _settle(
     run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
     # a checkpoint of an earlier version has nothing registered
     found = saved.get("registered", {})
+    if note := run._best.restore(saved.get("best")):
+        run._warn(note)
     run._averages.loaded(saved.get("averages", {}), averages)
     run._registry.loaded(run, found, registered, run.plan.lr_factor / factor)
     run._last_saved_step = run._watcher.steps_at_start = run.state.step

@@ -28,6 +28,7 @@ from ronde.parallel import Part, Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import checks, hooks, lr_rules, persist
 from ronde.run.average import Averages, Decay, WeightAverage
+from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
 from ronde.run.losses import LossCall
@@ -72,6 +73,7 @@ class Run:
         writer: Any,
         save_every: int | None,
         keep: int,
+        keep_best: str | None,
         on_nan: str,
         in_lists: bool,
     ) -> None:
@@ -125,6 +127,7 @@ class Run:
         self._evaluations: dict[int, Evaluation] = {}
         self._registry = Registry()
         self._averages = Averages()
+        self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
         self._save_due = False
         self._last_saved_step = -1
@@ -164,6 +167,13 @@ class Run:
             return len(ends)
         samples = order.epoch_samples
         return epoch_steps(samples, self.plan.batch_size, self.plan.drop_last)
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The best evaluation so far, by ``keep_best``, and its checkpoint. None before the first
+        one, or without ``keep_best``.
+        """
+        return self._best.best
 
     @property
     def port(self) -> StepPort:
@@ -374,6 +384,12 @@ class Run:
             )
         )
         self._write_scalars(f"{name}/", result)
+        if not self._ended:
+            # Saved before the next batch: what the script does with the result is in it then.
+            is_best, warning = self._best.compare(result, name, state)
+            self._save_due |= is_best
+            if warning:
+                self._warn(warning)
         numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
         shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
         self._watcher.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
@@ -526,7 +542,7 @@ class Run:
             seconds = time.perf_counter() - start
             size, name = sum(f.stat().st_size for f in path.iterdir()), f"checkpoints/{path.name}"
             event = Checkpointed(step=self.state.step, path=name, bytes=size, seconds=seconds)
-            self._watcher.event(event)
+            self._watcher.event(event, *self._best.event(path))
         self._watcher.rate.resume()
         return path
 
@@ -720,6 +736,8 @@ class Run:
                 samples_per_second=self._watcher.rate.end_epoch(),
             )
         )
+        if report := self._best.missing():
+            self._warn(report)
         state.epoch += 1
         state.epoch_samples = 0
 

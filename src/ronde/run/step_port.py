@@ -86,6 +86,7 @@ class RunParts(RunView, Protocol):
     _registry: Any
     _averages: Any
     _averaging: bool
+    _best: Any
     _save_every: int | None
     _deadline: float | None
     _comparison: Any

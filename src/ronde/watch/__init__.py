@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ronde.watch.record import (
         EVENTS,
         SCHEMA_VERSION,
+        BestFound,
         Checkpointed,
         Ended,
         Epoch,
@@ -48,6 +49,7 @@ __all__ = [
     "MARK",
     "SCHEMA_VERSION",
     "Bar",
+    "BestFound",
     "Checkpointed",
     "Display",
     "Ended",
@@ -87,8 +89,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.loss_curve": "curve thin",
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
-            "ronde.watch.record": "Checkpointed EVENTS Ended Epoch Evaluated Event Logged Record "
-            "Resumed SCHEMA_VERSION Started StepRecorded Warned read",
+            "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
+            "Logged Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TextIO
 __all__ = [
     "EVENTS",
     "SCHEMA_VERSION",
+    "BestFound",
     "Checkpointed",
     "Ended",
     "Epoch",
@@ -142,6 +143,20 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True)
+class BestFound(Event):
+    """The checkpoint of the best evaluation so far was written (``keep_best``). ``path`` is
+    relative to the run directory.
+    """
+
+    type: ClassVar[str] = "best"
+    step: int
+    epoch: int
+    metric: str
+    value: float
+    path: str
+
+
+@dataclass(frozen=True)
 class Warned(Event):
     """A warning shown to the user."""
 
@@ -176,6 +191,7 @@ EVENTS: dict[str, type[Event]] = {
         Evaluated,
         Logged,
         Checkpointed,
+        BestFound,
         Warned,
         Ended,
     )
@@ -251,7 +267,7 @@ def read(path: Path) -> list[Event]:
         except TypeError:
             continue
         if isinstance(event, Resumed):
-            void = (StepRecorded, Evaluated, Logged, Epoch)
+            void = (StepRecorded, Evaluated, Logged, Epoch, BestFound)
             events = [e for e in events if not (isinstance(e, void) and e.step > event.step)]
             events = [e for e in events if not (isinstance(e, Epoch) and e.epoch >= event.epoch)]
         events.append(event)

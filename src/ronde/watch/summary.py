@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.watch.record import (
+    BestFound,
     Checkpointed,
     Ended,
     Epoch,
@@ -37,6 +39,7 @@ class Summary:
     seconds: float | None = None
     loss: float | None = None
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of each name
+    best: BestFound | None = None
     curve: list[tuple[int, float]] = field(default_factory=list)
     checkpoints: int = 0
     warnings: list[str] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Summary:
             "loss": self.loss,
             "evaluation": next(reversed(self.evaluations.values()), None),
             "evaluations": self.evaluations,
+            "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
         }
@@ -107,6 +111,7 @@ def summarise(run: RunDir) -> Summary:
         seconds=ended.seconds if ended else (events[-1].time - events[0].time if events else None),
         loss=steps[-1].loss if steps else None,
         evaluations=evaluations,
+        best=_last(events, BestFound),
         curve=[(e.step, e.loss) for e in steps],
         # older ones are removed
         checkpoints=len(

@@ -1,0 +1,170 @@
+"""The best checkpoint by a metric: which evaluation was the best, and where its checkpoint is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ronde.run.run_state import State
+from ronde.watch import BestFound
+from ronde.world import ArgumentError
+
+__all__ = ["BestCheckpoint", "KeepBest", "split_metric"]
+
+_LOWER_IS_BETTER = ("loss", "error", "perplexity")
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The best evaluation of a run so far.
+
+    Attributes:
+        metric: as ``keep_best`` names it.
+        value: of the metric.
+        step: optimizer steps done then.
+        epoch: the epoch then, from 0.
+        path: the checkpoint with its weights. It is written when the script takes the next batch or
+            ends the epoch. None if the run writes nothing.
+    """
+
+    metric: str
+    value: float
+    step: int
+    epoch: int
+    path: Path | None
+
+
+class KeepBest:
+    """Compares evaluations by one metric.
+
+    Args:
+        text: ``keep_best`` of ``distribute``: ``"accuracy"``, ``"min:val/rank"``, or None.
+        checkpoints: the folder of the run's checkpoints.
+
+    Attributes:
+        best: None before the first evaluation.
+    """
+
+    def __init__(self, text: str | None, checkpoints: Path | None) -> None:
+        self.best: BestCheckpoint | None = None
+        self.metric, self.mode = split_metric(text) if text is not None else ("", "")
+        self._checkpoints = checkpoints
+        self._announced = -1
+        self._others: set[str] = set()  # metrics of evaluations without this one
+        self._seen = -1  # the last step at which an evaluation had it
+
+    @property
+    def step(self) -> int | None:
+        """The step whose checkpoint must stay."""
+        return self.best.step if self.best else None
+
+    def compare(self, result: Mapping[str, Any], name: str, state: State) -> tuple[bool, str]:
+        """Whether an evaluation is the best so far, and a warning."""
+        if not self.metric:
+            return False, ""
+        named = {**{f"{name}/{metric}": v for metric, v in result.items()}, **result}
+        if self.metric not in named:
+            self._others.update(result)
+            return False, ""
+        value = named[self.metric]
+        if isinstance(value, np.generic) or (
+            isinstance(value, torch.Tensor) and value.numel() == 1
+        ):
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ArgumentError(
+                f"keep_best={self.metric!r}: run.evaluate returned {type(value).__name__} for it, "
+                "expected one number. Choose another metric."
+            )
+        warning = ""
+        if state.step == self._seen:
+            warning = (
+                f"keep_best={self.metric!r}: several evaluations after step {state.step} returned "
+                f"{self.metric!r}, and the best of them counts. Name the one that should: "
+                f"run.evaluate(…, name='val') and keep_best='val/{self.metric}'"
+            )
+        self._seen = state.step
+        worse = -value if self.mode == "max" else value
+        then = math.inf if self.best is None else self.best.value
+        then = -then if self.mode == "max" and self.best is not None else then
+        if not worse < then:  # a NaN is never the best
+            return False, warning
+        folder = self._checkpoints
+        path = folder / f"step-{state.step:09d}" if folder is not None else None
+        self.best = BestCheckpoint(self.metric, float(value), state.step, state.epoch, path)
+        return True, warning
+
+    def missing(self) -> str:
+        """A warning if evaluations lacked the metric so far; empty otherwise."""
+        others, self._others = self._others, set()
+        if not others or self._seen >= 0 or self.best is not None:
+            return ""
+        return (
+            f"keep_best={self.metric!r}: run.evaluate returned {', '.join(sorted(others))} and no "
+            f"{self.metric!r}, so no best checkpoint is kept. Give run.evaluate(…, metrics=…) a "
+            "metric of this name"
+        )
+
+    def event(self, path: Path) -> list[BestFound]:
+        """The event to record when a checkpoint was written, once for each best one."""
+        best = self.best
+        if best is None or best.path != path or best.step == self._announced:
+            return []
+        self._announced = best.step
+        return [
+            BestFound(
+                step=best.step,
+                epoch=best.epoch,
+                metric=best.metric,
+                value=best.value,
+                path=f"checkpoints/{path.name}",
+            )
+        ]
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Its form in a checkpoint."""
+        if self.best is None:
+            return None
+        values = dataclasses.asdict(self.best)
+        del values["path"]
+        return {**values, "mode": self.mode}
+
+    def restore(self, found: Mapping[str, Any] | None) -> str:
+        """Continue from :meth:`to_dict`. Returns a note if the metric is another one now."""
+        if not found or not self.metric:
+            return ""
+        if (found["metric"], found["mode"]) != (self.metric, self.mode):
+            return (
+                f"keep_best was '{found['mode']}:{found['metric']}' and is "
+                f"'{self.mode}:{self.metric}' now: the best checkpoint so far is forgotten"
+            )
+        step = found["step"]
+        path = self._checkpoints / f"step-{step:09d}" if self._checkpoints is not None else None
+        self.best = BestCheckpoint(self.metric, found["value"], step, found["epoch"], path)
+        self._announced = self._seen = step
+        return ""
+
+
+def split_metric(text: Any) -> tuple[str, str]:
+    """The metric and ``min`` or ``max`` of ``keep_best``.
+
+    Example:
+        >>> split_metric("accuracy"), split_metric("val_loss"), split_metric("min:rank")
+        (('accuracy', 'max'), ('val_loss', 'min'), ('rank', 'min'))
+    """
+    first, colon, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+    mode, metric = (first, rest) if colon else ("", first)
+    if not metric or mode not in ("", "min", "max"):
+        raise ArgumentError(
+            f"keep_best={text!r}: expected the name of a metric that run.evaluate returns, such as "
+            "'accuracy' or 'loss', or with its direction, 'max:accuracy' or 'min:loss'."
+        )
+    lower = any(word in metric.lower() for word in _LOWER_IS_BETTER)
+    return metric, mode or ("min" if lower else "max")
