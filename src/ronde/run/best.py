@@ -58,6 +58,7 @@ class KeepBest:
         self._checkpoints = checkpoints
         self._announced = -1
         self._others: set[str] = set()  # metrics of evaluations without this one
+        self._warned = False
         self._seen = -1  # the last step at which an evaluation had it
 
     @property
@@ -84,7 +85,8 @@ class KeepBest:
                 "expected one number. Choose another metric."
             )
         warning = ""
-        if state.step == self._seen:
+        if state.step == self._seen and not self._warned:
+            self._warned = True
             warning = (
                 f"keep_best={self.metric!r}: several evaluations after step {state.step} returned "
                 f"{self.metric!r}, and the best of them counts. Name the one that should: "
