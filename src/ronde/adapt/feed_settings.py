@@ -14,8 +14,6 @@ from ronde.data import Pipeline, echoed
 from ronde.loader import FeedSettings, TakenOver, default_workers
 from ronde.world import ArgumentError
 
-__all__ = ["apply_settings", "requested_settings", "read_settings", "summarize"]
-
 
 def read_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,

@@ -16,8 +16,6 @@ from typing import Any
 from ronde.introspect import stored_functions
 from ronde.profile import monkeypatch, original_of, swap_attribute
 
-__all__ = ["Observation", "folder_of", "observe"]
-
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
 
 

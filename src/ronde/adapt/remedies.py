@@ -23,8 +23,6 @@ from ronde.loader import FeedSettings
 from ronde.profile import same_bits, size_of
 from ronde.world import ArgumentError
 
-__all__ = ["DatasetFacts", "apply_remedies", "compare_decoders", "dataset_facts"]
-
 _MOST_PIXELS = 8_000_000
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from ronde.world import ArgumentError
 from ronde.world.cores import _ancestors, _own_groups
 
-__all__ = ["disk_reserve", "free_disk", "free_memory", "read_size"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _UNITS = {
     "": 1.0,

@@ -53,16 +53,6 @@ from ronde.introspect import (
 )
 from ronde.world import ArgumentError, RondeError, SampleError
 
-__all__ = [
-    "CacheReport",
-    "CachedDataset",
-    "CachedSource",
-    "cached",
-    "cached_dataset",
-    "clear_cache",
-    "report_cache",
-]
-
 _FORMAT = 2
 # at the end of a record: how long what it says of the files is, which stands before
 _TOLD = Struct("<I")

@@ -18,8 +18,6 @@ from collections.abc import Iterable
 
 from ronde.introspect import LIBRARY_FOLDERS
 
-__all__ = ["MOST_LISTED", "Files", "Noting", "listing", "note", "state"]
-
 Files = dict[str, list[int]]
 """Of each file: its size and when it was written; nothing where it is not there."""
 MOST_LISTED = 100_000

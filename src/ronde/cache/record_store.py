@@ -38,8 +38,6 @@ import numpy as np
 from ronde.cache.budget import disk_reserve, free_disk, free_memory
 from ronde.world import RondeError
 
-__all__ = ["COUNTERS", "Arena", "StoredRecord", "is_private", "open_arena", "remove_unused"]
-
 _MAGIC = b"RONDEC01"
 _HEADER = 4096
 # magic, samples, bytes given out, the limit that the first user had, checksum

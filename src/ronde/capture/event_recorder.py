@@ -24,8 +24,6 @@ from ronde.capture.pass_state import IMMUTABLE, generator_states, snapshot, stor
 from ronde.capture.trace import ELSEWHERE, Call, Given, TraceEvent, Value
 from ronde.world.tensors import Opaque, build, flatten, tensors_in
 
-__all__ = ["CheckpointFrames", "EventRecorder", "as_tuple", "whole_size"]
-
 _CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,

@@ -26,8 +26,6 @@ from ronde.capture.pass_state import SavedState, fake_buffers, stand_in
 from ronde.capture.trace import Trace
 from ronde.world.tensors import tensors_in
 
-__all__ = ["aside", "follow", "following"]
-
 _under_way: list[None] = []
 
 

@@ -15,20 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "NUMBERS",
-    "Interceptor",
-    "compiled",
-    "data_shaped",
-    "eagerly",
-    "is_random",
-    "keeps_shape",
-    "kind_of",
-    "name_of",
-    "not_an_event",
-    "watching",
-]
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())

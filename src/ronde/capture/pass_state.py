@@ -12,17 +12,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = [
-    "IMMUTABLE",
-    "SavedState",
-    "fake_buffers",
-    "generator_states",
-    "snapshot",
-    "stand_in",
-    "storage_of",
-    "version_of",
-]
-
 IMMUTABLE = (
     bool,
     int,

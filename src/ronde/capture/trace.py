@@ -12,8 +12,6 @@ from torch import nn
 
 from ronde.world import ArgumentError
 
-__all__ = ["ELSEWHERE", "Call", "TraceEvent", "Given", "Point", "Trace", "Value", "bounds_of"]
-
 ELSEWHERE = "is changed in place through another tensor"
 """Why a value cannot be sent: see :attr:`Value.why_not`."""
 

@@ -11,8 +11,6 @@ from ronde.cli.help_layout import Group, tidy
 from ronde.world import RondeError
 from ronde.world.version import VERSION
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="ronde",
     cls=Group,

@@ -13,8 +13,6 @@ import typer
 from ronde.cli.help_layout import Group
 from ronde.world import ArgumentError, RondeError
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 Examples:
 

@@ -30,8 +30,6 @@ from ronde.cli.spinner import Doing
 from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 The script runs up to ronde.distribute. There its steps are timed in turns: on real
 batches that are reused (the synthetic ceiling), with its real input, and with one

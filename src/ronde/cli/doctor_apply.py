@@ -10,8 +10,6 @@ from typing import Any
 
 from ronde.world import ArgumentError
 
-__all__ = ["apply_prescriptions", "check_writable", "parse_apply", "rate"]
-
 _SIGNED = "Written by ronde doctor"
 
 

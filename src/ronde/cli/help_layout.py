@@ -8,8 +8,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["Group", "tidy"]
-
 
 def _flags_alone(params: list[Any]) -> list[Any]:
     """Hide the ``<bool>`` that typer writes for flags."""

@@ -15,8 +15,6 @@ from ronde.cli.plan import parse_bytes
 from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 OUT then holds tar shards and a manifest. feed.tar("OUT") and feed.images("OUT") give the
 same samples, labels, classes and order as FOLDER, so a training can go on from either.

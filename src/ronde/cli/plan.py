@@ -26,8 +26,6 @@ from ronde.cli.spinner import console as terminal
 from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, usable_cores
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 The script runs up to ronde.distribute on this machine. Its model is measured there, layer
 by layer, at its real shapes. Every way to split it over the devices is then predicted, and

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ronde.prove.compare import Difference
     from ronde.prove.plan_verdict import PlanVerdict, Verdict
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 The script runs unchanged, in float64 on the CPU, for some steps: with one process and with
 N workers. Compared are, in this order: samples, initial weights, outputs, loss, gradients,

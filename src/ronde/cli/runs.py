@@ -11,8 +11,6 @@ import typer
 
 from ronde.watch import RunDir, clock, summarise
 
-__all__ = ["register"]
-
 
 def _ago(written: float) -> str:
     seconds = max(0.0, time.time() - written)

@@ -29,8 +29,6 @@ from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_
 if TYPE_CHECKING:
     from ronde.scale import Scaling, Start
 
-__all__ = ["register"]
-
 _EXAMPLES = """
 The script is started with each number of workers, several times in turns, up to
 ronde.distribute. There its steps are timed twice: on real batches that are reused

@@ -13,8 +13,6 @@ from ronde.cli.run import print_summary
 from ronde.watch import Evaluated, Logged, RunDir, curve, latest, read, summarise
 from ronde.world import ArgumentError
 
-__all__ = ["register"]
-
 
 def _find(folder: Path, name: str | None) -> RunDir:
     if name is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Doing", "console"]
-
 
 def console() -> Any:
     """Standard output, with color on a terminal only."""

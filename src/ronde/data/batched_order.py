@@ -11,8 +11,6 @@ import numpy as np
 
 from ronde.data.order import Ids, Order
 
-__all__ = ["BatchOrder", "batch_order"]
-
 
 def _none(epoch: int) -> Sequence[Sequence[int]]:
     return ()

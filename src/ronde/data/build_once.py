@@ -22,8 +22,6 @@ from pathlib import Path
 from ronde.data.sources.byte_ranges import is_remote, local_path
 from ronde.world import ArgumentError
 
-__all__ = ["build_once", "cache_root", "files_of", "missing_message", "identity"]
-
 _LIST = "ronde-built.json"
 _END_BYTES = 64 << 10
 

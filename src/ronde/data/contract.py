@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from ronde.world import SampleError
 
-__all__ = ["Source", "Step", "Bad"]
-
 
 @runtime_checkable
 class Source(Protocol):

@@ -14,8 +14,6 @@ from ronde.data.order import Ids, Order
 from ronde.plan.batch import Share
 from ronde.world import ArgumentError
 
-__all__ = ["Echoed", "echoed"]
-
 
 @dataclass(frozen=True)
 class Echoed(Order):

@@ -22,19 +22,6 @@ import numpy.typing as npt
 
 from ronde.world import ArgumentError, SampleError
 
-__all__ = [
-    "AUTO",
-    "Counts",
-    "DECODERS",
-    "Decoder",
-    "available",
-    "check_decoder",
-    "counts",
-    "decode_image",
-    "format_of",
-    "image_size",
-]
-
 Pixels = npt.NDArray[np.uint8]
 
 

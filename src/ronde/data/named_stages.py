@@ -15,18 +15,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-__all__ = [
-    "Listener",
-    "current_keys",
-    "listen",
-    "listener",
-    "rng",
-    "rngs",
-    "sample_key",
-    "sample_keys",
-    "stage",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -25,8 +25,6 @@ import numpy.typing as npt
 
 from ronde.world import ArgumentError
 
-__all__ = ["Order", "Quality", "key_of", "permute"]
-
 Ids = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
 

@@ -32,8 +32,6 @@ from ronde.data.sources.tar import MANIFEST, PARTIAL, read_manifest, tar
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, header_of
 from ronde.world import ArgumentError, RondeError, SampleError
 
-__all__ = ["Packed", "pack", "verify_pack"]
-
 _LOCK = ".ronde-pack.lock"
 _WRITING = ".writing"
 _AHEAD = 16  # files that are read ahead of the one being written

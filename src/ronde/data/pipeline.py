@@ -15,8 +15,6 @@ from ronde.data.named_stages import current_keys, stage
 from ronde.data.order import Order
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["Pipeline"]
-
 make_cached: Callable[..., Any] | None = None
 """Carries :meth:`Pipeline.cache` out. ``ronde.cache`` stands above this room and puts it here."""
 

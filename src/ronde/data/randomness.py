@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from ronde.data.order import key_of
 from ronde.introspect import Marks, restore_states, seed_all, states
 
-__all__ = ["KeyedRandomness"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["CannotEncode", "decode_sample", "encode_sample"]
-
 _ALIGN = 64  # of each buffer inside its record, so that numbers stand where their type may stand
 _LENGTH = struct.Struct("<I")
 _RAW, _TREE = b"r", b"t"

@@ -26,8 +26,6 @@ from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_
 from ronde.data.sources.parquet import plain_type
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["TableSource", "table"]
-
 _VERSION = 3
 _ROWS = 1 << 16
 _SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")

@@ -20,8 +20,6 @@ from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.introspect import fingerprint as describe
 from ronde.world import ArgumentError, RondeError, SampleError
 
-__all__ = ["TextSource", "text"]
-
 _CHUNK = 16 << 20
 _VERSION = 2
 IGNORED = -100

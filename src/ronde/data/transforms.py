@@ -23,19 +23,6 @@ from torch import Tensor
 from ronde.data.named_stages import rng
 from ronde.world import ArgumentError
 
-__all__ = [
-    "IMAGENET",
-    "CenterCrop",
-    "ColorJitter",
-    "HorizontalFlip",
-    "Normalize",
-    "RandomResizedCrop",
-    "Resize",
-    "Transform",
-    "View",
-    "render_views",
-]
-
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of red, green and blue over ImageNet, in [0, 1]."""
 

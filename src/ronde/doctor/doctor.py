@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ronde.plan import Plan
     from ronde.run.step_port import RunView
 
-__all__ = ["Doctor", "doctor", "examine", "install_doctor", "load_doctor"]
-
 _SECONDS = 60.0
 _ROUNDS = 3
 _TO = 32

@@ -10,8 +10,6 @@ from markupsafe import Markup
 
 from ronde.watch import html
 
-__all__ = ["doctor_report"]
-
 Values = Mapping[str, Any]
 
 

@@ -20,17 +20,6 @@ from ronde.loader import FeedSettings
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
 from ronde.predict.input_capacity import predict
 
-__all__ = [
-    "NAMES",
-    "Facts",
-    "Remedy",
-    "capacities_of",
-    "is_crowded",
-    "outlook",
-    "prescriptions",
-    "remedies",
-]
-
 NAMES = (
     "loaders",
     "threads",

@@ -17,16 +17,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "HEALTHY_POINTS",
-    "Interval",
-    "Measurements",
-    "TimedStage",
-    "Diagnosis",
-    "judge",
-    "ceiling_shares",
-]
-
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 

@@ -12,16 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "LIBRARY_FOLDERS",
-    "is_installed",
-    "is_library_file",
-    "is_ronde",
-    "is_user_file",
-    "is_user_module",
-    "user_modules",
-]
-
 _PATHS = {
     path
     for name, path in sysconfig.get_paths().items()

@@ -36,8 +36,6 @@ import torch
 
 from ronde.introspect.code_owner import is_installed, is_ronde
 
-__all__ = ["BASES", "CannotDescribe", "Digest", "digest", "installed_version"]
-
 _MOST_ARRAY_BYTES = 8 << 30
 """A larger array in memory is refused: to read all of it takes each process more than ten seconds,
 and to read some of it is to guess.

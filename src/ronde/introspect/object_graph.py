@@ -14,8 +14,6 @@ from torch.utils.data import Dataset
 
 from ronde.introspect.code_owner import is_user_module
 
-__all__ = ["attributes", "children", "stored_functions", "nested_datasets", "walk"]
-
 _INNER = (
     "dataset",
     "datasets",

@@ -20,8 +20,6 @@ from ronde.introspect.code_owner import is_ronde, user_modules
 from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 
-__all__ = ["detached_copy", "describe_open", "reopen_files", "preserve_state"]
-
 _FEW = 1000  # entries of what is copied
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")

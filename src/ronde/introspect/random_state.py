@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["states", "restore_states", "seed_all", "Marks"]
-
 _States = tuple[torch.Tensor, Any, Any]
 
 

@@ -27,8 +27,6 @@ from ronde.loader.reader import Ask, Reader
 from ronde.loader.thread_workers import limit_compute_threads, limit_process_threads
 from ronde.world.tensors import parts
 
-__all__ = ["Trial", "choose_executor", "try_samples"]
-
 _TRIAL_SECONDS = 0.25
 _FEWEST = 4
 _BUDGET_SECONDS = 0.5

@@ -18,8 +18,6 @@ from ronde.data import BatchOrder, batch_order, key_of
 from ronde.introspect import attributes, restore_states, seed_all, states
 from ronde.world import ArgumentError
 
-__all__ = ["order_of_batches"]
-
 _MOST_SAMPLES = 1_000_000  # of an epoch, or 100 times the data set: a sampler that never ends
 _PLAIN = (bool, int, float, str, type(None))
 _EPOCHS = ("epoch", "_epoch", "current_epoch")

@@ -30,8 +30,6 @@ from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world
 
-__all__ = ["TakenOver", "default_workers", "settings_of", "take_over"]
-
 _OPTIONS = (
     "pin_memory",
     "timeout",

@@ -39,8 +39,6 @@ from ronde.plan.batch import Share
 from ronde.profile import deep_copy
 from ronde.world import FeedError, RondeError
 
-__all__ = ["Feed", "is_own", "die_with_parent"]
-
 _PREFETCH = 2
 _TRIED = 64  # samples
 _FALSE_ALARMS = 3

@@ -20,8 +20,6 @@ from ronde.loader.reader import CarriedError
 from ronde.loader.receiver import Reading, Receiver
 from ronde.world import FeedError, world
 
-__all__ = ["batches", "end"]
-
 _DYING_SECONDS = 2.0
 
 _ours: set[int] = set()  # pids, also of processes that stay from one epoch to the next

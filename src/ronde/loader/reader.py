@@ -37,8 +37,6 @@ from ronde.world import ArgumentError, RondeError, SampleError
 if TYPE_CHECKING:
     from ronde.loader.settings import LoaderSettings
 
-__all__ = ["Ask", "CarriedError", "Reader", "StreamReader", "pipeline_in", "picklable_error"]
-
 _MOST_STAND_INS = 16
 _JUDGES = 5
 

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Receiver"]
-
 _PATIENCE_SECONDS = 2.0
 
 _Work = queue.SimpleQueue["Reading | None"]

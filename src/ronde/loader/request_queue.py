@@ -15,8 +15,6 @@ from ronde.loader.reader import Ask
 from ronde.plan.batch import Share
 from ronde.world import RondeError
 
-__all__ = ["RequestLine", "RequestQueue", "ask_of"]
-
 Shares = Callable[[], Iterator[Share]]
 
 

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from ronde.world import ArgumentError
 
-__all__ = ["FeedSettings", "settings_file", "LoaderSettings"]
-
 Executor = Literal["auto", "none", "threads", "processes"]
 
 _REMOVED = {

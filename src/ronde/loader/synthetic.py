@@ -28,8 +28,6 @@ from ronde.profile import size_of
 from ronde.world import ArgumentError, SampleError
 from ronde.world.tensors import is_named_tuple, leaves, map_leaves, parts, rebuild
 
-__all__ = ["Synthetic", "synthetic"]
-
 _FEWEST = 8
 _MOST_BYTES = 256 << 20
 _BAD_IN_A_ROW = 64

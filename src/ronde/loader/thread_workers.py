@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Threads", "limit_compute_threads", "limit_process_threads"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

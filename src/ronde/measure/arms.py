@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from ronde.loader import FeedSettings
 
-__all__ = ["Arm", "ArmResult", "Timed"]
-
 
 @dataclass(frozen=True)
 class Arm:

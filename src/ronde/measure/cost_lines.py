@@ -9,8 +9,6 @@ from functools import partial
 
 from ronde.predict import LinearCost
 
-__all__ = ["line", "most", "scale_cost"]
-
 Points = Sequence[tuple[float, float]]
 _close = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
 

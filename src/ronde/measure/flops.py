@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ronde.measure.model_units import ModelUnit
 from ronde.world.tensors import tensors_in
 
-__all__ = ["Flops"]
-
 
 def _rnn_flops(module: nn.RNNBase, output: Any) -> float:
     """2 per multiplication, gates times (input + hidden)."""

@@ -15,8 +15,6 @@ from ronde.measure.quiet_gate import OTHERS, TOLERANCE, Reference, busy
 from ronde.world import World
 from ronde.world.consensus import gather_json
 
-__all__ = ["COLLECTIVES", "LinkGroup", "LinkTimes", "time_links"]
-
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 _SMALL = 512 << 10  # below this, several are timed together
 

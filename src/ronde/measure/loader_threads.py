@@ -13,8 +13,6 @@ import psutil
 
 from ronde.loader.thread_workers import _openmp_runtimes
 
-__all__ = ["Drain", "ThreadTimes", "stop_openmp_threads"]
-
 
 def stop_openmp_threads() -> None:
     """End the idle threads of OpenMP; they start again with this thread's next computation.

@@ -28,8 +28,6 @@ from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.predict import LinearCost
 from ronde.world.tensors import tensors_in
 
-__all__ = ["MemoryAccount", "UnitBytes", "account"]
-
 Autocast = Callable[[], Any]
 
 

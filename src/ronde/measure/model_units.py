@@ -21,8 +21,6 @@ from torch import nn
 from ronde.world import ArgumentError
 from ronde.world.tensors import is_named_tuple, map_leaves, tensors_in
 
-__all__ = ["LOSS", "ModelUnit", "UnitProbe", "find_chain", "structure", "take"]
-
 LOSS = "(loss)"
 """Name of the last unit."""
 

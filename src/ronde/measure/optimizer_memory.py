@@ -16,8 +16,6 @@ from ronde.measure.storage_ledger import Ledger, storages
 from ronde.world import RondeError
 from ronde.world.tensors import tensors_in
 
-__all__ = ["copied_optimizer", "optimizer_bytes"]
-
 
 def copied_optimizer(
     optimizer: Optimizer,

@@ -26,8 +26,6 @@ from ronde.parallel.pipeline_parallel import Once
 from ronde.parallel.stage_run import StageRun, program
 from ronde.predict import LinearCost
 
-__all__ = ["action_seconds", "clip_fixed_seconds", "optimizer_fixed_seconds", "split_seconds"]
-
 
 def _clock(device: torch.device) -> Callable[[], float]:
     """CPU time with one compute thread, which leaves out being preempted; else wall time."""

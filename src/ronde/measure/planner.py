@@ -47,17 +47,6 @@ from ronde.world import ArgumentError, World, threads_per_worker
 from ronde.world.consensus import broadcast_json
 from ronde.world.tensors import tensors_in
 
-__all__ = [
-    "Gauge",
-    "answer",
-    "choose_plan",
-    "gauge",
-    "install_gauge",
-    "load_costs",
-    "threads_on",
-    "with_predicted_cut",
-]
-
 _before: int | None = None  # bytes of this process when its script started
 
 

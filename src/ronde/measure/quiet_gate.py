@@ -13,8 +13,6 @@ import torch
 
 from ronde.world import RondeError
 
-__all__ = ["OTHERS", "TOLERANCE", "Gate", "NoisyMachine", "Reference", "busy"]
-
 TOLERANCE = 0.10
 """A reading counts as disturbed if it exceeds the best one by more than this share."""
 

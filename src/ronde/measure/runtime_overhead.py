@@ -28,8 +28,6 @@ from ronde.predict import Added, LinkFit, Times, run_step
 from ronde.world import World
 from ronde.world.meshes import mesh_of
 
-__all__ = ["measure_runtime", "fit_added", "warm"]
-
 # Bytes and tensors of an exchange.
 _CASES = ((16 << 10, 2), (64 << 10, 16), (1 << 20, 2), (1 << 20, 16), (6 << 20, 2), (6 << 20, 16))
 _PAUSE = 0.001  # as in training, no exchange comes directly before

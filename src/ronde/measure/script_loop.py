@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ronde.introspect import user_modules
 
-__all__ = ["own_loop"]
-
 
 def own_loop() -> str | None:
     """Find where the script calls ``run.backward(loss)`` and ``run.update()`` itself.

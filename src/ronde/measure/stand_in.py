@@ -15,8 +15,6 @@ from torch import nn
 from ronde.capture import compiled
 from ronde.introspect import restore_states, states
 
-__all__ = ["refers_to", "standing_in", "tensor_maker", "untouched"]
-
 
 def tensor_maker(fake: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that makes a fake tensor, or a copy, of a real one.

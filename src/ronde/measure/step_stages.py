@@ -13,8 +13,6 @@ from typing import Any
 from ronde.data.named_stages import Listener
 from ronde.world.tensors import tensors_in
 
-__all__ = ["StepStages"]
-
 
 class StepStages:
     """Stages that the training process runs within a step, such as a copy to the device.

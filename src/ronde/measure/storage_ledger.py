@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.world.tensors import tensors_in
 
-__all__ = ["LedgerEntry", "Ledger", "bytes_of", "storages"]
-
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of its elements, also if it shares them."""

@@ -11,8 +11,6 @@ from ronde.data import Order
 from ronde.watch import MARK
 from ronde.world import ArgumentError
 
-__all__ = ["load_study", "refuse_batches", "report_progress", "study_target", "write_study"]
-
 
 def study_target() -> tuple[dict[str, Any], Path]:
     """The study's options, and the file for its result."""

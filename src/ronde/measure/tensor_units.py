@@ -25,8 +25,6 @@ from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
 from ronde.predict import Costs, LinearCost
 
-__all__ = ["divisible"]
-
 _ROUNDS = 6
 
 

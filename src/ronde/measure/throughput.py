@@ -41,8 +41,6 @@ from ronde.world.tensors import tensors_in
 if TYPE_CHECKING:
     from ronde.run.step_port import RunView
 
-__all__ = ["Bench"]
-
 _RECYCLED = 8  # batches, at least
 _FEWEST_RECYCLED = 3  # where reading is slow
 _SMALL_BYTES = 64 << 20  # batches below this together: recycle twice as many

@@ -32,8 +32,6 @@ from ronde.predict import Costs, Unit
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.tensors import tensors_in
 
-__all__ = ["autocast_of", "device_name", "measure"]
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -23,8 +23,6 @@ from ronde.measure.stand_in import refers_to, standing_in
 from ronde.parallel.recompute import applied
 from ronde.predict import LinearCost
 
-__all__ = ["Reading", "Rounds", "TimedModel", "UnitTimes", "least", "time_clipping"]
-
 _FEWEST_ROUNDS, _MOST_ROUNDS = 4, 30
 _PATIENCE = 3.0  # times the requested time, on a busy machine
 _UPDATES = 6  # optimizer steps

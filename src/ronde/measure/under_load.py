@@ -22,8 +22,6 @@ from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.predict import Costs, LinearCost
 
-__all__ = ["under_load"]
-
 _ROUNDS, _SECONDS = 7, 8.0  # cloud hosts have fast and slow seconds: measure through several
 _LEAST_FACTOR = 0.5  # below it, the times of one worker alone were disturbed
 

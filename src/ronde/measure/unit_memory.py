@@ -18,8 +18,6 @@ from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.predict import Costs, Unit
 from ronde.world import RondeError
 
-__all__ = ["weigh"]
-
 _TRANSIENTS = {"forward": "forward_transient", "backward": "backward_transient"}
 _KINDS = ("saved", *_TRANSIENTS.values(), "crossing", "crossing_grad", "put_off")
 

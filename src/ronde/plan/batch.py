@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Share", "epoch_steps", "shares", "split"]
-
 
 def split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     """Cut positions [start, stop) into ``parts`` runs; sizes differ by at most one, larger ones

@@ -12,18 +12,6 @@ from typing import Any
 
 from ronde.world import ArgumentError
 
-__all__ = [
-    "Reader",
-    "read_flag",
-    "choose",
-    "read_mapping",
-    "read_number",
-    "read_bytes",
-    "parse_bytes",
-    "read_text",
-    "read_whole",
-]
-
 Reader = Callable[[str, Any], Any]
 """Where a value stands, in words, and the value -> what it means; or an ArgumentError."""
 

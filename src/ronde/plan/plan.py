@@ -11,8 +11,6 @@ from typing import Any, Literal, get_args
 
 from ronde.world import ArgumentError
 
-__all__ = ["SPLIT_FIELDS", "Layout", "Place", "Plan", "Schedule", "ShardLevel"]
-
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zero-bubble", "zbv"]
 

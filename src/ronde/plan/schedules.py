@@ -18,20 +18,6 @@ from typing import Any, Literal, NamedTuple, get_args
 from ronde.plan.plan import Plan, Schedule
 from ronde.world import ArgumentError
 
-__all__ = [
-    "Action",
-    "Kind",
-    "actions",
-    "allowed",
-    "bubble",
-    "forward_only",
-    "in_flight",
-    "micro_batches_of",
-    "stages_of",
-    "worker_of",
-    "zbv_gaps",
-]
-
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 """Forward; whole backward; backward for the input, for the weights; send and receive activations
 (F) and their gradients (B).

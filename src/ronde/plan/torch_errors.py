@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ronde.plan.plan import Plan
 
-__all__ = ["meaning"]
-
 _AVERAGE = (
     "A moving average of the weights: keep one of the values of model.state_dict(), as "
     "docs/checkpoints.md shows"

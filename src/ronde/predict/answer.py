@@ -21,17 +21,6 @@ from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
 from ronde.world import ArgumentError
 
-__all__ = [
-    "Explanation",
-    "Flip",
-    "explain",
-    "find_flip",
-    "flips",
-    "render_answer",
-    "stretched",
-    "answer_text",
-]
-
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
 # plans times layers, for all flips: about 6 s at 30 µs each; fewer doublings for large searches
 _LOOKED_AT = 200_000

@@ -16,8 +16,6 @@ from rich.text import Text
 from ronde.predict.prediction import Prediction
 from ronde.predict.search import SearchResult
 
-__all__ = ["Fitted", "memory", "format_seconds", "format_bytes", "stages", "times"]
-
 _STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
 _UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _WIDTHS = (38, 28, 20, 0)  # of a text column: it is made narrower before a column is left out

@@ -14,8 +14,6 @@ import yaml
 from ronde.plan import fields
 from ronde.world import ArgumentError
 
-__all__ = ["Added", "Cluster", "Collective", "LinkFit", "Scope"]
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 Scope = Literal["node", "cluster"]
 """Inside one node, or over a group with workers on several."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from ronde.plan.plan import Layout
 from ronde.predict.cluster import Cluster, Collective, LinkFit, Scope
 
-__all__ = ["Group", "CollectiveCost", "boundary_crosses", "collective", "groups", "scaled"]
-
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:

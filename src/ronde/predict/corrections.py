@@ -21,8 +21,6 @@ from typing import Any
 from ronde.predict.cluster import Cluster
 from ronde.world import ArgumentError
 
-__all__ = ["corrected", "corrections_file", "factors", "record"]
-
 _KEPT = 20  # residuals of one family
 _USED = 5  # the last ones, of which the median is the factor
 

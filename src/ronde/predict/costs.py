@@ -10,8 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Costs", "LinearCost", "Unit"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:

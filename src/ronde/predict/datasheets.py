@@ -13,17 +13,6 @@ from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs
 from ronde.world import ArgumentError
 
-__all__ = [
-    "DEVICES",
-    "LINK_SHARE",
-    "Device",
-    "cluster_of",
-    "device_named",
-    "efficiency",
-    "speed_of",
-    "unit_seconds",
-]
-
 LINK_SHARE = 0.8
 """Part of a link's data-sheet bandwidth that a collective reaches, assumed."""
 _MEMORY_SHARE = 0.8  # the same of its memory's bandwidth

@@ -24,20 +24,6 @@ import numpy as np
 
 from ronde.world import ArgumentError
 
-__all__ = [
-    "Capacities",
-    "Measured",
-    "Predicted",
-    "StageCapacity",
-    "Wall",
-    "expected_max",
-    "from_runs",
-    "gap",
-    "plateau",
-    "predict",
-    "walls",
-]
-
 Limit = Literal["loaders", "cores", "storage", "copy", "shared"]
 
 # how much N buffers of their own waver more than one, in cv² · E[max of N] / K: fitted to simulated

@@ -21,8 +21,6 @@ from ronde.predict.costs import Costs
 from ronde.predict.unit_arrays import Array, Chain, Recompute, chain, holders
 from ronde.world import ArgumentError
 
-__all__ = ["ALPHA", "Cut", "HeldShare", "StageCost", "cut", "cut_at", "cut_chain", "cut_equal"]
-
 ALPHA = {"speed": 0.2, "memory": 0.8}
 """Weight of memory against time in a stage's cost."""
 

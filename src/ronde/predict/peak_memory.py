@@ -12,8 +12,6 @@ from ronde.predict.prediction import KINDS, StageRow
 from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
 from ronde.predict.unit_arrays import Array, holders
 
-__all__ = ["PeakMemory"]
-
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
 _WALKED = (

@@ -14,8 +14,6 @@ from ronde.predict.prediction import Verdict
 from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, Gradients
 
-__all__ = ["PlanSetup", "PredictionSource"]
-
 
 class PredictionSource(Protocol):
     """What predictions of all plans for one model and cluster share."""

@@ -10,8 +10,6 @@ from rich.text import Text
 from ronde.predict.simulate import Timeline
 from ronde.world import ArgumentError
 
-__all__ = ["svg", "terminal"]
-
 _STYLES = {
     "F": "black on bright_blue",
     "B": "black on bright_green",

@@ -21,8 +21,6 @@ from ronde.predict.predict import Predictor
 from ronde.predict.prediction import Prediction
 from ronde.world import ArgumentError
 
-__all__ = ["SearchResult", "candidates", "rank_key", "search", "unsupported"]
-
 _VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
 _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("1f1b", 1),

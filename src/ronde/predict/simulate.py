@@ -18,16 +18,6 @@ from ronde.plan.schedules import Action, actions, allowed
 from ronde.predict.partition import StageCost
 from ronde.world import ArgumentError
 
-__all__ = [
-    "INPUT_SHARE",
-    "TimelineEvent",
-    "Timeline",
-    "Times",
-    "run_step",
-    "share_cores",
-    "simulate",
-]
-
 INPUT_SHARE = 0.5
 """Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts
 apart: assumed (F = I = W).

@@ -12,8 +12,6 @@ from ronde.plan.schedules import worker_of, zbv_gaps
 from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, holders
 
-__all__ = ["Stages", "stage_arrays", "by_worker", "closed_form", "edges", "ring", "within"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stages:

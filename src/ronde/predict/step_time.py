@@ -17,8 +17,6 @@ from ronde.predict.stage_arrays import by_worker, closed_form, edges, ring, stag
 from ronde.predict.unit_arrays import Array
 from ronde.world import ArgumentError
 
-__all__ = ["StepPrediction"]
-
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
 _HOST_BYTES_PER_SECOND = 12e9

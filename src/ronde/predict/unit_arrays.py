@@ -16,17 +16,6 @@ import numpy.typing as npt
 from ronde.predict.costs import Costs, Unit
 from ronde.world import ArgumentError
 
-__all__ = [
-    "SELECTIVE_SAVED",
-    "SELECTIVE_SECONDS",
-    "Array",
-    "Chain",
-    "Gradients",
-    "Tie",
-    "chain",
-    "holders",
-]
-
 Array = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
 

@@ -17,21 +17,6 @@ from ronde.profile.page_cache import in_cache
 from ronde.profile.replay import MISSING
 from ronde.profile.stage_timer import StageTimer, current_timer, local
 
-__all__ = [
-    "ByName",
-    "HeldFile",
-    "Named",
-    "original_of",
-    "wrap_raw",
-    "swap_attribute",
-    "image_convert",
-    "image_load",
-    "image_open",
-    "opener",
-    "split_imread",
-    "timed_function",
-]
-
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
 _WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
 _FILES = 256  # files that each thread writes down

@@ -16,8 +16,6 @@ from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, is_user_module, walk
 
-__all__ = ["FUNCTIONS", "find_functions", "find_transforms"]
-
 _PILLOW_METHODS = "resize crop transpose rotate transform filter reduce"
 _PILLOW_OPERATIONS = (
     "autocontrast contain cover crop equalize exif_transpose expand fit flip grayscale invert "

@@ -15,8 +15,6 @@ import numpy as np
 
 from ronde.world import ArgumentError
 
-__all__ = ["cached_share", "evict", "in_cache", "storage_sweep"]
-
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _LOOKS = 64  # pages of a file that are looked at
 

@@ -17,8 +17,6 @@ import torch
 
 from ronde.world.tensors import map_leaves, parts
 
-__all__ = ["KEPT", "MISSING", "Rings", "deep_copy", "same_bits", "size_of"]
-
 KEPT = 16
 """Earlier results at a place, at most."""
 

@@ -13,8 +13,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Slot", "StageTimes", "read_board", "read_notes"]
-
 _SLOT = 8192
 _HEAD = 8  # 64-bit numbers: pid, thread id, names, bytes of notes, then nothing yet
 _PID, _TID, _NAMES, _NOTES = range(4)

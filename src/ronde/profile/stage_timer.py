@@ -22,8 +22,6 @@ from ronde.profile.shared_counters import (
     Slot,
 )
 
-__all__ = ["StageTimer", "current_timer", "local"]
-
 local = threading.local()
 
 # A child of fork has one thread, whose account belongs to its parent.

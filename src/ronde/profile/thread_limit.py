@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ThreadLimit"]
-
 
 def _leave_alone(nthreads: int) -> None:
     pass

@@ -10,8 +10,6 @@ from ronde.scale.laws import Band, LawFit
 from ronde.scale.meter import Start
 from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds
 
-__all__ = ["NO_GAP", "Findings", "describe_limits", "recommend"]
-
 NO_GAP = 0.03  # of the synthetic rate: less is noise
 _WIDE = 2.0  # ratio of an interval's ends above which the answer is uncertain
 

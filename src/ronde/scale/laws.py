@@ -28,8 +28,6 @@ from numpy.typing import NDArray
 
 from ronde.world import ArgumentError
 
-__all__ = ["Band", "LawFit", "fit", "fits", "marginal", "stop_at"]
-
 Law = Literal["amdahl", "usl"]
 Parameter = Literal["rate", "contention", "coherency"]
 _PARAMETERS: tuple[Parameter, ...] = ("rate", "contention", "coherency")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ronde.plan import Plan
     from ronde.run.step_port import RunView
 
-__all__ = ["Meter", "Start", "install_meter", "load_scale", "measure_sizes", "start_options"]
-
 
 def install_meter() -> None:
     """Observe this process, because of ``RONDE_STUDY=scale``."""

@@ -13,8 +13,6 @@ from ronde.predict import gap
 from ronde.scale.laws import Band
 from ronde.scale.meter import Start
 
-__all__ = ["FurtherRow", "ScaleRow", "epoch_seconds", "measured_rows", "slow_worker"]
-
 _SLOW = 0.85  # of the others' speed: below it, a worker is slow beyond noise
 
 

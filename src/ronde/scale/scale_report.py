@@ -12,8 +12,6 @@ from markupsafe import Markup
 from ronde.watch import html
 from ronde.world import ArgumentError
 
-__all__ = ["scale_report"]
-
 Values = Mapping[str, Any]
 
 

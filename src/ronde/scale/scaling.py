@@ -20,8 +20,6 @@ from ronde.scale.meter import Start
 from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds, measured_rows, slow_worker
 from ronde.world import ArgumentError
 
-__all__ = ["Scaling", "further_sizes", "summarize_scale"]
-
 _THRESHOLD = 0.5
 _FULL = 0.8  # of the cores at work: no more to be had
 

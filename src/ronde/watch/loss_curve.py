@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = ["curve", "thin"]
-
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most ``most`` points, each the mean of its neighbours."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["MARK", "Bar", "Display", "Lines", "Silent", "Stream", "choose_display", "clock"]
-
 MARK = "\x1e"
 """First character of a message line from rank 0 to the launcher."""
 

@@ -14,23 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-__all__ = [
-    "EVENTS",
-    "SCHEMA_VERSION",
-    "BestFound",
-    "Checkpointed",
-    "Ended",
-    "Epoch",
-    "Evaluated",
-    "Logged",
-    "Record",
-    "Resumed",
-    "Started",
-    "StepRecorded",
-    "Warned",
-    "read",
-]
-
 SCHEMA_VERSION = 1
 
 

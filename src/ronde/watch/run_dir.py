@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ronde.world import ArgumentError, CheckpointError
 
-__all__ = ["RunDir", "claim_run_dir", "latest", "script_stem"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -21,8 +21,6 @@ from ronde.watch.record import (
 )
 from ronde.watch.run_dir import RunDir
 
-__all__ = ["Summary", "summarise"]
-
 
 @dataclass(frozen=True)
 class Summary:

@@ -17,8 +17,6 @@ from ronde.watch.record import Event, Record, StepRecorded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Watcher", "recorded"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FLUSH_SECONDS = 1.0

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ronde.world import ArgumentError, RondeError
 
-__all__ = ["check_target", "write_whole"]
-
 
 def _descriptor(path: Path) -> int | None:
     """The descriptor that a path such as ``/dev/stdout`` or ``/dev/fd/63`` names, or None."""

@@ -17,8 +17,6 @@ from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values,
 from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["ArraySource", "arrays", "arrow_batches", "npy_header", "open_arrow"]
-
 
 def npy_header(
     store: Store, path: str, size: int, start: int = 0

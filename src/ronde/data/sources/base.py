@@ -19,21 +19,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from ronde.data.named_stages import stage
 from ronde.world import ArgumentError
 
-__all__ = [
-    "BaseSource",
-    "Batch",
-    "Names",
-    "Row",
-    "Sample",
-    "Tuple",
-    "check_ids",
-    "classes_of",
-    "digest_values",
-    "encode_labels",
-    "reset_after_fork",
-    "unknown_class",
-]
-
 Ints = npt.NDArray[np.int64]
 
 

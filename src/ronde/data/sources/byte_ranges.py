@@ -19,8 +19,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ronde.data.sources.base import need, reset_after_fork
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["BytesCache", "ByteRange", "Store", "expand", "is_remote"]
-
 _OPEN_FILES = 128  # of one process; far below the usual limit of 1024
 _IN_FLIGHT = 32
 _TRIES = 3

@@ -24,8 +24,6 @@ from ronde.data.sources.base import (
 from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
 from ronde.world import ArgumentError
 
-__all__ = ["FolderSource", "folder"]
-
 Labels = str | os.PathLike[str] | Callable[[str], Any]
 
 

@@ -10,8 +10,6 @@ from torch.utils.data import IterableDataset
 from ronde.data.sources.base import BaseSource, check_ids, digest_values
 from ronde.world import ArgumentError
 
-__all__ = ["DatasetSource", "dataset"]
-
 
 class DatasetSource(BaseSource):
     """See :func:`dataset`."""

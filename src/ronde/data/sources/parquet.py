@@ -34,16 +34,6 @@ from ronde.data.sources.byte_ranges import (
 from ronde.data.sources.tar import is_pack
 from ronde.world import ArgumentError, SampleError
 
-__all__ = [
-    "ParquetSource",
-    "gather",
-    "holds_nulls",
-    "parquet",
-    "parquet_files",
-    "plain_type",
-    "to_columns",
-]
-
 Columns = dict[str, Any]
 
 

@@ -34,17 +34,6 @@ from ronde.data.sources.byte_ranges import (
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
 
-__all__ = [
-    "MANIFEST",
-    "PARTIAL",
-    "TarSource",
-    "damage_message",
-    "is_pack",
-    "manifest_of",
-    "read_manifest",
-    "tar",
-]
-
 MANIFEST = "ronde-pack.json"
 PARTIAL = "ronde-pack.partial.json"
 """Its place while the pack is not complete."""

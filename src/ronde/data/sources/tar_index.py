@@ -28,8 +28,6 @@ from ronde.data.sources.base import Ints, Names, digest_values
 from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["TarIndex", "header_of", "index_of", "key_and_suffix", "members_of"]
-
 _BLOCK = 512
 _WINDOW = 64 << 10
 _REMOTE_WINDOW = 8 << 20

@@ -15,8 +15,6 @@ from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.data.sources.byte_ranges import ByteRange, Store, expand, is_remote
 from ronde.world import ArgumentError, SampleError
 
-__all__ = ["TokenSource", "tokens"]
-
 
 class _File(NamedTuple):
     path: str
