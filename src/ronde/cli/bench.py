@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import Group
+from ronde.cli.help_layout import Group, option
 from ronde.world import ArgumentError, RondeError
 
 _EXAMPLES = """
@@ -45,27 +45,25 @@ def register(app: typer.Typer) -> None:
     def cluster(
         workers: Annotated[
             str,
-            typer.Option(
-                "--workers",
-                "-n",
-                metavar="N|auto",
-                help="Number of workers. auto: one per GPU, or per usable core (at most 8).",
+            option(
+                "--workers -n",
+                "Number of workers. auto: one per GPU, or per usable core (at most 8).",
+                "N|auto",
             ),
         ] = "auto",
-        output: Annotated[
-            Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
-        ] = Path("cluster.yaml"),
+        output: Annotated[Path, option("--output -o", "The file to write.", "FILE")] = Path(
+            "cluster.yaml"
+        ),
         quick: Annotated[
-            bool, typer.Option("--quick", help="Use fewer sizes and rounds: takes seconds.")
+            bool, option("--quick", "Use fewer sizes and rounds: takes seconds.")
         ] = False,
         accept_noise: Annotated[
             bool,
-            typer.Option(
-                "--accept-noise",
-                help="Write the file even if other programs disturbed the measurement.",
+            option(
+                "--accept-noise", "Write the file even if other programs disturbed the measurement."
             ),
         ] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
         from rich.console import Console
 

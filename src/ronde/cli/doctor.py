@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply, rate
+from ronde.cli.help_layout import option
 from ronde.cli.script import (
     NOTE_LINES,
     ArgumentsOption,
@@ -66,46 +67,35 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         workers: WorkersOption = "auto",
         verbose: VerboseOption = False,
-        to: Annotated[
-            int, typer.Option("--to", metavar="N", help="Predict the gap up to N devices.")
-        ] = 32,
+        to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N")] = 32,
         nodes: Annotated[
             int | None,
-            typer.Option(
-                "--nodes",
-                metavar="N",
-                help="Nodes that those devices are on. Default: as many as they fill.",
-                show_default=False,
+            option(
+                "--nodes", "Nodes that those devices are on. Default: as many as they fill.", "N"
             ),
         ] = None,
         seconds: Annotated[
             float,
-            typer.Option(
+            option(
                 "--seconds",
-                metavar="S",
-                help="How long measuring may take, in all; twice that on a disturbed machine.",
+                "How long measuring may take, in all; twice that on a disturbed machine.",
+                "S",
             ),
         ] = 60.0,
         rounds: Annotated[
-            int,
-            typer.Option(
-                "--rounds", metavar="R", help="How often each rate is measured, at least."
-            ),
+            int, option("--rounds", "How often each rate is measured, at least.", "R")
         ] = 3,
         apply: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--apply",
-                metavar="1,2",
-                help="Write these prescriptions to SCRIPT's settings and measure again.",
-                show_default=False,
+                "Write these prescriptions to SCRIPT's settings and measure again.",
+                "1,2",
             ),
         ] = None,
         cold: Annotated[
             bool,
-            typer.Option(
-                "--cold", help="Read the files from the storage too, not from the system's memory."
-            ),
+            option("--cold", "Read the files from the storage too, not from the system's memory."),
         ] = False,
         feed: FeedOption = None,
         module: ModuleOption = None,
@@ -117,13 +107,13 @@ def register(app: typer.Typer) -> None:
         command = command_of(module, arguments or [])
         count = resolve_workers(workers)
         check_workers(count)
-        for option, value, least in (
+        for name, value, least in (
             ("--to", to, 1),
             ("--rounds", rounds, 1),
             ("--nodes", nodes, 1),
         ):
             if value is not None and value < least:
-                raise ArgumentError(f"{option} {value} must be {least} or more.")
+                raise ArgumentError(f"{name} {value} must be {least} or more.")
         if not 0 < seconds < float("inf"):
             raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
         if nodes is not None and nodes > to:

@@ -9,6 +9,16 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
+def option(flags: str, help: str, metavar: str = "") -> Any:
+    """An option: its flags with spaces between them, its help, and the name of its value.
+
+    Example:
+        >>> option("--workers -n", "How many.", "N").param_decls
+        ('--workers', '-n')
+    """
+    return typer.Option(*flags.split(), metavar=metavar or None, help=help)
+
+
 def _flags_alone(params: list[Any]) -> list[Any]:
     """Hide the ``<bool>`` that typer writes for flags."""
     for param in params:

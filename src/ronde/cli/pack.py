@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.cli.plan import parse_bytes
 from ronde.cli.spinner import console as terminal
 from ronde.world import ArgumentError
@@ -62,50 +63,36 @@ def register(app: typer.Typer) -> None:
         ] = None,
         kind: Annotated[str, typer.Option("--format", hidden=True)] = "tar",
         shard_size: Annotated[
-            str, typer.Option("--shard-size", metavar="SIZE", help="Largest size of a shard.")
+            str, option("--shard-size", "Largest size of a shard.", "SIZE")
         ] = "256MiB",
         labels: Annotated[
             str,
-            typer.Option(
+            option(
                 "--labels",
-                metavar="folder|none|FILE.csv",
-                help="folders (their names), none, or a CSV of a header, then file and label.",
+                "folders (their names), none, or a CSV of a header, then file and label.",
+                "folder|none|FILE.csv",
             ),
         ] = "folder",
         suffixes: Annotated[
-            str | None,
-            typer.Option(
-                "--suffixes",
-                metavar="jpg,png",
-                help="Suffixes to pack. Default: all.",
-                show_default=False,
-            ),
+            str | None, option("--suffixes", "Suffixes to pack. Default: all.", "jpg,png")
         ] = None,
         pattern: Annotated[
             str | None,
-            typer.Option(
-                "--pattern",
-                metavar="GLOB",
-                help="What the path below FOLDER must match, as '*/a*.jpg'.",
-                show_default=False,
-            ),
+            option("--pattern", "What the path below FOLDER must match, as '*/a*.jpg'.", "GLOB"),
         ] = None,
         resize: Annotated[
             int | None,
-            typer.Option(
+            option(
                 "--resize",
-                metavar="PIXELS",
-                help="CHANGES PIXELS: resize the shorter side to this length, as JPEG.",
-                show_default=False,
+                "CHANGES PIXELS: resize the shorter side to this length, as JPEG.",
+                "PIXELS",
             ),
         ] = None,
-        quality: Annotated[
-            int, typer.Option("--quality", metavar="1-95", help="Of those JPEGs.")
-        ] = 90,
+        quality: Annotated[int, option("--quality", "Of those JPEGs.", "1-95")] = 90,
         verify: Annotated[
-            bool, typer.Option("--verify", help="Check a pack instead: every shard and sample.")
+            bool, option("--verify", "Check a pack instead: every shard and sample.")
         ] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
     ) -> None:
         from ronde.data import verify_pack
         from ronde.data.pack import pack as write

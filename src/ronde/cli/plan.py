@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
@@ -23,7 +24,6 @@ from ronde.cli.script import (
 )
 from ronde.cli.spinner import Doing
 from ronde.cli.spinner import console as terminal
-from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, usable_cores
 
 _EXAMPLES = """
@@ -43,7 +43,7 @@ Examples:
 
   ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
 
-  ronde plan --json plan.json --svg schedule.svg -m my.train
+  ronde plan --json plan.json -m my.train
 """
 
 
@@ -71,74 +71,38 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         verbose: VerboseOption = False,
         devices: Annotated[
-            int | None,
-            typer.Option(
-                "--devices",
-                "-n",
-                metavar="N",
-                help="Plan for N devices. Default: this machine's.",
-                show_default=False,
-            ),
+            int | None, option("--devices -n", "Plan for N devices. Default: this machine's.", "N")
         ] = None,
         cluster: Annotated[
             Path | None,
-            typer.Option(
-                "--cluster",
-                metavar="FILE",
-                help="Plan for the cluster that 'ronde bench cluster' measured.",
-                show_default=False,
+            option(
+                "--cluster", "Plan for the cluster that 'ronde bench cluster' measured.", "FILE"
             ),
         ] = None,
         device: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--device",
-                metavar="KIND",
-                help="Plan for devices that are not here, such as H100: an estimate from data "
-                "sheets.",
-                show_default=False,
+                "Plan for devices that are not here, such as H100: an estimate from data sheets.",
+                "KIND",
             ),
         ] = None,
         memory: Annotated[
-            str | None,
-            typer.Option(
-                "--memory",
-                metavar="SIZE",
-                help="Memory of one device, such as 32GiB.",
-                show_default=False,
-            ),
+            str | None, option("--memory", "Memory of one device, such as 32GiB.", "SIZE")
         ] = None,
         optimize: Annotated[
-            str,
-            typer.Option(
-                "--optimize", metavar="speed|memory", help="The fastest step, or the least memory."
-            ),
+            str, option("--optimize", "The fastest step, or the least memory.", "speed|memory")
         ] = "speed",
         module: ModuleOption = None,
         file: JsonOption = None,
-        picture: Annotated[
-            Path | None,
-            typer.Option(
-                "--svg",
-                metavar="FILE",
-                help="Draw the best pipeline's schedule.",
-                show_default=False,
-            ),
-        ] = None,
         save: Annotated[
-            Path | None,
-            typer.Option(
-                "--save",
-                metavar="FILE",
-                help="Write the winner, for ronde run --plan FILE.",
-                show_default=False,
-            ),
+            Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
         ] = None,
         accept_noise: Annotated[
             bool,
-            typer.Option(
+            option(
                 "--accept-noise",
-                help="Continue if other programs disturb the measurement; the answer says so.",
+                "Continue if other programs disturb the measurement; the answer says so.",
             ),
         ] = False,
     ) -> None:
@@ -147,7 +111,7 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
         if devices is not None and devices < 1:
             raise ArgumentError(f"--devices {devices} must be 1 or more.")
-        check_folders(json=file, svg=picture, save=save)
+        check_folders(json=file, save=save)
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
             raise ArgumentError(
@@ -172,7 +136,7 @@ def register(app: typer.Typer) -> None:
             explanation = answer(costs, target, target.devices, like, optimize)
         try:
             # First, because standard output may be a closed pipe.
-            drawn = _write(explanation, costs, target, file, picture, save)
+            _write(explanation, costs, target, file, save)
         finally:
             _print(console, explanation, costs, target, verbose)
         if save is not None and explanation.found.best.verdict == "does not fit":
@@ -182,10 +146,6 @@ def register(app: typer.Typer) -> None:
                 f"written: {save}; ronde run --workers {target.devices} --plan {save} …",
                 highlight=False,
                 soft_wrap=True,
-            )
-        if not drawn:
-            raise ArgumentError(
-                "--svg: no plan here has a pipeline, so there is no schedule to draw."
             )
 
 
@@ -257,37 +217,19 @@ def _measure(command: list[str], target: Any, devices: int, accept_noise: bool, 
 
 
 def _print(console: Any, explanation: Any, costs: Any, target: Any, verbose: bool) -> None:
-    from ronde.predict import render_answer, terminal
+    from ronde.predict import Predictor, render_answer, terminal
 
     console.print(render_answer(explanation, verbose=verbose))
-    best = _best_pipeline(explanation)
-    if best is not None:
-        console.print()
-        console.print(f"one step of {best.plan.spec}:", highlight=False)
-        console.print(terminal(_timeline(best, costs, target), min(console.width, 100)))
-
-
-def _best_pipeline(explanation: Any) -> Any:
     ranked = [explanation.found.best, *explanation.found.families.values()]
-    return next((p for p in ranked if p.plan.pipeline > 1), None)
+    best = next((p for p in ranked if p.plan.pipeline > 1), None)
+    if best is not None:
+        timeline = Predictor(costs, target).timeline(best.plan)
+        console.print(f"\none step of {best.plan.spec}:", highlight=False)
+        console.print(terminal(timeline, min(console.width, 100)))
 
 
-def _timeline(best: Any, costs: Any, target: Any) -> Any:
-    """One simulated step of a pipeline."""
-    from ronde.predict import Predictor
-
-    return Predictor(costs, target).timeline(best.plan)
-
-
-def _write(
-    explanation: Any,
-    costs: Any,
-    target: Any,
-    file: Path | None,
-    picture: Path | None,
-    save: Path | None,
-) -> bool:
-    """Write the requested files; false if there is no schedule to draw."""
+def _write(explanation: Any, costs: Any, target: Any, file: Path | None, save: Path | None) -> None:
+    """Write the requested files."""
     if file is not None:
         values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
         write_json(file, values)
@@ -295,9 +237,3 @@ def _write(
         from ronde.measure import with_predicted_cut
 
         with_predicted_cut(explanation.found.best).save(save)
-    best = _best_pipeline(explanation)
-    if picture is not None and best is not None:
-        from ronde.predict import svg
-
-        write_whole(picture, svg(_timeline(best, costs, target), best.plan.spec))
-    return picture is None or best is not None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
@@ -56,30 +57,21 @@ def register(app: typer.Typer) -> None:
     def prove(
         arguments: ArgumentsOption = None,
         workers: Annotated[
-            int,
-            typer.Option(
-                "--workers", "-n", metavar="N", help="How many workers to compare with one process."
-            ),
+            int, option("--workers -n", "How many workers to compare with one process.", "N")
         ] = 2,
         plans: Annotated[
             list[str] | None,
-            typer.Option(
+            option(
                 "--plans",
-                metavar="PLAN",
-                help="Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
+                "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
                 "for each hybrid. Default: replicate.",
-                show_default=False,
+                "PLAN",
             ),
         ] = None,
-        steps: Annotated[
-            int, typer.Option("--steps", metavar="K", help="Optimizer steps to compare.")
-        ] = 6,
+        steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = 6,
         module: ModuleOption = None,
         timeout: Annotated[
-            float,
-            typer.Option(
-                "--timeout", metavar="SECONDS", help="Time limit for one run of the script."
-            ),
+            float, option("--timeout", "Time limit for one run of the script.", "SECONDS")
         ] = 600.0,
         file: JsonOption = None,
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.watch import RunDir, clock, summarise
 
 
@@ -35,9 +36,7 @@ def register(app: typer.Typer) -> None:
                 "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
             ),
         ] = Path("runs"),
-        as_json: Annotated[
-            bool, typer.Option("--json", help="Print JSON instead of a table.")
-        ] = False,
+        as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
     ) -> None:
         from rich.console import Console
         from rich.table import Table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.cli.script import (
     NOTE_LINES,
     ArgumentsOption,
@@ -85,47 +86,30 @@ def register(app: typer.Typer) -> None:
         verbose: VerboseOption = False,
         workers: Annotated[
             str | None,
-            typer.Option(
-                "--workers",
-                "-n",
-                metavar="N,N,…",
-                help="Sizes to measure. Default: 1, 2, 4, … all devices.",
-                show_default=False,
-            ),
+            option("--workers -n", "Sizes to measure. Default: 1, 2, 4, … all devices.", "N,N,…"),
         ] = None,
         to: Annotated[
             int | None,
-            typer.Option(
+            option(
                 "--to",
-                metavar="N",
-                help="Extrapolate up to N workers. Default: 64, or the largest size measured.",
-                show_default=False,
+                "Extrapolate up to N workers. Default: 64, or the largest size measured.",
+                "N",
             ),
         ] = None,
         seconds: Annotated[
-            float,
-            typer.Option(
-                "--seconds", metavar="S", help="How long each rate is measured at a time."
-            ),
+            float, option("--seconds", "How long each rate is measured at a time.", "S")
         ] = 2.0,
         rounds: Annotated[
-            int,
-            typer.Option("--rounds", metavar="R", help="How often each size is started, in turns."),
+            int, option("--rounds", "How often each size is started, in turns.", "R")
         ] = 2,
-        cost: Annotated[
-            float | None,
-            typer.Option(
-                "--cost", metavar="PRICE", help="Price of a device-hour.", show_default=False
-            ),
-        ] = None,
+        cost: Annotated[float | None, option("--cost", "Price of a device-hour.", "PRICE")] = None,
         batch: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--batch",
-                metavar="keep|grow",
-                help="Keep the global batch (strong scaling), or grow it with the workers (weak). "
+                "Keep the global batch (strong scaling), or grow it with the workers (weak). "
                 "Default: the rule of the script.",
-                show_default=False,
+                "keep|grow",
             ),
         ] = None,
         feed: FeedOption = None,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.help_layout import option
 from ronde.cli.run import print_summary
 from ronde.watch import Evaluated, Logged, RunDir, curve, latest, read, summarise
 from ronde.world import ArgumentError
@@ -75,14 +76,9 @@ def register(app: typer.Typer) -> None:
         ] = Path("runs"),
         series: Annotated[
             str | None,
-            typer.Option(
-                "--curve",
-                metavar="WHAT",
-                help="Draw a logged or evaluated value instead of the loss.",
-                show_default=False,
-            ),
+            option("--curve", "Draw a logged or evaluated value instead of the loss.", "WHAT"),
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+        as_json: Annotated[bool, option("--json", "Print JSON instead.")] = False,
     ) -> None:
         from rich.console import Console
 
