@@ -28,6 +28,8 @@ from ronde.data.transforms import (
 )
 from ronde.world import ArgumentError
 
+__all__ = ["Images", "images", "with_settings"]
+
 SUFFIXES = (
     ".jpg",
     ".jpeg",
