@@ -222,8 +222,7 @@ def _print(console: Any, explanation: Any, costs: Any, target: Any, verbose: boo
     console.print(render_answer(explanation, verbose=verbose))
     ranked = [explanation.found.best, *explanation.found.families.values()]
     best = next((p for p in ranked if p.plan.pipeline > 1), None)
-    if best is not None:
-        timeline = Predictor(costs, target).timeline(best.plan)
+    if best is not None and (timeline := Predictor(costs, target).timeline(best.plan)):
         console.print(f"\none step of {best.plan.spec}:", highlight=False)
         console.print(terminal(timeline, min(console.width, 100)))
 
