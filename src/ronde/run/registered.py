@@ -17,6 +17,7 @@ from ronde import checkpoint
 from ronde.checkpoint import is_sharded
 from ronde.run import lr_rules
 from ronde.run.persist import holds_all
+from ronde.run.unregistered import claim
 from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
 from ronde.world.consensus import gather_json
 
@@ -107,6 +108,7 @@ class Registry:
                 part.persistent(True)  # otherwise their state_dict() is empty
             _pack(name, thing, {})  # refuses what no checkpoint can hold
             self.items[name] = thing
+            claim(thing)
             if name in self._found:
                 try:
                     self._restore(run, name, thing)

@@ -37,6 +37,7 @@ from ronde.run.per_pass_buffers import Passes
 from ronde.run.registered import Registered, Registry
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.seeding import reseeding, seed_step
+from ronde.run.unregistered import Unregistered, claim
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 
@@ -127,6 +128,8 @@ class Run:
         self._evaluations: dict[int, Evaluation] = {}
         self._registry = Registry()
         self._averages = Averages()
+        claim(self.optimizer, self.scheduler)
+        self._unregistered = Unregistered()
         self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
         self._save_due = False
@@ -536,6 +539,7 @@ class Run:
         if self.dir is None:
             return None
         self._watcher.rate.pause()
+        self._look_for_unregistered()
         start = time.perf_counter()
         path = persist.save(self, self.dir.checkpoints, self._keep)
         if path is not None:
@@ -736,6 +740,7 @@ class Run:
                 samples_per_second=self._watcher.rate.end_epoch(),
             )
         )
+        self._look_for_unregistered()
         if report := self._best.missing():
             self._warn(report)
         state.epoch += 1
@@ -779,6 +784,11 @@ class Run:
             if isinstance(value, int | float):
                 self._writer.add_scalar(f"{prefix}{name}", value, self.state.step)
         self._writer.flush()
+
+    def _look_for_unregistered(self) -> None:
+        if self.is_main and self.dir is not None and not hooks.observed():
+            for warning in self._unregistered.look(self, self._registry.items.values()):
+                self._warn(warning)
 
     def _save_if_due(self) -> None:
         if self._save_due:
