@@ -1197,13 +1197,13 @@ def test_a_planted_flip_is_found_downwards_in_whole_numbers_or_not_at_all():
     )
     assert (
         never.at is None
-        and never.sentence() == "global batch: no flip down to 1 sample"
+        and never.sentence() == "global batch: the same answer down to 1 sample"
         and asked == [25.0, 12.0, 6.0, 3.0, 2.0, 1.0]
     )
     few = find_flip(
         "workers", 8.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up", doublings=1
     )
-    assert few.at is None and few.sentence() == "workers: no flip up to 16 devices"
+    assert few.at is None and few.sentence() == "workers: the same answer up to 16 devices"
     doubled = find_flip(
         "workers", 6.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up"
     )

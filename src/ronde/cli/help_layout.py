@@ -19,6 +19,14 @@ def option(flags: str, help: str, metavar: str = "") -> Any:
     return typer.Option(*flags.split(), metavar=metavar or None, help=help)
 
 
+_own_options: list[str] = []
+
+
+def own_options() -> list[str]:
+    """Options of the verb that runs, as they are written: ``--workers``, ``-n``."""
+    return _own_options
+
+
 def _flags_alone(params: list[Any]) -> list[Any]:
     """Hide the ``<bool>`` that typer writes for flags."""
     for param in params:
@@ -33,6 +41,13 @@ class Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Arguments and options, ``--help`` among them."""
         return _flags_alone(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        _own_options[:] = [
+            name for p in self.params if p.param_type_name == "option" for name in p.opts
+        ]
+        return super().invoke(ctx)
 
 
 class Group(TyperGroup):

@@ -18,6 +18,7 @@ from ronde.cli.script import (
     command_of,
     discard,
     feed_of,
+    hint_after_exit,
     short,
 )
 from ronde.watch import (
@@ -160,7 +161,8 @@ def register(app: typer.Typer) -> None:
 
             # A Text, not markup: arguments may hold brackets.
             told = (
-                f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  {short(directory.path)}"
+                f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  "
+                f"{'nothing is kept' if temporary else short(directory.path)}"
             )
             console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
             if told_feed:
@@ -176,6 +178,8 @@ def register(app: typer.Typer) -> None:
         if outcome.status:
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
             _tell_failure(outcome, directory, kept=temporary is None)
+            if outcome.exited and (hint := hint_after_exit(command)):
+                typer.echo(f"note: {hint}", err=True)
             raise typer.Exit(outcome.status)
         if not quiet:
             one = None
@@ -185,7 +189,7 @@ def register(app: typer.Typer) -> None:
                 one = _baseline(command, fetched)
                 if bar:
                     bar.close()
-            print_summary(directory, console, outcome.seconds, one, count)
+            print_summary(directory, console, outcome.seconds, one, count, kept=temporary is None)
 
 
 def _plan(text: str, workers: int) -> str:
@@ -357,9 +361,16 @@ def _baseline(command: list[str], feed: str) -> float | None:
 
 
 def print_summary(
-    directory: RunDir, console: Any, seconds: float, one: float | None = None, workers: int = 1
+    directory: RunDir,
+    console: Any,
+    seconds: float,
+    one: float | None = None,
+    workers: int = 1,
+    kept: bool = True,
 ) -> None:
-    """Print what ran where, the batch contract, the curve, the speed, and what to do next."""
+    """Print what ran where, the batch contract, the curve, the speed, and what to do next.
+    ``kept`` is False if the run directory goes now.
+    """
     from rich.box import ROUNDED
     from rich.console import Group
     from rich.panel import Panel
@@ -372,8 +383,8 @@ def print_summary(
     start = summary.start
     if start is None:
         console.print(
-            f"the script ended after {clock(seconds)} without calling ronde.distribute; "
-            f"its output is in {short(directory.logs)}",
+            f"the script ended after {clock(seconds)} without calling ronde.distribute"
+            + (f"; its output is in {short(directory.logs)}" if kept else ""),
             highlight=False,
             soft_wrap=True,
         )
@@ -427,15 +438,17 @@ def print_summary(
         )
     if best := summary.best:
         row("best", f"{best.metric} {best.value:.4f} at step {best.step:,}, in {best.path}")
-    row(
-        "kept in",
-        f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "
-        f"checkpoint{'s' if summary.checkpoints != 1 else ''})",
-    )
-    runs_option = (
-        "" if short(directory.path.parent) == "runs" else f" --runs {short(directory.path.parent)}"
-    )
-    row("next", f"ronde show {directory.name}{runs_option}", "cyan")
+    if kept:
+        row(
+            "kept in",
+            f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "
+            f"checkpoint{'s' if summary.checkpoints != 1 else ''})",
+        )
+        folder = short(directory.path.parent)
+        runs_option = "" if folder == "runs" else f" --runs {folder}"
+        row("next", f"ronde show {directory.name}{runs_option}", "cyan")
+    else:
+        row("kept in", "nowhere: --runs none")
     width = max(20, min(console.width - 20, 72))
     drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
     parts: list[Any] = [table]

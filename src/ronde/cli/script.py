@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.help_layout import own_options
 from ronde.watch.whole_file import check_target, write_whole
 from ronde.world import ArgumentError, RondeError
 
@@ -31,6 +33,7 @@ __all__ = [
     "examine",
     "exited_early",
     "feed_of",
+    "hint_after_exit",
     "short",
     "write_json",
 ]
@@ -107,9 +110,13 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         )
     script = Path(arguments[0])
     if arguments[0].startswith("-") and not script.exists():
+        asked = arguments[0].partition("=")[0]
+        near = difflib.get_close_matches(asked, [o for o in own_options() if o[:2] == "--"], 1)
         raise ArgumentError(
-            f"option {arguments[0]} is not known. Ronde's options come before the script, "
-            "the script's own after it; --help lists them."
+            f"option {asked} is not known. "
+            + (f"Did you mean {near[0]}? " if near and asked[:2] == "--" else "")
+            + "Ronde's options come before the script, the script's own after it; --help lists "
+            "them."
         )
     if script.is_dir():
         raise ArgumentError(
@@ -122,7 +129,43 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         )
         hint = f" Did you mean {folder / near[0]}?" if near else ""
         raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
+    if hint := misplaced(arguments, script):
+        typer.echo(f"note: {hint}", err=True)
     return arguments
+
+
+def misplaced(command: list[str], script: Path | None = None) -> str:
+    """A hint if options of Ronde stand after the script, which gets them; else empty.
+
+    Args:
+        command: the script and its arguments.
+        script: hint only if this file does not mention the option.
+    """
+    text = ""
+    if script is not None:
+        with contextlib.suppress(OSError):
+            text = script.read_text(errors="replace")
+    for i, argument in enumerate(command[1:], 1):
+        option, _, value = argument.partition("=")
+        if option in ("--help", "-h") or option not in own_options():
+            continue
+        if script is not None and (option[:2] != "--" or option[2:].replace("-", "_") in text):
+            continue
+        value = f"={value}" if value else ""
+        if not value and i + 1 < len(command) and not command[i + 1].startswith("-"):
+            value = f" {command[i + 1]}"
+        return (
+            f"{option}{value} comes after {command[0]}, so the script gets it. If it is meant for "
+            f"Ronde, put it before the script: {option}{value} {command[0]}"
+        )
+    return ""
+
+
+def hint_after_exit(command: list[str]) -> str:
+    """The hint of :func:`misplaced` after a script has ended by itself, unless it was given before;
+    else empty.
+    """
+    return "" if misplaced(command, Path(command[0])) else misplaced(command)
 
 
 def feed_of(asked: str | None, script: str) -> tuple[str, str]:
@@ -182,10 +225,10 @@ def discard(_: bytes) -> None:
 def exited_early(verb: str, command: list[str], status: int | str) -> str:
     """Explain that a script called ``sys.exit`` itself, usually for missing arguments."""
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
-    return (
-        f"{script} ended by itself with exit status {status} before ronde.distribute. Its "
-        "own arguments go after its name: "
-        f"ronde {verb} {script} ARGS…"
+    text = f"{script} ended by itself with exit status {status} before ronde.distribute. "
+    return text + (
+        hint_after_exit(command)
+        or f"Its own arguments go after its name: ronde {verb} {script} ARGS…"
     )
 
 

@@ -59,7 +59,10 @@ class Flip:
         show, unit = _SHOW[self.variable]
         if self.at is None:
             plural = "s" if unit and self.limit > 1 else ""
-            return f"{self.variable}: no flip {self.direction} to {show(self.limit)}{unit}{plural}"
+            return (
+                f"{self.variable}: the same answer {self.direction} to "
+                f"{show(self.limit)}{unit}{plural}"
+            )
         low, high = sorted((self.holds, self.at))
         between = f"between {show(low)} and {show(high)}{unit and unit + 's'}"
         return (

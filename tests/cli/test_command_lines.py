@@ -1,0 +1,66 @@
+"""Command lines as people mistype them: a sentence that says what to do, and no traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from processes import ronde_batch, ronde_run
+
+STRICT = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr")
+parser.parse_args()
+"""
+# it knows an option of this name: no hint before it runs
+OWN = STRICT.replace("--lr", "--data-workers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lines")
+    (folder / "strict.py").write_text(STRICT)
+    (folder / "own.py").write_text(OWN)
+    (folder / "silent.py").write_text("print('hello')\n")
+    return folder
+
+
+def test_options_that_are_mistyped(folder):
+    lines = {
+        "run --wrokers 2 strict.py": "Did you mean --workers?",
+        "run --wrokers=2 strict.py": "option --wrokers is not known. Did you mean --workers?",
+        "prove --setps 3 strict.py": "Did you mean --steps?",
+        "plan --devcies 2 strict.py": "Did you mean --devices?",
+        "doctor --sceonds 3 strict.py": "Did you mean --seconds?",
+        "scale --wrokers 2 strict.py": "is not known",
+        "run -w 2 strict.py": "option -w is not known. Ronde's options come before the script",
+        "rnu strict.py": "Did you mean 'run'?",
+        "show --crve x": "--curve",
+    }
+    for done, text in zip(
+        ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
+    ):
+        assert done.returncode == 2, done
+        assert text in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_options_that_come_after_the_script(folder):
+    hint = "put it before the script: --workers 2 strict.py"
+    done = ronde_run(["run", "-n", "1", "strict.py", "--workers", "2"], folder)
+    assert done.returncode == 2
+    assert done.stderr.count(hint) == 1 and "unrecognized arguments" in done.stdout + done.stderr
+
+    done = ronde_run(["run", "-n", "1", "own.py", "--workers", "2"], folder)
+    before, _, after = done.stderr.partition("rank 0 failed first")
+    assert "note:" not in before and after.count("put it before the script") == 1, done.stderr
+
+    done = ronde_run(["plan", "strict.py", "--devices", "2"], folder)
+    assert done.returncode == 2 and "put it before the script: --devices 2 strict.py" in done.stderr
+
+
+def test_runs_none_points_to_nothing(folder):
+    line = ["run", "-n", "1", "--runs", "none", "silent.py", "--workers=2"]
+    done = ronde_run(line, folder)
+    assert done.returncode == 0, done.stderr
+    assert "put it before the script: --workers=2 silent.py" in done.stderr
+    assert "nothing is kept" in done.stdout and "ronde-run-" not in done.stdout + done.stderr
