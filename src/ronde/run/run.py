@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ronde.data import key_of
 from ronde.loader import Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work
+from ronde.parallel.first_steps import CHECKED_STEPS, check_step
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import checks, hooks, lr_rules, persist
 from ronde.run.average import Averages, Decay, WeightAverage
@@ -133,6 +134,7 @@ class Run:
         self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
         self._save_due = False
+        self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
         self._deadline: float | None = None
@@ -648,6 +650,9 @@ class Run:
         else:
             self.optimizer.step()
         self._strategy.updated()
+        if self._unchecked_steps and not hooks.observed():
+            self._unchecked_steps -= 1
+            check_step(self._strategy, self._work.tied, self.plan, self._me)
 
     def _report_comparison(self, comparison: PredictionCheck) -> None:
         self._comparison = None
