@@ -99,11 +99,7 @@ FILES = {
 
 @pytest.mark.parametrize(
     "decoder",
-    [
-        d
-        for d in ("auto", "simplejpeg", "torchcodec", "opencv", "pillow")
-        if d == "auto" or d in image_decoders.available()
-    ],
+    [d for d in ("auto", "simplejpeg", "pillow") if d == "auto" or d in image_decoders.available()],
 )
 @pytest.mark.parametrize("kind", FILES)
 def test_every_decoder_gives_pillows_pixels(kind, decoder):
@@ -179,7 +175,7 @@ def test_decoding_to_a_fraction_is_pillows_draft(shrink):
     data = encoded(photo(413, 311))
     drafted = Image.open(io.BytesIO(data))
     drafted.draft("RGB", (413 // shrink, 311 // shrink))
-    for decoder in set(image_decoders.available()) & {"simplejpeg", "opencv", "pillow"}:
+    for decoder in set(image_decoders.available()) & {"simplejpeg", "pillow"}:
         found = image_decoders.decode_image(data, decoder, shrink=shrink)
         assert found.shape == (-(-311 // shrink), -(-413 // shrink), 3)
         assert np.array_equal(found, np.asarray(drafted))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from processes import child, python
@@ -352,8 +350,6 @@ def test_out_must_be_free(tmp_path):
         ({"kind": "zip"}, "pack writes tar shards, not 'zip'"),
         ({"kind": "parquet"}, "not Parquet. To make Parquet files, use pyarrow or datasets"),
         ({"shard_bytes": 5}, "too small"),
-        ({"resize": 0}, "resize=0"),
-        ({"quality": 0}, "quality=0"),
     ):
         with pytest.raises(ArgumentError, match=text):
             pack(files, tmp_path / "new", **arguments)
@@ -456,33 +452,6 @@ def test_damage_is_found_and_named(tmp_path):
         feed.parquet(tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"is not a pack"):
         verify_pack(tmp_path / "files")
-
-
-def test_smaller_images(tmp_path):
-    draw = np.random.default_rng(0)
-    for name, size in (
-        ("a/wide.png", (400, 100)),
-        ("a/tall.jpg", (90, 300)),
-        ("b/small.jpg", (50, 40)),
-    ):
-        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(draw.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)).save(
-            tmp_path / "files" / name
-        )
-    pack(tmp_path / "files", tmp_path / "out", resize=64, quality=80)
-    packed, source = feed.tar(tmp_path / "out"), feed.folder(tmp_path / "files")
-    sizes = [Image.open(io.BytesIO(s.data)).size for s in packed.read(range(3))]
-    assert sizes == [(64, 213), (256, 64), (50, 40)]
-    assert [s.name for s in packed.read(range(3))] == list(
-        source.names
-    ) and packed.fingerprint != source.fingerprint
-    assert (
-        json.loads((tmp_path / "out/ronde-pack.json").read_text())["pixels_changed"]["short_side"]
-        == 64
-    )
-    (tmp_path / "files/b/text.jpg").write_text("no image")
-    with pytest.raises(RondeError, match=r"b/text.jpg cannot be resized as an image"):
-        pack(tmp_path / "files", tmp_path / "other", resize=64)
 
 
 def test_the_command(tmp_path):

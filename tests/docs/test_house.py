@@ -91,6 +91,8 @@ def test_each_face_has_what_it_offers(face):
     for name in getattr(module, "__all__", ()):
         assert getattr(module, name) is not None, name
         assert not isinstance(getattr(module, name), ModuleType) or face == "ronde", name
+    for name in dir(module):
+        getattr(module, name)  # a room that lists its names once: each is where it says
 
 
 def test_the_version_is_stated_once_more_for_the_package():

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ronde.adapt.feed_settings import apply_settings, requested_settings, summarize
     from ronde.adapt.remedies import dataset_facts
 
-__all__ = ["apply_settings", "requested_settings", "dataset_facts", "summarize"]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         clear_cache,
     )
 
-__all__ = ["CacheReport", "CachedDataset", "CachedSource", "cached_dataset", "clear_cache"]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

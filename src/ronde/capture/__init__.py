@@ -24,26 +24,6 @@ if TYPE_CHECKING:
     )
     from ronde.capture.trace import Given, Point, Trace, TraceEvent, Value, bounds_of
 
-__all__ = [
-    "Given",
-    "Interceptor",
-    "NUMBERS",
-    "Point",
-    "Trace",
-    "TraceEvent",
-    "Value",
-    "as_tuple",
-    "aside",
-    "bounds_of",
-    "compiled",
-    "data_shaped",
-    "following",
-    "not_an_event",
-    "stay",
-    "watching",
-    "whole_size",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

@@ -30,8 +30,6 @@ Examples:
 
   ronde pack --shard-size 1GiB photos/train packed/train
 
-  ronde pack --resize 256 --quality 90 photos small  changes pixels: shorter side 256, JPEG
-
   ronde pack --verify packed/train                   compare every byte with its checksum
 """
 
@@ -80,15 +78,6 @@ def register(app: typer.Typer) -> None:
             str | None,
             option("--pattern", "What the path below FOLDER must match, as '*/a*.jpg'.", "GLOB"),
         ] = None,
-        resize: Annotated[
-            int | None,
-            option(
-                "--resize",
-                "CHANGES PIXELS: resize the shorter side to this length, as JPEG.",
-                "PIXELS",
-            ),
-        ] = None,
-        quality: Annotated[int, option("--quality", "Of those JPEGs.", "1-95")] = 90,
         verify: Annotated[
             bool, option("--verify", "Check a pack instead: every shard and sample.")
         ] = False,
@@ -125,8 +114,6 @@ def register(app: typer.Typer) -> None:
                 labels=labels,
                 suffixes=endings,
                 pattern=pattern,
-                resize=resize,
-                quality=quality,
                 progress=progress,
             )
         if as_json:
@@ -149,8 +136,6 @@ def register(app: typer.Typer) -> None:
                 f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
             )
             line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
-        if resize is not None:
-            line += f"\npixels were changed: shorter side {resize}, JPEG quality {quality}"
         terminal().print(line, highlight=False, soft_wrap=True, markup=False)
 
 

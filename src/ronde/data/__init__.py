@@ -28,38 +28,6 @@ if TYPE_CHECKING:
     from ronde.data.sources.map_dataset import DatasetSource
     from ronde.data.sources.tar import is_pack, tar
 
-__all__ = [
-    "AUTO",
-    "ArraySource",
-    "Bad",
-    "BaseSource",
-    "BatchOrder",
-    "CannotEncode",
-    "DECODERS",
-    "DatasetSource",
-    "Echoed",
-    "KeyedRandomness",
-    "Order",
-    "Pipeline",
-    "Source",
-    "Step",
-    "available",
-    "batch_order",
-    "check_decoder",
-    "current_keys",
-    "decode_sample",
-    "echoed",
-    "encode_sample",
-    "is_pack",
-    "key_of",
-    "with_settings",
-    "sample_key",
-    "sample_keys",
-    "stage",
-    "tar",
-    "verify_pack",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

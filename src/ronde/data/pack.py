@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.data.sources.base import Names, need
+from ronde.data.sources.base import Names
 from ronde.data.sources.byte_ranges import Store
 from ronde.data.sources.folder import FolderSource, folder
 from ronde.data.sources.tar import MANIFEST, PARTIAL, read_manifest, tar
@@ -229,19 +228,8 @@ class _Task:
 
     source: FolderSource
     shard_bytes: int
-    resize: int | None
-    quality: int
 
     def described(self) -> dict[str, Any]:
-        changed = None
-        if self.resize is not None:
-            import PIL
-
-            changed = {
-                "short_side": self.resize,
-                "quality": self.quality,
-                "pillow": PIL.__version__,
-            }
         return {
             "format": "ronde pack",
             "version": 1,
@@ -250,44 +238,19 @@ class _Task:
             "classes": self.source.classes,
             "labels": self.source.labels is not None,
             "shard_bytes": self.shard_bytes,
-            "pixels_changed": changed,
-            "fingerprint": self.source.fingerprint
-            if changed is None
-            else f"{self.source.fingerprint}-{self.resize}-{self.quality}",
+            "pixels_changed": None,  # of packs that an earlier version had made smaller
+            "fingerprint": self.source.fingerprint,
         }
 
     def item(self, i: int) -> _Item:
         """Read a sample."""
         sample = self.source.read([i])[0]
-        data, suffix = sample.data, _suffix_of(sample.name)
-        if len(data) != self.source.sizes[i]:
+        if len(sample.data) != self.source.sizes[i]:
             raise SampleError(
                 f"{self.source.file(i)} changed while it was packed: {self.source.sizes[i]:,} "
-                f"bytes before, {len(data):,} now."
+                f"bytes before, {len(sample.data):,} now."
             )
-        if self.resize is not None:
-            data, suffix = _resize_jpeg(data, self.source.file(i), self.resize, self.quality), "jpg"
-        return _Item(i, sample.name, sample.label, data, suffix)
-
-
-def _resize_jpeg(data: bytes, file: str, side: int, quality: int) -> bytes:
-    """Re-encode an image as a JPEG with a shorter side of at most so many pixels."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise SampleError(f"{file} cannot be resized as an image: {error}.") from error
-    width, height = image.size
-    ratio = side / min(width, height)
-    if ratio < 1:
-        image = image.resize(
-            (max(1, round(width * ratio)), max(1, round(height * ratio))), Image.Resampling.BICUBIC
-        )
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=quality, subsampling="4:2:0" if quality < 90 else "4:4:4")
-    return out.getvalue()
+        return _Item(i, sample.name, sample.label, sample.data, _suffix_of(sample.name))
 
 
 def _shard_name(number: int) -> str:
@@ -303,8 +266,6 @@ def pack(
     labels: Any = "folder",
     suffixes: Sequence[str] | None = None,
     pattern: str | None = None,
-    resize: int | None = None,
-    quality: int = 90,
     progress: Progress | None = None,
 ) -> Packed:
     """Pack a folder: many small files become a few large ones, which load many times faster.
@@ -321,9 +282,6 @@ def pack(
         labels: as for ``folder``.
         suffixes: as for ``folder``.
         pattern: as for ``folder``.
-        resize: make images smaller: JPEGs whose shorter side has so many pixels (extra ``images``).
-            **This changes pixels.**
-        quality: of those JPEGs, 1 … 95.
         progress: called with ``(samples done, samples in all)``.
 
     Raises:
@@ -355,19 +313,13 @@ def pack(
         )
     if shard_bytes < 1 << 16:
         raise ArgumentError(f"a shard of {shard_bytes:,} bytes is too small: 64 KiB or more.")
-    if resize is not None and resize < 1:
-        raise ArgumentError(f"resize={resize} must be 1 or more pixels.")
-    if not 1 <= quality <= 95:
-        raise ArgumentError(f"quality={quality} must be from 1 to 95.")
-    if resize is not None:
-        need("PIL", "images", "resize")
     place = Path(out)
     if not isinstance(source, FolderSource):
         _differing(Path(source), place)
         source = folder(source, labels=labels, suffixes=suffixes, pattern=pattern)
     else:
         _differing(Path(source.path), place)
-    task = _Task(source, shard_bytes, resize, quality)
+    task = _Task(source, shard_bytes)
     if isinstance(source.labels, list):
         odd = next(
             (
@@ -570,8 +522,6 @@ class _Packing:
             leftover.unlink(missing_ok=True)
 
     def _room(self, start: int) -> None:
-        if self.task.resize is not None:
-            return  # how much it will be is not known
         needed = int(self.task.source.sizes[start:].sum())
         free = shutil.disk_usage(self.place).free
         if needed > free:
@@ -684,15 +634,10 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
 
 
 def _other_fingerprint(place: Path, manifest: dict[str, Any]) -> list[str]:
-    """Problems with the fingerprint; for changed pixels only the settings can be checked."""
-    given, changed = manifest["fingerprint"], manifest["pixels_changed"]
-    if changed is not None:
-        right = given.endswith(f"-{changed.get('short_side')}-{changed.get('quality')}")
-        return (
-            []
-            if right
-            else [f"{MANIFEST}: its fingerprint, {given}, does not say how the pixels were changed"]
-        )
+    """Problems with the fingerprint."""
+    given = manifest["fingerprint"]
+    if manifest["pixels_changed"] is not None:  # packed by an earlier version, of other files
+        return []
     names, sizes, labels = _list_pack(place)
     files = FolderSource(str(place), names, labels, manifest["classes"], Store())
     files._sizes = sizes

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ronde.doctor.doctor import load_doctor
     from ronde.doctor.prescribe import NAMES
 
-__all__ = ["NAMES", "load_doctor"]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__, {"ronde.doctor.doctor": "load_doctor", "ronde.doctor.prescribe": "NAMES"}

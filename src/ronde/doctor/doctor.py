@@ -332,7 +332,6 @@ class _Study:
             collate_seconds=self.collate_seconds,
             loading=alone[-1].samples_per_second if alone else None,
             startup_seconds=statistics.median(r.first_batch_seconds for r in real),
-            loaders_threads=self.timed.other_threads,
             block_seconds=self.blocks(),
             order=self.order(),
             notes=tuple(self.notes),

@@ -94,7 +94,6 @@ class Measurements:
             transfer; None if not measured.
         loading: samples per second of all loaders without training; None if not measured.
         startup_seconds: to the first batch.
-        loaders_threads: share of the loaders' CPU time outside the threads that read.
         block_seconds: per step, by ``with stage(…)`` block in the training process; blocks cannot
             be removed.
         cold: storage measurements, with ``--cold``.
@@ -117,7 +116,6 @@ class Measurements:
     collate_seconds: float | None = None
     loading: float | None = None
     startup_seconds: float = 0.0
-    loaders_threads: float = 0.0
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     cold: Mapping[str, Any] | None = None
     order: Mapping[str, float] | None = None

@@ -29,29 +29,6 @@ if TYPE_CHECKING:
     )
     from ronde.introspect.random_state import Marks, restore_states, seed_all, states
 
-__all__ = [
-    "CannotDescribe",
-    "LIBRARY_FOLDERS",
-    "Marks",
-    "detached_copy",
-    "attributes",
-    "digest",
-    "stored_functions",
-    "describe_open",
-    "installed_version",
-    "is_ronde",
-    "is_user_file",
-    "is_user_module",
-    "nested_datasets",
-    "reopen_files",
-    "restore_states",
-    "seed_all",
-    "states",
-    "preserve_state",
-    "user_modules",
-    "walk",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import Executor, FeedSettings, LoaderSettings, settings_file
 
-__all__ = [
-    "Executor",
-    "Feed",
-    "FeedSettings",
-    "LoaderSettings",
-    "TakenOver",
-    "default_workers",
-    "first_few",
-    "other_classes",
-    "pipeline_in",
-    "settings_file",
-    "take_over",
-    "too_many",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

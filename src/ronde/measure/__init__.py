@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from ronde.measure.planner import answer, load_costs, threads_on, with_predicted_cut
     from ronde.measure.throughput import Bench
 
-__all__ = [
-    "Arm",
-    "ArmResult",
-    "Bench",
-    "Timed",
-    "answer",
-    "default_cluster",
-    "has_cuda",
-    "load_costs",
-    "threads_on",
-    "with_predicted_cut",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

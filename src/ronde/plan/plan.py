@@ -83,11 +83,6 @@ class Layout:
         me = self.place(rank)
         return [self.rank(Place(me.pipeline, r, me.tensor)) for r in range(self.replicas)]
 
-    def along_tensor(self, rank: int) -> list[int]:
-        """Ranks that share ``rank``'s layers."""
-        me = self.place(rank)
-        return [self.rank(Place(me.pipeline, me.replica, t)) for t in range(self.tensor)]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -34,39 +34,6 @@ if TYPE_CHECKING:
     from ronde.predict.schedule_picture import terminal
     from ronde.predict.simulate import Times, run_step
 
-__all__ = [
-    "Added",
-    "Capacities",
-    "Cluster",
-    "Costs",
-    "Cut",
-    "Explanation",
-    "LinearCost",
-    "LinkFit",
-    "Measured",
-    "Prediction",
-    "Predictor",
-    "StageCapacity",
-    "Times",
-    "Unit",
-    "Wall",
-    "cluster_of",
-    "corrected",
-    "cut",
-    "cut_at",
-    "device_named",
-    "explain",
-    "from_runs",
-    "gap",
-    "nodes_of",
-    "plateau",
-    "record",
-    "render_answer",
-    "run_step",
-    "terminal",
-    "walls",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

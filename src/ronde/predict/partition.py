@@ -108,13 +108,6 @@ class Cut:
     cost: float
     alpha: float
 
-    @property
-    def imbalance(self) -> float:
-        """Slowest stage over the mean."""
-        seconds = [s.seconds for s in self.stages]
-        mean = sum(seconds) / len(seconds)
-        return max(seconds) / mean if mean else 1.0
-
     def names(self, costs: Costs) -> list[str]:
         """First units of all stages but the first: the values of ``split_at``."""
         return [costs.units[b].name for b in self.bounds[1:-1]]

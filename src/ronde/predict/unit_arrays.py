@@ -4,6 +4,7 @@ recomputation.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable
@@ -154,38 +155,8 @@ class _Tables:
     recomputed: npt.NDArray[np.bool_]
 
 
-_LINES = (
-    "forward_seconds",
-    "backward_seconds",
-    "saved_bytes",
-    "transient_bytes",
-    "forward_transient_bytes",
-    "backward_transient_bytes",
-    "crossing_bytes",
-    "crossing_grad_bytes",
-    "tensor_reduce_bytes",
-    "selective_saved_bytes",
-    "selective_seconds",
-    "put_off_bytes",
-    "selective_forward_bytes",
-    "selective_backward_bytes",
-    "full_saved_bytes",
-    "full_forward_bytes",
-    "full_backward_bytes",
-    "tensor_saved_bytes",
-    "tensor_forward_bytes",
-    "tensor_backward_bytes",
-)
-_FLAT = (
-    "parameter_bytes",
-    "trainable_bytes",
-    "optimizer_bytes",
-    "buffer_bytes",
-    "tied_grad_bytes",
-    "tensor",
-    "tensor_time",
-    "block_calls",
-)
+_LINES = tuple(f.name for f in dataclasses.fields(Unit) if f.type == "LinearCost")
+_FLAT = tuple(f.name for f in dataclasses.fields(Unit) if f.type in ("int", "float"))
 _made: dict[int, tuple[weakref.ref[Costs], _Tables]] = {}
 
 

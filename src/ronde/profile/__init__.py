@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     from ronde.profile.replay import deep_copy, same_bits, size_of
     from ronde.profile.shared_counters import StageTimes, read_board, read_notes
 
-__all__ = [
-    "Probe",
-    "StageTimes",
-    "original_of",
-    "cached_share",
-    "deep_copy",
-    "swap_attribute",
-    "read_board",
-    "read_files",
-    "read_notes",
-    "same_bits",
-    "storage_sweep",
-    "size_of",
-]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ronde.scale.meter import Start, load_scale, measure_sizes, start_options
     from ronde.scale.scaling import Scaling, summarize_scale
 
-__all__ = ["Scaling", "Start", "load_scale", "measure_sizes", "start_options", "summarize_scale"]
-
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
