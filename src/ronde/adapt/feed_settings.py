@@ -45,9 +45,7 @@ def read_settings(
 def requested_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> FeedSettings:
-    """The script's settings, overridden by the file in ``RONDE_FEED`` (from ``ronde run
-    --feed``).
-    """
+    """The script's settings, overridden by the file that ``RONDE_FEED`` names."""
     found = read_settings(feed)
     file = os.environ.get("RONDE_FEED", "none")
     return found if file in ("", "none") else found.merged(FeedSettings.load(Path(file)))

@@ -89,9 +89,7 @@ def _noted(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable
 
 @contextlib.contextmanager
 def _watching(dataset: Any, seen: Observation, modules: Sequence[str]) -> Iterator[None]:
-    """Note the calls of these modules' functions, also where the dataset stores the function
-    itself (``loader=PIL.Image.open``).
-    """
+    """Note calls of these modules' functions, and of those that the dataset stores itself."""
     places: list[tuple[Any, str, Callable[..., None]]] = [
         (sys.modules["builtins"], "open", seen.note_open),
         (io, "open", seen.note_open),

@@ -165,9 +165,7 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
 
 
 def _shrink(observation: Observation) -> int:
-    """The largest reduction (1/2, 1/4, 1/8) that leaves most images enough pixels for their
-    resize.
-    """
+    """The largest reduction (1/2, 1/4, 1/8) that leaves most images enough pixels to resize."""
     room = [
         min(before[0] / after[0], before[1] / after[1])
         for before, after in observation.resized

@@ -95,9 +95,7 @@ def _cgroup_room(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -
 
 
 def free_memory() -> int:
-    """Bytes available without swapping or being killed: the machine's, within the container's
-    limit.
-    """
+    """Bytes available without swapping or being killed, within the container's limit."""
     import psutil
 
     return int(min(float(psutil.virtual_memory().available), _cgroup_room()))

@@ -62,9 +62,7 @@ apart, by making these one by one.
 """
 _MOST_FILES = 1000
 _PART_OF_FREE = 0.5
-"""Of the memory or disk that is free when a cache is made, what it may take where no limit is
-given.
-"""
+"""Share of the free memory or disk that a cache may take where no limit is given."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +240,7 @@ def _split_record(data: memoryview) -> tuple[memoryview, bytes]:
 
 
 def _declares_files(source: Any) -> bool:
-    """Whether one of Ronde's sources reads only what it declares, so that opened files need not be
-    noted.
-    """
+    """Whether a source of Ronde's own reads only what it declares: no file need be noted."""
     return is_ronde(type(source)) and not isinstance(source, CachedSource | DatasetSource)
 
 
@@ -453,9 +449,7 @@ class _Cache:
         return not listed or bool(listed == self._listing())
 
     def _listing(self) -> str:
-        """Folder listings taken when this process first asked, for samples whose files Python did
-        not open.
-        """
+        """Folder listings of this process, for samples whose files Python did not open."""
         if self._listed is None:
             self._listed, more = listing(self._folders) if self._folders else ("", "")
             if more:
@@ -580,9 +574,7 @@ class _Cache:
         )
 
     def close(self) -> None:
-        """Leave the cache; an in-memory cache vanishes with its last user. Process exit does the
-        same.
-        """
+        """Leave the cache, as process exit does; one in memory vanishes with its last user."""
         arena, self._arena = self._arena, None
         self._off = self._off or "it was closed"
         if arena is not None and arena.pid == os.getpid():
@@ -675,9 +667,7 @@ class CachedSource(_Cache, Dataset[Any]):
         return self.source.fingerprint
 
     def origins(self) -> list[Any]:
-        """What a cache after this one must know, because the fingerprint does not cover the
-        steps.
-        """
+        """What a later cache must know: the fingerprint does not cover the steps."""
         if self._key is None:
             raise CannotDescribe("the cached source before it is known to this process only")
         return [("cache", self._key)]
@@ -744,9 +734,7 @@ class CachedSource(_Cache, Dataset[Any]):
 
 
 class CachedDataset(_Cache, Dataset[Any]):
-    """A cached map-style Dataset; see :func:`cached_dataset`. Other attributes are the dataset's
-    own.
-    """
+    """A cached map-style Dataset, with the dataset's own other attributes."""
 
     def __init__(
         self,
@@ -840,9 +828,7 @@ def _describe(step: Step, version: str, folders: set[str]) -> str:
 def _key(
     parts: Callable[[], list[Any]], n: int, version: str, where: str, has_version: bool = False
 ) -> str | None:
-    """A cache's name, which depends on the samples and the work on them; None if it cannot be
-    shared.
-    """
+    """A cache's name, from the samples and the work on them; None if it cannot be shared."""
     try:
         return digest(_FORMAT, n, version, torch.get_default_dtype(), parts())
     except CannotDescribe as error:

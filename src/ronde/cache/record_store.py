@@ -99,9 +99,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """Pages that live as long as an array in them. Python's ``mmap`` would keep a descriptor open
-    for each.
-    """
+    """Pages that live as long as an array in them; ``mmap`` would keep a descriptor open."""
 
     def __init__(self, address: int, size: int) -> None:
         self._address = address
@@ -472,9 +470,7 @@ class Arena:
         return held
 
     def close(self, user: object) -> None:
-        """Release one user of this process; an in-memory arena is deleted with its last user
-        anywhere.
-        """
+        """Release one user here; an in-memory arena is deleted with its last user anywhere."""
         with _guard:
             self.users.discard(user)
             if not self.users:
@@ -513,9 +509,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder belongs to this user and is closed to others; anyone can create names in
-    /dev/shm.
-    """
+    """Whether a folder is this user's and closed to others; anyone can name one in /dev/shm."""
     try:
         found = folder.lstat()
     except OSError:

@@ -155,9 +155,7 @@ def _bytes(count: int) -> str:
 
 @contextlib.contextmanager
 def _bar(what: str, as_json: bool) -> Iterator[Any]:
-    """A progress bar on a terminal, nothing elsewhere; yields a callback (samples done, samples in
-    total).
-    """
+    """A progress bar, on a terminal only; yields a callback (samples done, samples in total)."""
     console = terminal()
     if as_json or not console.is_terminal:
         yield None

@@ -28,9 +28,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the samples, their number or their order; cheap (names and sizes, not
-        contents).
-        """
+        """Changes with the samples, their number or order; cheap (names and sizes only)."""
 
 
 @dataclass(frozen=True)

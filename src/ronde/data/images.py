@@ -254,9 +254,7 @@ def _sizes(sizes: set[tuple[int, ...]]) -> str:
 
 
 class CollateImages:
-    """Collates equal-sized images to batch × 3 × height × width, ``uint8``, channels last in
-    memory.
-    """
+    """Collates images of one size to batch × 3 × height × width, ``uint8``, channels last."""
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         first = samples[0]

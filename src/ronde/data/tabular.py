@@ -1,6 +1,4 @@
-"""Tables as training data: a float32 matrix and an int64 category matrix, built and read in
-batches.
-"""
+"""Tables as training data: a float32 matrix and an int64 matrix of categories."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ class _Rows(Batch):
 
     @property
     def collated(self) -> Any:
-        """``[inputs, target]`` or ``[inputs]``; inputs are ``[numbers, categories]`` if there are
-        both.
-        """
+        """``[inputs, target]`` or ``[inputs]``, with ``[numbers, categories]`` for both kinds."""
         inputs, *target = cast("tuple[Any, ...]", self.columns)
         found = inputs[0] if len(inputs) == 1 else list(inputs)
         return [found, *target]

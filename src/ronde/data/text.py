@@ -181,9 +181,7 @@ def _refuse_others(file: Path) -> None:
 def _iterate_text(
     file: Path, field: str, whole: bool, raw: bool = False
 ) -> Iterator[tuple[Any, bool]]:
-    """Text in order, each with whether a document ends there; ``whole`` keeps documents whole,
-    ``raw`` yields bytes.
-    """
+    """Text, each with whether its document ends there; ``whole`` documents, ``raw`` bytes."""
     try:
         _refuse_others(file)
         if file.suffix.lower() == ".jsonl":

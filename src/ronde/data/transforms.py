@@ -434,9 +434,7 @@ class Normalize(Transform):
         return self.normalized(image[None], torch.float32)[0]
 
     def normalized(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Normalize batch × 3 × height × width with values in 0 … 255; the result is
-        ``channels_last``.
-        """
+        """Normalize batch × 3 × height × width of 0 … 255; the result is ``channels_last``."""
         n, _, height, width = images.shape
         rows = images.permute(0, 2, 3, 1)
         mean, std = _constants(self.mean, self.std, width, images.device)

@@ -100,9 +100,7 @@ def load_doctor(file: Path) -> dict[str, Any]:
 
 
 def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
-    """Examine a run between two steps; training then continues bit for bit. See
-    :meth:`ronde.Run.doctor`.
-    """
+    """Examine a run between two steps, and leave it as it was. See :meth:`ronde.Run.doctor`."""
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
         raise ArgumentError(
             f"run.doctor(seconds={seconds!r}): expected how long it may take, in seconds, above 0."
@@ -338,9 +336,7 @@ class _Study:
         )
 
     def order(self) -> dict[str, float] | None:
-        """The sampler's time at the start of each epoch, which no window contains; None if
-        small.
-        """
+        """The sampler's time at the start of each epoch, which no window has; None if small."""
         draws = self.bench.draw_seconds
         if draws is None:
             return None
@@ -413,9 +409,7 @@ class _Study:
     # -- what would help ---------------------------------------------------------------
 
     def facts(self, sick: bool) -> Facts:
-        """What remedies depend on. ``sick`` also inspects samples, to see which remedies the
-        dataset allows.
-        """
+        """What remedies depend on; ``sick`` also inspects samples for what the dataset allows."""
         facts = self._known_facts()
         if sick and not self.bench.is_stream:
             facts = self._sampled_facts(facts)
@@ -495,9 +489,7 @@ class _Study:
             return describe_open(taken.dataset) or ""
 
     def measure_storage(self) -> dict[str, Any] | None:
-        """Measure the storage on the files that were read, from memory and from disk. Rank 0
-        measures.
-        """
+        """Measure the storage on the files that were read, warm and cold, on rank 0."""
         cold = self._read_files() if self.run.is_main else None
         values: dict[str, Any] | None = broadcast_json(self.run.port.world, cold)
         return values

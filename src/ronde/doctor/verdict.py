@@ -124,9 +124,7 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The verdict; ``values`` is the JSON of ``ronde doctor`` without scale, walls and
-    prescriptions.
-    """
+    """The verdict; ``values`` is the JSON, without scale, walls and prescriptions."""
 
     values: dict[str, Any]
 
@@ -249,9 +247,7 @@ class _Judge:
     # -- the input ---------------------------------------------------------------------
 
     def modelled(self, stage: TimedStage) -> float:
-        """Points a stage would gain, from its share of sample time, if it was not or cannot be
-        removed.
-        """
+        """Points a stage would gain, from its share of sample time, if it was not removed."""
         seen = self.seen
         if stage.wall_seconds <= 0:
             return 0.0
@@ -305,9 +301,7 @@ class _Judge:
         return rows
 
     def _python(self, stage: TimedStage, by_time: float) -> float:
-        """The rest of sample making cannot be removed alone: it gets what the other stages do not
-        explain.
-        """
+        """Sample making itself cannot be removed: it gets what other stages do not explain."""
         whole = self.lift("replayed")
         if whole is None:
             return by_time
@@ -470,9 +464,7 @@ def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
 def _share_rest(
     rows: list[dict[str, Any]], seen: Measurements, j: _Judge, cause: dict[str, Any] | None
 ) -> None:
-    """Share the rest of the gap among sequential stages by their times, if the times account for
-    it.
-    """
+    """Share the rest of the gap among sequential stages, if their times account for it."""
     timed = [r for r in rows if r["where"] == "loading" and r["wall_ms_per_sample"]]
     left = 100 * j.gap - sum(r["lost_points"] for r in rows)
     if cause is None or left < max(10.0, 25 * j.gap):

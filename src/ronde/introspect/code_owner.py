@@ -50,16 +50,12 @@ def is_library_file(file: str) -> bool:
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a frame of this file runs user code, not Ronde's, torch's, Python's or a
-    package's.
-    """
+    """Whether a frame of this file runs user code, not a package's or Python's."""
     return not file.startswith(_OWN) and not is_library_file(file)
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether a module is Python's, an installed package's or Ronde's: its version stands for its
-    code.
-    """
+    """Whether a module is Python's, a package's or Ronde's: its version stands for its code."""
     if module in (None, "__main__", "__mp_main__"):
         return False
     top = str(module).partition(".")[0]

@@ -357,9 +357,7 @@ class Digest:
                     self.visit(each, f"{where}: {full}")
 
     def _module(self, module: types.ModuleType, words: frozenset[str] | None, where: str) -> None:
-        """Add a module: the names used of it, such as settings.SIZE or package.sub.helper, or else
-        its whole file.
-        """
+        """Add a module: the names used of it (settings.SIZE), or else its whole file."""
         self.put("module", module.__name__)
         if is_installed(module.__name__):
             self.put(installed_version(module.__name__.partition(".")[0]))

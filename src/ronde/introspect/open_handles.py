@@ -1,6 +1,4 @@
-"""What a dataset holds open: readers of one open file share its position, across threads and
-forks.
-"""
+"""What a dataset holds open: threads and forks share the position of an open file."""
 
 from __future__ import annotations
 
@@ -138,9 +136,7 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def preserve_state(dataset: Any) -> Iterator[None]:
-    """Undo the block's random draws (process, dataset and user generators) and the files the
-    dataset opened.
-    """
+    """Undo the block's random draws, and close the files that the dataset opened in it."""
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
     undo = [

@@ -1,6 +1,4 @@
-"""A script's own ``batch_sampler`` as a pure function of (seed, epoch): buckets by length, tokens,
-or classes.
-"""
+"""A script's own ``batch_sampler`` as a pure function of (seed, epoch)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Take over a user's Dataset or DataLoader: dataset, batch size, collate function, workers and
-order.
-"""
+"""Take over a Dataset or DataLoader: batch size, collate function, workers and order."""
 
 from __future__ import annotations
 
@@ -194,9 +192,7 @@ def default_workers(local_size: int | None = None) -> int:
 
 
 def settings_of(dataset: Any) -> LoaderSettings:
-    """How to read a dataset without a DataLoader: a pipeline's own settings, else in the training
-    process.
-    """
+    """How to read a dataset without a DataLoader: by its own settings, else right here."""
     pipeline = pipeline_in(dataset)
     if pipeline is None:
         own = isinstance(dataset, Source) and isinstance(dataset, Dataset)

@@ -1,6 +1,4 @@
-"""Load samples by position, not by a sampler's hidden state: in this process, in threads, or in
-torch's loading processes.
-"""
+"""Load samples by position: in this process, in threads, or in torch's loading processes."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ _FALSE_ALARMS = 3
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that a killed worker leaves no loader
-    behind.
-    """
+    """Ask Linux to kill this process when its parent dies, so that no loader stays behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -212,9 +208,7 @@ class Feed:
         )
 
     def _make_loader(self) -> None:
-        """torch's DataLoader, for loading processes and for pinned batches of this process; created
-        on first use.
-        """
+        """torch's DataLoader, for processes and pinned batches; created on first use."""
         settings = self.settings
         options = dict(settings.options)
         workers = settings.num_workers if self.executor == "processes" else 0
@@ -370,9 +364,7 @@ class Feed:
         return found
 
     def _repeat(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
-        """Read each batch once and yield copies for all its turns, because scripts may modify
-        them.
-        """
+        """Read each batch once and yield copies for its turns, because scripts may modify them."""
 
         def firsts() -> Iterator[Share]:
             last = None

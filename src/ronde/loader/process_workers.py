@@ -1,6 +1,4 @@
-"""Loading processes: torch's DataLoader, with dead workers named, and never in the middle of a
-step.
-"""
+"""Loading processes: torch's DataLoader, with dead workers named between steps."""
 
 from __future__ import annotations
 

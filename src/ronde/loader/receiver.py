@@ -98,9 +98,7 @@ def _end(work: _Work, thread: threading.Thread, last: list[weakref.ref[Reading]]
 
 
 class Receiver:
-    """A thread that persists across epochs: starting or ending threads around a fork may hang the
-    child.
-    """
+    """A thread for all epochs: starting or ending threads around a fork may hang the child."""
 
     def __init__(self) -> None:
         self._process = -1

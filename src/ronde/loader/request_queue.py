@@ -1,6 +1,4 @@
-"""Queue of micro-batches to read: an epoch's, then the first of the next, so that reading never
-pauses.
-"""
+"""Queue of micro-batches to read: an epoch's, then without a pause the next one's."""
 
 from __future__ import annotations
 

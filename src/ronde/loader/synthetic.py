@@ -34,9 +34,7 @@ _BAD_IN_A_ROW = 64
 
 
 class _Recycled:
-    """A source of a few samples repeated to ``n``: each once per round, rounds starting at
-    different samples.
-    """
+    """A source of a few samples repeated to ``n``; rounds start at different samples."""
 
     def __init__(self, held: list[Any], n: int, seed: int) -> None:
         self.held = held

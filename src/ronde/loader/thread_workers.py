@@ -177,9 +177,7 @@ class Threads:
         return sum(thread.is_alive() for thread in self._threads)
 
     def _renew(self) -> None:
-        """Start with a new queue and no threads: a thread stuck in a read must not take its
-        successors' tasks.
-        """
+        """Start with a new queue and no threads: a stuck thread must not take others' tasks."""
         self._tasks: _Queue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()

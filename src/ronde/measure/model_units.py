@@ -110,9 +110,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def find_chain(model: nn.Module, run: Callable[[], None]) -> list[ModelUnit]:
-    """The units of a model in the order in which ``run()``, one forward pass and loss, calls
-    them.
-    """
+    """The units of a model in the order in which one forward pass and loss call them."""
     names = {module: name for name, module in model.named_modules()}
     first: dict[nn.Module, int] = {}
     last: dict[nn.Module, int] = {}

@@ -212,9 +212,7 @@ class Bench:
         self.draw_seconds = min(self.draw_seconds or float("inf"), time.perf_counter() - start)
 
     def _load_recycled(self) -> None:
-        """Load the batches to recycle: eight, twice as many small ones, fewer where reading is
-        slow.
-        """
+        """Load the batches to recycle: eight, more if small, fewer where reading is slow."""
         size = 0
         order = self.port.data.order
         if order.draw is not None:

@@ -1,6 +1,4 @@
-"""Check values that people write into files; errors name the file, the field, the value and what is
-expected.
-"""
+"""Check values that people write into files; errors name the file, field, and value."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def _number(value: Any) -> float | None:
 def read_number(
     expected: str, least: float = 0.0, most: float = math.inf, above: bool = False
 ) -> Reader:
-    """Read a number from ``least`` (excluded by ``above``) to ``most``; ``expected`` describes
-    it.
-    """
+    """Read a number from ``least`` (excluded by ``above``) to ``most``."""
 
     def read(where: str, value: Any) -> float:
         found = _number(value)

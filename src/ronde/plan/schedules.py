@@ -168,9 +168,7 @@ def actions(
 def forward_only(
     workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b"
 ) -> list[list[Action]]:
-    """Forward passes for evaluation: each worker's stages in model order, all micro-batches
-    each.
-    """
+    """Forward passes for evaluation: each worker's stages in order, all micro-batches each."""
     return [
         [
             Action(s, "F", m)
@@ -222,9 +220,7 @@ def in_flight(
 def _most_held(
     schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int
 ) -> list[int]:
-    """Largest number of micro-batches each stage holds, in torch's order, without building the
-    list.
-    """
+    """Largest number of micro-batches each stage holds, in torch's order."""
     rounds = max(1, micro_batches // workers)
     size = micro_batches // rounds
     split = schedule == "zero-bubble"
@@ -266,9 +262,7 @@ def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -
 
 
 def zbv_gaps(workers: int, micro_batches: int) -> float:
-    """How many times longer torch's ZB-V waits with too few micro-batches: it leaves gaps for
-    missing ones.
-    """
+    """How many times longer torch's ZB-V waits, in the gaps for missing micro-batches."""
     return max(1.0, 4.0 - 2.0 * (micro_batches - 1) / (workers - 1)) if workers > 1 else 1.0
 
 

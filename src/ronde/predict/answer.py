@@ -1,6 +1,4 @@
-"""Put a search's result into words: what to do, the deciding number, the runner-up, and when the
-answer flips.
-"""
+"""Put a search's result into words: what to do, what decided, and when it would flip."""
 
 from __future__ import annotations
 

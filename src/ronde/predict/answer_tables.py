@@ -1,6 +1,4 @@
-"""An answer's tables, for terminals of any width: narrow ones drop columns, but never cut a
-number.
-"""
+"""An answer's tables: narrow terminals drop columns, but never cut a number."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ def times(found: SearchResult) -> Fitted:
 
 
 def memory(found: SearchResult) -> Fitted:
-    """Memory of each family by kind, in one unit; device memory has its own, because it may be far
-    larger.
-    """
+    """Memory of each family by kind, in one unit; the device's memory has its own."""
     families = list(found.families.values())
     most = max((p.memory_bytes for p in families), default=0.0)
     unit, scale = next(

@@ -21,9 +21,7 @@ from ronde.predict.cluster import Cluster, Collective, LinkFit, Scope
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Seconds of a collective over a group: ``alpha + seconds_per_byte * bytes``; 0 for no
-    bytes.
-    """
+    """Seconds of a collective over a group: ``alpha + seconds_per_byte * bytes``."""
 
     alpha: float = 0.0
     seconds_per_byte: float = 0.0

@@ -271,9 +271,7 @@ def _through(supply: float, demand: float, variance: float, buffered: float) -> 
 def _limits(
     c: Capacities, devices: int, nodes: int, real: bool = True
 ) -> list[tuple[float, str, Limit]]:
-    """Samples per second that each resource gives all devices; ``real`` includes input work on the
-    cores.
-    """
+    """Samples per second of each resource; ``real`` includes input work on the cores."""
     found: list[tuple[float, str, Limit]] = []
     cpu = c.step_cpu_seconds + (c.input_cpu_seconds if real else 0.0)
     if cpu > 0 and math.isfinite(c.cores_per_node):

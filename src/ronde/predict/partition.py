@@ -392,9 +392,7 @@ class _Sums:
             self.ties.append((sums(owners), len(tie.units), tie.units[0], seconds, copy))
 
     def block(self, alpha: float, flight: int, cap: float | None, low: int, high: int) -> Array:
-        """Cost of a stage from position ``i`` (row) to ``low + j`` (column); infinite if not
-        allowed.
-        """
+        """Cost of a stage from ``i`` (row) to ``low + j`` (column); infinite if not allowed."""
         seconds, states, saved = self._parts(low, high)
         total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
         share: Array = (alpha * flight / total) * saved
@@ -406,9 +404,7 @@ class _Sums:
         return share
 
     def _parts(self, low: int, high: int) -> tuple[Array, Array, Array]:
-        """Seconds (infinite if not allowed), states and activations, kept if small: equal for all
-        stages.
-        """
+        """Seconds (infinite if not allowed), states and activations, kept if small."""
         found = self._kept.get(low)
         if found is not None and found[0].shape[1] == high - low:
             return found

@@ -91,9 +91,7 @@ class PeakMemory:
         )
 
     def _plain_moments(self) -> list[_Moment]:
-        """Extra memory of whole parameters in the forward, the backward and the optimizer's
-        step.
-        """
+        """Extra memory of whole parameters in forward, backward and optimizer step."""
         made, plan, replicas = self.setup.peak, self.setup.plan, self.setup.plan.replicas
         trainable = float(made.trainable.sum())
         inputs = self.setup.costs.input_bytes * self.setup.share
@@ -446,9 +444,7 @@ class PeakMemory:
         returns: Array,
         gradients: float,
     ) -> dict[str, float]:
-        """Upper bound of a pipeline worker's peak without walking its list: all gradients and all
-        activations in flight.
-        """
+        """Upper bound of a pipeline worker's peak: all gradients, all activations in flight."""
         mine = stages.worker == worker
         sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
         if self.setup.fsdp:

@@ -267,9 +267,7 @@ class Predictor:
         return self._bounds[key]
 
     def one_device_seconds(self, batch_size: int) -> float:
-        """The same global batch on one device, in micro-batches as large as fit (or were measured,
-        if none fits).
-        """
+        """The same global batch on one device, in micro-batches as large as fit."""
         if batch_size not in self._one_device:
             plan = Plan(workers=1, batch_size=batch_size)
             alone = Group(1, "node", 1, 1)

@@ -315,9 +315,7 @@ def _ways(plan: Plan) -> Iterator[str]:
 def candidates(
     base: Plan, costs: Costs, cluster: Cluster, brief: bool = False
 ) -> Iterator[list[Plan]]:
-    """All plans for ``base.workers`` workers, in ladders that differ only in micro-batch size,
-    largest first.
-    """
+    """All plans for ``base.workers`` workers, in ladders of falling micro-batch size."""
     workers, batch = base.workers, base.batch_size
     recomputes: tuple[Literal["none", "selective", "full"], ...] = (
         ("none", "full") if brief else ("none", "selective", "full")
@@ -448,9 +446,7 @@ def _climb(
 
 
 def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: bool) -> list[int]:
-    """Micro-batch sizes worth trying: as many micro-batches as pipeline workers, twice as many, …,
-    one sample each.
-    """
+    """Micro-batch sizes worth trying: one micro-batch a pipeline worker, two, …, one sample."""
     wanted = [pipeline * f for f in ((2, 8) if brief else (1, 2, 4, 8, 16))]
     fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
     for asked in {max(1, math.ceil(share / n)) for n in wanted} | {1}:
@@ -470,9 +466,7 @@ def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: 
 def _choose(
     kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]], simulate: int
 ) -> list[Prediction]:
-    """The best of all, and of every family and schedule, so that the closed form alone excludes
-    none.
-    """
+    """The best of all and of every family: the closed form alone must exclude none."""
     drawers = [sorted(drawer, key=lambda e: e[:2], reverse=True) for drawer in kept.values()]
     chosen: dict[int, Prediction] = {}
     for drawer in drawers:

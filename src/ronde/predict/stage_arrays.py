@@ -117,9 +117,7 @@ def by_worker(values: Array, stages: Stages, workers: int) -> Array:
 def closed_form(
     plan: Plan, stages: Stages, micro_batches: int, overhead_seconds: float, send_seconds: float
 ) -> Timeline:
-    """The textbook's step: the busiest worker without waiting, plus the others' time for one
-    micro-batch.
-    """
+    """The textbook's step: the busiest worker, plus the others' time for one micro-batch."""
     workers = plan.pipeline
     thrice = plan.schedule in ("zero-bubble", "zbv")
     each = by_worker(

@@ -71,9 +71,7 @@ class StepPrediction:
         return self._result(terms, memory, sent, 0.0, hidden, simulated=not quick)
 
     def _buckets(self) -> tuple[float, float]:
-        """Seconds of the gradient exchange that are exposed after the backward pass, and hidden in
-        it.
-        """
+        """Seconds of the gradient exchange that the backward pass does not hide, and hides."""
         made, gradients = self.setup.made, self.setup.owner.gradients
         ready = np.cumsum(made.backward[::-1])
         # A bucket is sent when it is full, which is in the middle of a unit that has many

@@ -1,6 +1,4 @@
-"""A model's units as arrays: costs at one micro-batch size, under tensor parallelism and
-recomputation.
-"""
+"""A model's units as arrays: costs at one micro-batch size, whole, divided or recomputed."""
 
 from __future__ import annotations
 
@@ -21,13 +19,9 @@ Array = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
 
 SELECTIVE_SAVED = 0.5
-"""Share of its activations that a unit keeps under ``recompute="selective"``, assumed where it was
-not measured.
-"""
+"""Share of its activations that a unit keeps under ``"selective"``, where not measured."""
 SELECTIVE_SECONDS = 0.15
-"""What that adds to its backward pass, as a share of its forward pass, assumed where it was not
-measured.
-"""
+"""What that adds to its backward pass, as a share of its forward pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,9 +121,7 @@ def _torchvision() -> Iterator[tuple[str, str, str, str]]:
 
 
 def find_functions() -> Iterator[tuple[Any, str, str, str]]:
-    """Known functions in the imported modules: owner (module or class), attribute, stage, type of
-    the first argument.
-    """
+    """Known functions of imported modules: owner, attribute, stage, kind of first argument."""
     for module, path, stage, first in (*FUNCTIONS, *_torchvision()):
         owner: Any = sys.modules.get(module)
         *outer, name = path.split(".")
@@ -160,9 +158,7 @@ def _calls(value: Any) -> bool:
 
 
 def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The user's functions that sample making refers to, transitively: dictionary, name,
-    function.
-    """
+    """The user's functions that sample making reaches: dictionary, name, function."""
     kind = type(dataset)
     waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
     seen: set[int] = set()

@@ -27,9 +27,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Training started. ``plan`` is plan.yaml, ``parameters`` a count, ``steps_per_epoch``
-    optimizer steps.
-    """
+    """Training started. ``plan`` is plan.yaml, ``parameters`` and ``steps_per_epoch`` counts."""
 
     type: ClassVar[str] = "start"
     schema: int
@@ -79,9 +77,7 @@ class StepRecorded(Event):
 
 @dataclass(frozen=True)
 class Epoch(Event):
-    """An epoch ended. ``epoch`` counts from 0; ``samples_per_second`` excludes evaluation and
-    saving.
-    """
+    """An epoch ended. ``samples_per_second`` excludes evaluation and saving."""
 
     type: ClassVar[str] = "epoch"
     epoch: int

@@ -24,9 +24,7 @@ _MOST_HELD = 256
 
 
 def recorded(step: int) -> bool:
-    """Whether a step's loss goes into the record: the first thousand, then one in ten, then one in
-    a hundred.
-    """
+    """Whether the record has a step's loss: the first thousand, one in ten, one in a hundred."""
     return step <= 1_000 or (step <= 10_000 and step % 10 == 0) or step % 100 == 0
 
 

@@ -204,9 +204,7 @@ default_collate_fn_map[Tuple] = _collate_batch
 
 
 class BaseSource(Dataset[Any]):
-    """A source is also a map-style Dataset, ready for ``ronde.distribute(model, optimizer,
-    source)``.
-    """
+    """A source is a map-style Dataset too, ready for ``ronde.distribute``."""
 
     classes: list[str] | None = None
     """The names of the classes that labels count; None where labels are no classes."""

@@ -1,6 +1,4 @@
-"""Read many byte ranges at once: local files with ``pread``, remote ones through fsspec,
-concurrently.
-"""
+"""Read many byte ranges at once: local files with ``pread``, remote ones through fsspec."""
 
 from __future__ import annotations
 

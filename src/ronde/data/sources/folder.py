@@ -102,9 +102,7 @@ class FolderSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Covers file names, sizes and labels, not the location; a pack of the folder has the same
-        one.
-        """
+        """Covers names, sizes and labels, not the location; a pack of it has the same one."""
         if self._fingerprint is None:
             self._fingerprint = digest_values(
                 "files",

@@ -68,9 +68,7 @@ class _Ranges(io.RawIOBase):
 
 
 def plain_type(kind: Any) -> Any:
-    """A type without Arrow views (``string_view``, ``list_view``; Polars writes them), which
-    ``take`` cannot handle.
-    """
+    """A type without Arrow views (``string_view``, ``list_view``), which ``take`` cannot handle."""
     import pyarrow as pa
 
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
