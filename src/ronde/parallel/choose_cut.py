@@ -97,6 +97,8 @@ def _marks(
         return hook
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor  # a graph's edges: they have no one storage, and are the batch's own
         place = tensor.untyped_storage().data_ptr()
         if place not in parameters and place not in seen:
             seen.add(place)
