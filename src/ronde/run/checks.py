@@ -158,7 +158,8 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     _require(
         not isinstance(scheduler, ReduceLROnPlateau),
         "scheduler is ReduceLROnPlateau, which needs a measurement: do not pass it, call "
-        "scheduler.step(value) yourself after run.evaluate().",
+        "run.register(scheduler=scheduler), and scheduler.step(value) yourself after "
+        "run.evaluate().",
     )
     steps = isinstance(scheduler, LRScheduler) or callable(getattr(scheduler, "step", None))
     _require(steps, f"scheduler must be a torch.optim.lr_scheduler, found {kind}.")

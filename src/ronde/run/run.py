@@ -135,6 +135,7 @@ class Run:
         self._averaging = True  # off while a tool steps
         self._save_due = False
         self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
+        self._warned_of_save = False
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
         self._deadline: float | None = None
@@ -521,7 +522,7 @@ class Run:
 
     def save(self) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
-        in the data. Call it on every worker, last in the loop's body.
+        in the data. Call it on every worker, last in the body of the loop over batches.
 
         Returns:
             Path: the checkpoint on rank 0, None on other ranks.
@@ -529,6 +530,11 @@ class Run:
         Raises:
             CheckpointError: it could not be written; earlier ones are untouched.
         """
+        if self._in_epochs and self._epoch_is_over() and self._registry.items:
+            self._warn_of_save()
+        return self._save()
+
+    def _save(self) -> Path | None:
         self._averages.check("run.save()")
         if self._share is not None and self._backwards:
             raise RondeError(
@@ -790,6 +796,16 @@ class Run:
                 self._writer.add_scalar(f"{prefix}{name}", value, self.state.step)
         self._writer.flush()
 
+    def _warn_of_save(self) -> None:
+        if not self._warned_of_save:
+            self._warned_of_save = True
+            self._warn(
+                "run.save() was called after an epoch's last batch: a resume enters this epoch "
+                "again, so what the script did before in its body, such as a scheduler's step, is "
+                "done twice. Leave it out: save_every=… saves before the body ends, and run.epochs "
+                "after it"
+            )
+
     def _look_for_unregistered(self) -> None:
         if self.is_main and self.dir is not None and not hooks.observed():
             for warning in self._unregistered.look(self, self._registry.items.values()):
@@ -797,12 +813,12 @@ class Run:
 
     def _save_if_due(self) -> None:
         if self._save_due:
-            self.save()
+            self._save()
 
     def _save_or_warn(self) -> None:
         """Save without being asked: a full disk must not end the training."""
         try:
-            self.save()
+            self._save()
         except CheckpointError as error:
             self._warn(f"{error}")
 
