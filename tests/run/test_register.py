@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter, OrderedDict, deque
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch.optim import lr_scheduler as schedule
 
 from processes import TESTS, python
+from ronde import CheckpointError
+from ronde.checkpoint import decode_exact, encode_exact
 from ronde.cli.run import print_summary
 from ronde.watch import RunDir, summarise
 
@@ -104,6 +110,66 @@ def test_the_best_checkpoint_stays_beside_the_newest(ended):
     shown = io.StringIO()
     print_summary(run, Console(file=shown, width=150), 1.0)
     assert f"score {value:.4f} at step 5, in checkpoints/step-000000005" in shown.getvalue()
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedule.LambdaLR(o, lambda n: 0.9**n),
+    "MultiStepLR": lambda o: schedule.MultiStepLR(o, [2, 2, 5]),
+    "CosineAnnealingWarmRestarts": lambda o: schedule.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: schedule.OneCycleLR(o, 1.0, 20),
+    "CyclicLR": lambda o: schedule.CyclicLR(o, 0.1, 1.0),
+    "ReduceLROnPlateau": lambda o: schedule.ReduceLROnPlateau(o, patience=0),
+    "ChainedScheduler": lambda o: schedule.ChainedScheduler(
+        [schedule.StepLR(o, 2), schedule.ExponentialLR(o, 0.9)]
+    ),
+    "SequentialLR": lambda o: schedule.SequentialLR(
+        o, [schedule.LinearLR(o, 0.1, 1.0, 3), schedule.StepLR(o, 2)], [3]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+def through(state: object) -> object:
+    tensors: dict = {}
+    return decode_exact(json.loads(json.dumps(encode_exact(state, "x", tensors))), tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_state_of_a_scheduler_is_written_exactly(name):
+    def built():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1, momentum=0.9)
+        return SCHEDULERS[name](optimizer)
+
+    scheduler = built()
+    for _ in range(4):
+        scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+    again = built()
+    again.load_state_dict(through(scheduler.state_dict()))
+    assert again.state_dict() == scheduler.state_dict()
+
+
+def test_values_keep_their_types():
+    values = {
+        "numbers": [1, -0.0, 10**30, True, None, 1e-320, float("inf")],
+        "nested": (1, ({2: "x"}, OrderedDict(a=1), Counter("aab"), deque([1], maxlen=2))),
+        "numpy": [np.float32(0.1), np.int8(3), np.bool_(True)],
+        "__ronde__": "a key of the format",
+    }
+    again = through(values)
+    assert again == values and repr(again) == repr(values)
+    arrays = [np.arange(6, dtype=np.uint16).reshape(2, 3).T, np.array(2.5), np.zeros((0, 2))]
+    for array, found in zip(arrays, through(arrays), strict=True):
+        assert found.dtype == array.dtype and found.shape == array.shape
+        assert np.array_equal(found, array) and found.flags.writeable
+    tensors = [torch.tensor([1.5, float("nan")], dtype=torch.bfloat16), torch.eye(3)[:, 1]]
+    tensors += [torch.nn.Parameter(torch.ones(2)), torch.ones(1, requires_grad=True)]
+    for tensor, found in zip(tensors, through(tensors), strict=True):
+        assert type(found) is type(tensor) and found.requires_grad == tensor.requires_grad
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.nan_to_num(7), tensor.nan_to_num(7))
+    with pytest.raises(CheckpointError, match="'x/0' is an array of type <U1"):
+        through([np.array(["a"])])
 
 
 def test_what_the_script_forgot_to_register_is_said_once(tmp_path):

@@ -182,6 +182,8 @@ class Registry:
             lr_rules.scale_rates(optimizer, scheduler, self._lr_factor)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(_copied(values))
+        # torch would warn that the scheduler is stepped first, where the resume is an epoch's end
+        optimizer._opt_called = run.state.step > 0  # type: ignore[attr-defined]
 
     # -- the checkpoint's side ---------------------------------------------------------
 
