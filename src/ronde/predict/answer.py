@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,7 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ronde.predict import answer_tables
-from ronde.predict.cluster import Cluster
+from ronde.predict.answer_tables import format_bytes, format_seconds
+from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
@@ -128,13 +130,12 @@ def explain(
         best = found.best
     noise = max(costs.noise, cluster.noise)
     slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
-    alone = (
-        search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like).best
-        if slow
-        else None
-    )
+    sentence = _sentence(found, cluster)
+    if slow:
+        one = search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like)
+        sentence = _beside_one(found, sentence, one.best)
     return Explanation(
-        sentence=_sentence(found, cluster) if alone is None else _beside_one(found, cluster, alone),
+        sentence=sentence,
         decided=_decided(found, noise),
         runner_up=_lost(found, noise),
         flips=flips(found, costs, cluster) if with_flips else (),
@@ -150,15 +151,14 @@ def explain(
 
 def _sentence(found: SearchResult, cluster: Cluster) -> str:
     best, plan = found.best, found.best.plan
-    room = f" of {answer_tables.format_bytes(cluster.memory_bytes)}" if cluster.memory_bytes else ""
-    needs = f"{answer_tables.format_bytes(best.memory_bytes)}{room}"
+    room = f" of {format_bytes(cluster.memory_bytes)}" if cluster.memory_bytes else ""
+    needs = f"{format_bytes(best.memory_bytes)}{room}"
     if best.verdict == "does not fit":
         least = _least(found)
         return (
-            f"Nothing fits {found.workers} workers of "
-            f"{answer_tables.format_bytes(cluster.memory_bytes)}: the least is "
-            f"{answer_tables.format_bytes(least.memory_bytes)}, "
-            f"by {least.plan.spec}. Use more devices, devices with more memory, or a smaller model."
+            f"Nothing fits {found.workers} workers of {format_bytes(cluster.memory_bytes)}: the "
+            f"least is {format_bytes(least.memory_bytes)}, by {least.plan.spec}. Use more devices, "
+            "devices with more memory, or a smaller model."
         )
     if found.workers == 1:
         extra = [_WORDS[w] for w in (plan.recompute, f"offload {plan.offload}") if w in _WORDS]
@@ -171,33 +171,22 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
     with_recompute = f", with {_WORDS[plan.recompute]}" if plan.recompute != "none" else ""
     if best.micro_batches > 1 and plan.pipeline == 1:
         with_recompute += f", in {best.micro_batches} micro-batches of {best.micro_samples}"
+    goal = "memory" if found.optimize == "memory" else "time"
+    why = _too_big(found, "one copy") or f"{goal} decides"
     if plan.pipeline > 1:
-        shape = (
-            f"{plan.pipeline} stages"
-            if plan.virtual == 1
-            else f"{plan.pipeline} workers with {plan.virtual} stages each"
-        )
+        shape = f"{plan.pipeline} stages"
+        if plan.virtual > 1:
+            shape = f"{plan.pipeline} workers with {plan.virtual} stages each"
         if plan.replicas > 1:
             shape += f" × {plan.replicas} replicas"
             shape += ", which share out their states," if plan.shard != "none" else ""
-        why = (
-            _too_big(found, "one copy")
-            or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
-        )
         return (
             f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} "
-            f"micro-batches{with_recompute}) need {needs} and "
-            f"{reach}; {tail}."
+            f"micro-batches{with_recompute}) need {needs} and {reach}; {tail}."
         )
     if plan.tensor > 1:
-        why = (
-            _too_big(found, "one copy")
-            or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
-        )
-        shape = (
-            f"{plan.tensor} workers a layer × {plan.replicas} "
-            f"{'shards' if plan.shard != 'none' else 'replicas'}"
-        )
+        parts = "shards" if plan.shard != "none" else "replicas"
+        shape = f"{plan.tensor} workers a layer × {plan.replicas} {parts}"
         return f"Split each layer: {why}; {shape}{with_recompute} need {needs} and {reach}; {tail}."
     if plan.shard != "none":
         what = {
@@ -205,11 +194,8 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
             "gradients": "gradients and optimizer",
             "parameters": "all states",
         }[plan.shard]
-        over = (
-            f"{plan.shard_within} neighbours each"
-            if plan.shard_within
-            else f"{plan.replicas} workers"
-        )
+        within = plan.shard_within
+        over = f"{within} neighbours each" if within else f"{plan.replicas} workers"
         return (
             f"Split the data, and shard {what} over {over}{_not_whole(found)}: that needs "
             f"{needs}{with_recompute}; {plan.replicas} workers {reach}; {tail}."
@@ -224,37 +210,30 @@ def _least(found: SearchResult) -> Prediction:
     return min(found.plans, key=lambda p: p.memory_bytes)
 
 
-def _beside_one(found: SearchResult, cluster: Cluster, alone: Prediction) -> str:
+def _of_capacity(prediction: Prediction) -> str:
+    return f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.capacity_bytes)}"
+
+
+def _beside_one(found: SearchResult, answer: str, alone: Prediction) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
-    best, answer = found.best, _sentence(found, cluster)
+    best, one = found.best, alone.plan
     # The speed-up of the table, but where one device needs another way to fit. What it is corrected
     # by is known from runs of several workers alone: not by anything.
-    plain = (
-        alone.plan.recompute == "none" and alone.plan.offload == "none" and alone.micro_batches == 1
-    )
+    plain = one.recompute == "none" and one.offload == "none" and alone.micro_batches == 1
     times = best.speedup if plain else alone.raw_step_seconds / best.step_seconds
     if alone.verdict in ("risky", "does not fit"):
-        speed = (
-            "be as fast" if best.speedup > 1 / _NO_FASTER else f"be {1 / best.speedup:.1f}× as fast"
-        )
+        speed = "" if best.speedup > 1 / _NO_FASTER else f"{1 / best.speedup:.1f}× "
         return (
-            f"{answer} One device alone would {speed}, but needs "
-            f"{answer_tables.format_bytes(alone.memory_bytes)} of "
-            f"{answer_tables.format_bytes(alone.capacity_bytes)} "
+            f"{answer} One device alone would be {speed}as fast, but needs {_of_capacity(alone)} "
             f"({alone.verdict}): {found.workers} are worth it for the memory only."
         )
     if times > _NO_FASTER:
         return answer  # it fits with recomputation or the like, which takes longer
-    reach = (
-        f"reach only {times:.2g}× of it"
-        if times < 1 / _NO_FASTER
-        else f"are no faster ({times:.2f}×)"
-    )
-    memory = (
-        ""
-        if alone.capacity_bytes
-        else f", if its memory has room for {answer_tables.format_bytes(alone.memory_bytes)}"
-    )
+    reach = f"are no faster ({times:.2f}×)"
+    if times < 1 / _NO_FASTER:
+        reach = f"reach only {times:.2g}× of it"
+    memory = f", if its memory has room for {format_bytes(alone.memory_bytes)}"
+    memory = "" if alone.capacity_bytes else memory
     return (
         f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For "
         f"{found.workers}: {answer[0].lower()}{answer[1:]}"
@@ -271,11 +250,9 @@ def _why_slow(best: Prediction, alone: Prediction) -> str:
         for share, k in most
         if share >= 0.1
     ]
-    return (
-        f"of their step {' and '.join(said)}"
-        if said
-        else "nothing of the step becomes much shorter"
-    )
+    if not said:
+        return "nothing of the step becomes much shorter"
+    return f"of their step {' and '.join(said)}"
 
 
 def _not_whole(found: SearchResult) -> str:
@@ -287,21 +264,13 @@ def _not_whole(found: SearchResult) -> str:
     if whole is None:
         return ""
     if found.optimize == "memory":
-        return (
-            ", which takes less memory than whole replicas "
-            f"({answer_tables.format_bytes(whole.memory_bytes)})"
-        )
+        size = format_bytes(whole.memory_bytes)
+        return f", which takes less memory than whole replicas ({size})"
     if whole.step_seconds > found.best.step_seconds:
-        how = (
-            f" with {_WORDS[whole.plan.recompute]}, as they would fit"
-            if whole.plan.recompute != "none"
-            else ""
-        )
+        again = whole.plan.recompute
+        how = f" with {_WORDS[again]}, as they would fit" if again != "none" else ""
         return f", which is faster than whole replicas{how}"
-    return (
-        f", since a whole replica needs {answer_tables.format_bytes(whole.memory_bytes)} of "
-        f"{answer_tables.format_bytes(whole.capacity_bytes)} ({whole.verdict})"
-    )
+    return f", since a whole replica needs {_of_capacity(whole)} ({whole.verdict})"
 
 
 def _too_big(found: SearchResult, what: str) -> str:
@@ -309,31 +278,22 @@ def _too_big(found: SearchResult, what: str) -> str:
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
         how = f" even with {_WORDS[least.plan.recompute]}" if least.plan.recompute in _WORDS else ""
-        return (
-            f"{what} needs {answer_tables.format_bytes(least.memory_bytes)} of "
-            f"{answer_tables.format_bytes(least.capacity_bytes)}{how}"
-        )
+        return f"{what} needs {_of_capacity(least)}{how}"
     if not whole and found.workers > found.best.plan.batch_size:
         return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
     return ""
 
 
 def _tail(best: Prediction) -> str:
-    parts = (
-        {k: v / best.raw_step_seconds for k, v in best.terms.items()}
-        if best.raw_step_seconds
-        else {}
-    )
-    wire = sum(parts.get(k, 0.0) for k in ("exchange", "gather", "tensor", "interference"))
+    waits = ("exchange", "gather", "tensor", "interference")
+    wire = sum(best.terms.get(k, 0.0) for k in waits) / (best.raw_step_seconds or math.inf)
     if best.plan.pipeline > 1:
         text = f"a worker waits {100 * best.bubble:.0f} % of the step"
         return text + (f", exchange takes {100 * wire:.0f} %" if wire >= _HIDES else "")
+    if wire < _HIDES and best.hidden_seconds > 0:
+        return "the exchange hides behind the backward pass"
     if wire < _HIDES:
-        return (
-            "the exchange hides behind the backward pass"
-            if best.hidden_seconds > 0
-            else f"exchange takes {100 * wire:.0f} % of the step"
-        )
+        return f"exchange takes {100 * wire:.0f} % of the step"
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
@@ -341,106 +301,68 @@ def _decided(found: SearchResult, noise: float) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        return (
-            f"memory: {answer_tables.format_bytes(_least(found).memory_bytes)} of "
-            f"{answer_tables.format_bytes(best.capacity_bytes)} at best"
-        )
+        least = format_bytes(_least(found).memory_bytes)
+        return f"memory: {least} of {format_bytes(best.capacity_bytes)} at best"
     if second is None:
-        if best.capacity_bytes:
-            return (
-                f"memory: {answer_tables.format_bytes(best.memory_bytes)} of "
-                f"{answer_tables.format_bytes(best.capacity_bytes)}, the only family of plans "
-                "there is"
-            )
-        return "the only family of plans there is"
+        memory = f"memory: {_of_capacity(best)}, " if best.capacity_bytes else ""
+        return f"{memory}the only family of plans there is"
+    other = second.plan.family
     if _verdict_decided(best, second):
         # As the sentence has it: the one of its family that needs least.
-        least = min(
-            (p for p in found.plans if p.plan.family == second.plan.family),
-            key=lambda p: p.memory_bytes,
-        )
-        return (
-            f"memory: {least.plan.family} needs "
-            f"{answer_tables.format_bytes(least.memory_bytes)} of "
-            f"{answer_tables.format_bytes(least.capacity_bytes)} at least ({least.verdict})"
-        )
+        of_family = (p for p in found.plans if p.plan.family == other)
+        smallest = min(of_family, key=lambda p: p.memory_bytes)
+        return f"memory: {other} needs {_of_capacity(smallest)} at least ({smallest.verdict})"
     if found.optimize == "memory":
-        return (
-            f"memory: {answer_tables.format_bytes(best.memory_bytes)} against "
-            f"{answer_tables.format_bytes(second.memory_bytes)} of {second.plan.family}"
-        )
-    name = _largest_difference(best, second)
-    if second.step_seconds <= best.step_seconds:
-        return (
-            "step time is equal within "
-            f"{100 * (1 - second.step_seconds / best.step_seconds):.1f} %: the simpler plan"
-        )
+        here, there = format_bytes(best.memory_bytes), format_bytes(second.memory_bytes)
+        return f"memory: {here} against {there} of {other}"
+    slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else math.inf
+    if slower <= 0:
+        return f"step time is equal within {-100 * slower:.1f} %: the simpler plan"
     if _indistinguishable(best, second, noise):
-        slower = second.step_seconds / best.step_seconds - 1.0
         return (
             f"nothing measurable: step times differ by {100 * slower:.1f} %, and the measurements "
             f"vary by {100 * noise:.0f} %"
         )
-    return (
-        f"{_TERM_WORDS[name]}: {answer_tables.format_seconds(second.terms[name])} a step in "
-        f"{second.plan.family}, {answer_tables.format_seconds(best.terms[name])} in "
-        f"{best.plan.family}"
-    )
+    name = max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
+    here, there = format_seconds(best.terms[name]), format_seconds(second.terms[name])
+    return f"{_TERM_WORDS[name]}: {there} a step in {other}, {here} in {best.plan.family}"
 
 
 def _lost(found: SearchResult, noise: float) -> str:
     best, second = found.best, found.runner_up
     if second is None:
         return "There is no other family of plans for these workers and this batch."
+    name = f"{second.plan.family} ({second.plan.spec})"
     if _verdict_decided(best, second):
-        return (
-            f"{second.plan.family} ({second.plan.spec}) {_VERDICT_WORDS[second.verdict]}: "
-            f"{_memory_words(second)}."
-        )
+        return f"{name} {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
     if best.verdict == "does not fit":
-        return (
-            f"{second.plan.family} ({second.plan.spec}) needs {_memory_words(second)}: it does "
-            "not fit either."
-        )
+        return f"{name} needs {_memory_words(second)}: it does not fit either."
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
     if found.optimize == "memory" and second.memory_bytes > best.memory_bytes:
-        faster = (
-            f"is {-100 * slower:.0f} % faster, but"
-            if slower < 0
-            else f"is {100 * slower:.0f} % slower, and"
-        )
-        return (
-            f"{second.plan.family} ({second.plan.spec}) {faster} needs "
-            f"{_memory_words(second)}; here {answer_tables.format_bytes(best.memory_bytes)}."
-        )
+        faster = "faster, but" if slower < 0 else "slower, and"
+        needs = f"{_memory_words(second)}; here {format_bytes(best.memory_bytes)}"
+        return f"{name} is {100 * abs(slower):.0f} % {faster} needs {needs}."
     if slower <= 0:
-        return (
-            f"{second.plan.family} ({second.plan.spec}) is as fast within {-100 * slower:.1f} "
-            "%, and less simple."
-        )
+        return f"{name} is as fast within {-100 * slower:.1f} %, and less simple."
     if found.optimize == "speed" and _indistinguishable(best, second, noise):
         return (
-            f"{second.plan.family} ({second.plan.spec}) cannot be told apart from it: "
-            f"{100 * slower:.1f} % slower, less than the measurements vary ({100 * noise:.0f} %)."
+            f"{name} cannot be told apart from it: {100 * slower:.1f} % slower, less than the "
+            f"measurements vary ({100 * noise:.0f} %)."
         )
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
     much = 0.1 * (second.step_seconds - best.step_seconds)
-    up, down = (
-        [(d, k) for d, k in differences if d > much][:3],
-        [(d, k) for d, k in reversed(differences) if -d > much][:2],
-    )
+    up = [(d, k) for d, k in differences if d > much][:3]
+    down = [(d, k) for d, k in reversed(differences) if -d > much][:2]
     rest = sum(d for d, _ in differences) - sum(d for d, _ in (*up, *down))
-    more = [f"{_TERM_WORDS[k]} +{answer_tables.format_seconds(d)}" for d, k in up] + (
-        [f"the rest +{answer_tables.format_seconds(rest)}"] if up and rest > much else []
-    )
-    less = [f"{_TERM_WORDS[k]} −{answer_tables.format_seconds(-d)}" for d, k in down] + (
-        [f"the rest −{answer_tables.format_seconds(-rest)}"] if -rest > much else []
-    )
+    more = [f"{_TERM_WORDS[k]} +{format_seconds(d)}" for d, k in up]
+    less = [f"{_TERM_WORDS[k]} −{format_seconds(-d)}" for d, k in down]
+    if up and rest > much:
+        more.append(f"the rest +{format_seconds(rest)}")
+    if -rest > much:
+        less.append(f"the rest −{format_seconds(-rest)}")
     gains = f"; it gains {', '.join(less)}" if less else ""
-    return (
-        f"{second.plan.family} ({second.plan.spec}) is {100 * slower:.0f} % slower: "
-        f"{', '.join(more) or 'a little of everything'}{gains}."
-    )
+    costs = ", ".join(more) or "a little of everything"
+    return f"{name} is {100 * slower:.0f} % slower: {costs}{gains}."
 
 
 def _verdict_decided(best: Prediction, second: Prediction) -> bool:
@@ -453,52 +375,30 @@ def _indistinguishable(best: Prediction, second: Prediction, noise: float) -> bo
     return best.step_seconds < second.step_seconds < best.step_seconds * (1.0 + noise)
 
 
-def _largest_difference(best: Prediction, second: Prediction) -> str:
-    return max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
-
-
 def _memory_words(prediction: Prediction) -> str:
     kinds = sorted(((v, k) for k, v in prediction.memory.items() if v > 0), reverse=True)[:3]
-    return (
-        f"{answer_tables.format_bytes(prediction.memory_bytes)} of "
-        f"{answer_tables.format_bytes(prediction.capacity_bytes)}, "
-        + ", ".join(f"{k} {answer_tables.format_bytes(v)}" for v, k in kinds)
-    )
+    return ", ".join([_of_capacity(prediction), *(f"{k} {format_bytes(v)}" for v, k in kinds)])
 
 
 def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str, ...]:
-    rows = []
-    where = costs.device or "unknown device"
-    sizes = (
-        f" at {', '.join(map(str, costs.measured_samples))} samples"
-        if costs.measured_samples
-        else ""
-    )
-    rows.append(
-        f"layers: measured on {where}{sizes}, disturbance {100 * costs.noise:.0f} %"
-        if costs.device
-        else "layers: estimated"
-    )
+    rows = ["layers: estimated"]
+    if costs.device:
+        samples = ", ".join(map(str, costs.measured_samples))
+        sizes = f" at {samples} samples" if samples else ""
+        noise = f"disturbance {100 * costs.noise:.0f} %"
+        rows = [f"layers: measured on {costs.device}{sizes}, {noise}"]
     if cluster.links:
         worst = max((f.residual for by in cluster.links.values() for f in by.values()), default=0.0)
         assumed = all(f.assumed for by in cluster.links.values() for f in by.values())
-        source = cluster.source or cluster.name
-        given = not assumed and not worst and not cluster.source
-        how = (
-            "data sheet"
-            if assumed
-            else "as the cluster file says"
-            if given
-            else f"measured, fits within {100 * worst:.0f} %"
-        )
-        rows.append(f"links: {how} ({source})")
-    rows.extend(costs.notes)
-    rows.extend(best.notes)
+        how = "data sheet" if assumed else f"measured, fits within {100 * worst:.0f} %"
+        if not assumed and not worst and not cluster.source:
+            how = "as the cluster file says"
+        rows.append(f"links: {how} ({cluster.source or cluster.name})")
+    rows += [*costs.notes, *best.notes]
     if best.correction != 1.0:
         rows.append(
             f"step time is corrected by {best.correction:.3g} from earlier runs here: "
-            f"{answer_tables.format_seconds(best.raw_step_seconds)} → "
-            f"{answer_tables.format_seconds(best.step_seconds)}"
+            f"{format_seconds(best.raw_step_seconds)} → {format_seconds(best.step_seconds)}"
         )
     return tuple(rows)
 
@@ -517,13 +417,11 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
         costs, cluster: what it was about.
     """
 
+    ask = functools.partial(search, optimize=found.optimize, prune=True, like=found.like)
+
     def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
         try:
-            return _named(
-                search(
-                    costs, cluster, workers, optimize=found.optimize, prune=True, like=found.like
-                ).best
-            )
+            return _named(ask(costs, cluster, workers).best)
         except ArgumentError:
             return "", ""
 
@@ -534,24 +432,20 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
         return winner(dataclasses.replace(costs, batch_size=round(value)), cluster, workers)
 
     def at_link(value: float) -> tuple[str, str]:
-        links = {
-            kind: {
-                scope: dataclasses.replace(fit, beta=fit.beta * value) for scope, fit in by.items()
-            }
-            for kind, by in cluster.links.items()
-        }
+        def faster(by: Mapping[Any, LinkFit]) -> dict[Any, LinkFit]:
+            return {s: dataclasses.replace(fit, beta=fit.beta * value) for s, fit in by.items()}
+
+        links = {kind: faster(by) for kind, by in cluster.links.items()}
         return winner(costs, dataclasses.replace(cluster, links=links), workers)
 
     def at_workers(value: float) -> tuple[str, str]:
         count = round(value)
         grown = costs
         if found.like is not None and found.like.batch == "grow":
-            grown = dataclasses.replace(
-                costs, batch_size=max(1, round(costs.batch_size * count / workers))
-            )
-        return winner(
-            grown, dataclasses.replace(cluster, nodes=max(1, math.ceil(count / node))), count
-        )
+            batch = max(1, round(costs.batch_size * count / workers))
+            grown = dataclasses.replace(costs, batch_size=batch)
+        nodes = max(1, math.ceil(count / node))
+        return winner(grown, dataclasses.replace(cluster, nodes=nodes), count)
 
     def at_memory(value: float) -> tuple[str, str]:
         return winner(costs, dataclasses.replace(cluster, memory_bytes=value), workers)
@@ -563,26 +457,16 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
         ("global batch", costs.batch_size, at_batch, "")
     ]
     if workers > 1 and cluster.links:
-        asked.append(
-            ("link speed", 1.0, at_link, "every link's bandwidth times this, same latency")
-        )
-    asked.append(
-        ("workers", workers, at_workers, "doubled and halved; nodes of as many devices as now")
-    )
+        how = "every link's bandwidth times this, same latency"
+        asked.append(("link speed", 1.0, at_link, how))
+    how = "doubled and halved; nodes of as many devices as now"
+    asked.append(("workers", workers, at_workers, how))
     if cluster.memory_bytes:
         asked.append(("memory", cluster.memory_bytes, at_memory, ""))
     if costs.sequence:
-        asked.append(
-            (
-                "sequence length",
-                costs.sequence,
-                at_sequence,
-                "activations, messages and times scale with it",
-            )
-        )
-    now = search(
-        costs, cluster, workers, optimize=found.optimize, simulate=0, prune=True, like=found.like
-    )
+        how = "activations, messages and times scale with it"
+        asked.append(("sequence length", costs.sequence, at_sequence, how))
+    now = ask(costs, cluster, workers, simulate=0)
     each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
     doublings = max(1, min(_DOUBLINGS, _LOOKED_AT // max(1, each * 2 * len(asked))))
     here = _named(found.best)
@@ -648,10 +532,11 @@ def stretched(costs: Costs, factor: float) -> Costs:
     """
 
     def unit(one: Unit) -> Unit:
-        names = [
-            f.name for f in dataclasses.fields(Unit) if isinstance(getattr(one, f.name), LinearCost)
-        ]
-        changed: dict[str, Any] = {name: getattr(one, name).stretched(factor) for name in names}
+        changed: dict[str, Any] = {
+            name: value.stretched(factor)
+            for name, value in vars(one).items()
+            if isinstance(value, LinearCost)
+        }
         return dataclasses.replace(one, flops=one.flops * factor, **changed)
 
     return dataclasses.replace(
@@ -678,13 +563,16 @@ def render_answer(
         verbose: every note; otherwise the first three.
     """
     found = explanation.found
-    parts: list[RenderableType] = [Text(explanation.sentence, style="bold"), Text()]
-    parts.append(Text.assemble(("Decided by  ", "dim"), explanation.decided))
-    parts.append(Text.assemble(("Runner-up   ", "dim"), explanation.runner_up))
-    parts.append(Text())
-    parts.append(answer_tables.times(found))
-    parts.append(Text())
-    parts.append(answer_tables.memory(found))
+    parts: list[RenderableType] = [
+        Text(explanation.sentence, style="bold"),
+        Text(),
+        Text.assemble(("Decided by  ", "dim"), explanation.decided),
+        Text.assemble(("Runner-up   ", "dim"), explanation.runner_up),
+        Text(),
+        answer_tables.times(found),
+        Text(),
+        answer_tables.memory(found),
+    ]
     if found.best.placement:
         where = "; ".join(f"{name}: {place}" for name, place in found.best.placement.items())
         parts.append(Text.assemble(("Placement   ", "dim"), where))
@@ -699,12 +587,8 @@ def render_answer(
             line = f"  {variable}: {'; '.join(said)}"
             parts.append(Text(line, style="" if found_one else "dim"))
         if any(f.variable == "sequence length" for f in explanation.flips):
-            parts.append(
-                Text(
-                    "  (sequence length: activations, messages and times scale with it)",
-                    style="dim",
-                )
-            )
+            scale = "  (sequence length: activations, messages and times scale with it)"
+            parts.append(Text(scale, style="dim"))
         if any(f.variable == "workers" and f.direction == "up" for f in explanation.flips):
             parts.append(Text("  (workers: on more nodes of as many devices as now)", style="dim"))
     parts.append(Text())
@@ -763,6 +647,6 @@ _SHOW: dict[str, tuple[Callable[[float], str], str]] = {  # and the unit
     "global batch": (lambda v: f"{v:.0f}", " sample"),
     "link speed": (lambda v: f"× {v:.3g}", ""),
     "workers": (lambda v: f"{v:.0f}", " device"),
-    "memory": (answer_tables.format_bytes, ""),
+    "memory": (format_bytes, ""),
     "sequence length": (lambda v: f"{v:.0f}", ""),
 }
