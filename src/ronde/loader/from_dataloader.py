@@ -114,9 +114,8 @@ def _order(data: Any, n: int, seed: int, shuffle: bool) -> Order:
     """Ronde's own order; by blocks if the source prefers that."""
     blocks = getattr(data, "blocks", None) if shuffle and hasattr(data, "fingerprint") else None
     if isinstance(blocks, tuple):
-        return Order(
-            n, seed, True, blocks=blocks, window=int(getattr(data, "window", Order.window))
-        )
+        window = int(getattr(data, "window", Order.window))
+        return Order(n, seed, True, blocks=blocks, window=window)
     return Order(n, seed, shuffle)
 
 
@@ -129,11 +128,8 @@ def _order_of(
     loader: DataLoader[Any], n: int, seed: int, shuffle: bool | None, argument: str, evaluate: bool
 ) -> tuple[Order, list[str]]:
     # With batch_sampler=BatchSampler(…), the sampler that counts is inside it.
-    sampler: Any = (
-        loader.batch_sampler.sampler
-        if type(loader.batch_sampler) is BatchSampler
-        else loader.sampler
-    )
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler if type(batches) is BatchSampler else loader.sampler
     if _own_batches(loader):
         if shuffle is not None:
             raise ArgumentError(
@@ -144,12 +140,10 @@ def _order_of(
     ready_made = (
         isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
     )
+    stream = isinstance(loader.dataset, IterableDataset)
     if shuffle is not None:
-        if not (
-            ready_made
-            or isinstance(sampler, SequentialSampler | DistributedSampler)
-            or isinstance(loader.dataset, IterableDataset)
-        ):
+        usual = isinstance(sampler, SequentialSampler | DistributedSampler)
+        if not (ready_made or usual or stream):
             raise ArgumentError(
                 f"shuffle={shuffle} contradicts the sampler of {argument} "
                 f"({type(sampler).__name__}), which decides the order: give one of them."
@@ -157,7 +151,7 @@ def _order_of(
         return _order(loader.dataset, n, seed, shuffle), []
     if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
         return Order(n, seed, False), []  # each sample once: in which order does not matter
-    if isinstance(loader.dataset, IterableDataset) or type(sampler) is SequentialSampler:
+    if stream or type(sampler) is SequentialSampler:
         return Order(n, seed, False), []
     if ready_made:
         return _order(loader.dataset, n, seed, True), []
@@ -171,14 +165,8 @@ def _order_of(
             f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it "
             "a __len__."
         )
-    return Order(
-        n,
-        seed,
-        True,
-        draw=_sampler_order(sampler, seed),
-        length=len(sampler),
-        sampler=type(sampler).__qualname__,
-    ), []
+    draw, name = _sampler_order(sampler, seed), type(sampler).__qualname__
+    return Order(n, seed, True, draw=draw, length=len(sampler), sampler=name), []
 
 
 def _fingerprint(dataset: Any) -> str | None:
@@ -195,12 +183,9 @@ def settings_of(dataset: Any) -> LoaderSettings:
     """How to read a dataset without a DataLoader: by its own settings, else right here."""
     pipeline = pipeline_in(dataset)
     if pipeline is None:
-        own = isinstance(dataset, Source) and isinstance(dataset, Dataset)
-        return (
-            LoaderSettings(num_workers=default_workers(), executor="auto")
-            if own
-            else LoaderSettings()
-        )
+        if not (isinstance(dataset, Source) and isinstance(dataset, Dataset)):
+            return LoaderSettings()
+        return LoaderSettings(num_workers=default_workers(), executor="auto")
     return LoaderSettings(
         pipeline.collate,
         default_workers(),
@@ -234,25 +219,21 @@ def take_over(
     Raises:
         ArgumentError: empty, without a length, or a DataLoader whose batches cannot be taken over.
     """
-    if not isinstance(data, DataLoader):
-        n = _length(data, argument)
-        if shuffle and isinstance(data, IterableDataset):
-            raise ArgumentError(
-                f"{argument} is an IterableDataset: it can only be read in its own order, "
-                "so shuffle=True is not possible."
-            )
-        chosen = shuffle_dataset if shuffle is None else shuffle
-        order = _order(data, n, seed, chosen and not isinstance(data, IterableDataset))
-        return TakenOver(
-            data, order, settings_of(data), batch_size, drop_last, fingerprint=_fingerprint(data)
-        )
-
-    n = _length(data.dataset, argument)
-    if isinstance(data.dataset, IterableDataset) and shuffle:
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    n = _length(dataset, argument)
+    stream = isinstance(dataset, IterableDataset)
+    if shuffle and stream:
         raise ArgumentError(
             f"{argument} is an IterableDataset: it can only be read in its own order, so "
             "shuffle=True is not possible."
         )
+    known = _fingerprint(dataset)
+    if not isinstance(data, DataLoader):
+        order = _order(
+            data, n, seed, (shuffle_dataset if shuffle is None else shuffle) and not stream
+        )
+        return TakenOver(data, order, settings_of(data), batch_size, drop_last, fingerprint=known)
+
     if data.batch_size is None and data.batch_sampler is None:
         own_size = None
     elif _own_batches(data):
@@ -265,11 +246,8 @@ def take_over(
                 "remove it."
             )
     else:
-        own_size = (
-            data.batch_sampler.batch_size
-            if type(data.batch_sampler) is BatchSampler
-            else data.batch_size
-        )
+        batches: Any = data.batch_sampler
+        own_size = batches.batch_size if type(batches) is BatchSampler else data.batch_size
     if batch_size is not None and own_size not in (None, 1, batch_size):
         raise ArgumentError(
             f"two batch sizes: batch_size={batch_size} and the DataLoader's "
@@ -279,16 +257,16 @@ def take_over(
     order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
     if isinstance(order, BatchOrder):
         own_size = max(order.sizes(0))
-    known = inspect.signature(DataLoader.__init__).parameters
+    taken = inspect.signature(DataLoader.__init__).parameters
     options = {
-        name: getattr(data, name) for name in _OPTIONS if name in known and hasattr(data, name)
+        name: getattr(data, name) for name in _OPTIONS if name in taken and hasattr(data, name)
     }
     if not options.get("pin_memory_device"):
         options.pop("pin_memory_device", None)
     workers = data.num_workers
     if not workers:
         options.pop("persistent_workers", None)  # nobody chose that
-    if isinstance(data.dataset, IterableDataset) and workers > 1:
+    if stream and workers > 1:
         notes.append(
             f"{argument} is an IterableDataset: it is read by 1 loading process, not "
             f"{workers}, to keep its order"
@@ -307,12 +285,5 @@ def take_over(
     leave_out = not isinstance(order, BatchOrder) and (
         drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
     )
-    return TakenOver(
-        data.dataset,
-        order,
-        settings,
-        batch_size or own_size,
-        leave_out,
-        tuple(notes),
-        _fingerprint(data.dataset),
-    )
+    size = batch_size or own_size
+    return TakenOver(dataset, order, settings, size, leave_out, tuple(notes), known)

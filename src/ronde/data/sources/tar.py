@@ -155,18 +155,13 @@ class TarSource(BaseSource):
         counts = [len(index.keys) for index in indices]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         suffixes = sorted({s for index in indices for s in index.suffixes})
-        number = {s: i for i, s in enumerate(suffixes)}
         self.suffixes = suffixes
         members = np.cumsum([0, *(len(index.offset) for index in indices)], dtype=np.int64)
-        self._first = np.concatenate(
-            [[0], *(index.first[1:] + at for index, at in zip(indices, members, strict=False))]
-        ).astype(np.int64)
-        self._suffix = np.concatenate(
-            [
-                np.asarray([number[s] for s in index.suffixes], dtype=np.int16)[index.suffix]
-                for index in indices
-            ]
-        )
+        firsts = [index.first[1:] + at for index, at in zip(indices, members, strict=False)]
+        self._first = np.concatenate([[0], *firsts]).astype(np.int64)
+        number = {s: i for i, s in enumerate(suffixes)}
+        kinds = [np.asarray([number[s] for s in i.suffixes], np.int16)[i.suffix] for i in indices]
+        self._suffix = np.concatenate(kinds)
         self._offset = np.concatenate([index.offset for index in indices])
         self._size = np.concatenate([index.size for index in indices])
         # A link's bytes are those of another file, which may lie anywhere: no run of bytes then
@@ -179,9 +174,8 @@ class TarSource(BaseSource):
             self.keys = Names.joined([index.keys for index in indices])
         else:
             self.classes = manifest["classes"]
-            self.keys = Names.joined(
-                [Names(index.more["names"].tobytes(), index.more["name_ends"]) for index in indices]
-            )
+            names = [(index.more["names"].tobytes(), index.more["name_ends"]) for index in indices]
+            self.keys = Names.joined([Names(*each) for each in names])
             self.labels = _labels_of(indices)
             if all("crc32" in index.more for index in indices):
                 self._sums = np.concatenate([index.more["crc32"] for index in indices])
@@ -189,11 +183,9 @@ class TarSource(BaseSource):
         self._label = label
         chosen = None if data is None else [d.lstrip(".").lower() for d in data]
         self._data = chosen
-        self._wanted = (
-            None
-            if chosen is None
-            else np.asarray([s in chosen and not (manifest and s == "cls") for s in suffixes])
-        )
+        self._wanted: list[bool] | None = None
+        if chosen is not None:
+            self._wanted = [s in chosen and not (manifest and s == "cls") for s in suffixes]
         self._read = read
         self._cache: BytesCache[int, bytes] = BytesCache(cache_bytes, len)
         by_blocks = is_remote(paths[0]) if blocks is None else blocks
@@ -202,21 +194,14 @@ class TarSource(BaseSource):
             self._block_starts = self._cut()
         if by_blocks and self._block_starts is not None:
             self.blocks = tuple(np.diff(self._block_starts).tolist())
-            self.window = int(
-                min(64, max(2, cache_bytes // (_BLOCK_BYTES + int(self._size.max()))))
-            )
-        self._fingerprint = (
-            str(manifest["fingerprint"])
-            if manifest is not None
-            else digest_values(
-                "tar",
-                [p.rpartition("/")[2] for p in paths],
-                self._sizes,
-                counts,
-                data,
-                label if isinstance(label, str) else None,
-            )
-        )
+            largest = _BLOCK_BYTES + int(self._size.max())
+            self.window = int(min(64, max(2, cache_bytes // largest)))
+        if manifest is not None:
+            self._fingerprint = str(manifest["fingerprint"])
+        else:
+            tars = [p.rpartition("/")[2] for p in paths]
+            by_name = label if isinstance(label, str) else None
+            self._fingerprint = digest_values("tar", tars, self._sizes, counts, data, by_name)
 
     def count_classes(self, known: list[str]) -> TarSource:
         """Map labels to class numbers: texts, and packed labels, whose numbers stand for names.
@@ -233,9 +218,8 @@ class TarSource(BaseSource):
             wrong = next((name for name in self.classes if name not in known), None)
             if wrong is not None:
                 raise ArgumentError(f"feed.tar: {self.paths[0]}: {unknown_class(wrong, known)}.")
-            self.labels = np.asarray([known.index(name) for name in self.classes], dtype=np.int64)[
-                self.labels
-            ]
+            numbers = np.asarray([known.index(name) for name in self.classes], dtype=np.int64)
+            self.labels = numbers[self.labels]
         if self._manifest is None or known != self.classes:
             self._fingerprint = digest_values(self._fingerprint, known)
         self.classes = known
@@ -245,9 +229,8 @@ class TarSource(BaseSource):
         return len(self.keys)
 
     def __repr__(self) -> str:
-        return (
-            f"tar: {len(self):,} samples in {len(self.paths):,} files of {sum(self._sizes):,} bytes"
-        )
+        size = sum(self._sizes)
+        return f"tar: {len(self):,} samples in {len(self.paths):,} files of {size:,} bytes"
 
     @property
     def fingerprint(self) -> str:
@@ -311,98 +294,66 @@ class TarSource(BaseSource):
         if self._by_blocks():
             raw = self._from_blocks(wanted, plans)
         else:
-            places: list[ByteRange] = []
-            for i, members in zip(wanted, plans, strict=True):
-                shard = self._shard(i)
-                places += [
-                    ByteRange(
-                        self.paths[shard],
-                        int(self._offset[m]),
-                        int(self._size[m]),
-                        self._sizes[shard],
-                    )
-                    for m in members
-                ]
-            flat = iter(self._store.read(places))
+            of_shard = [
+                (self._shard(i), m) for i, each in zip(wanted, plans, strict=True) for m in each
+            ]
+            flat = iter(self._store.read([self._range(*place) for place in of_shard]))
             raw = [[next(flat) for _ in members] for members in plans]
         return [
             self._sample(i, members, data)
             for i, members, data in zip(wanted, plans, raw, strict=True)
         ]
 
+    def _range(self, shard: int, member: int) -> ByteRange:
+        at, size = int(self._offset[member]), int(self._size[member])
+        return ByteRange(self.paths[shard], at, size, self._sizes[shard])
+
     def _members(self, i: int) -> list[int]:
         members = range(int(self._first[i]), int(self._first[i + 1]))
         # A label may be made of any file of the sample, by a function.
         if self._wanted is None or callable(self._label):
             return list(members)
-        label = self._label_suffix()
-        return [
-            m
-            for m in members
-            if self._wanted[self._suffix[m]] or self.suffixes[self._suffix[m]] == label
-        ]
+        kept = [*self._wanted]
+        if (label := self._label_suffix()) in self.suffixes:
+            kept[self.suffixes.index(label)] = True
+        return [m for m in members if kept[self._suffix[m]]]
 
-    def _label_suffix(self) -> str | None:
-        return (
-            self._label.lstrip(".").lower()
-            if isinstance(self._label, str) and self._manifest is None
-            else None
-        )
+    def _label_suffix(self) -> str:
+        named = isinstance(self._label, str) and self._manifest is None
+        return str(self._label).lstrip(".").lower() if named else ""
 
     def _from_blocks(self, wanted: list[int], plans: list[list[int]]) -> list[list[bytes]]:
         assert self._block_starts is not None
-        blocks = (
-            np.searchsorted(self._block_starts, np.asarray(wanted), side="right") - 1
-        ).tolist()
-        spans = {
-            b: self._span(int(self._block_starts[b]), int(self._block_starts[b + 1]))
-            for b in sorted(set(blocks))
-        }
+        starts = self._block_starts.tolist()
+        blocks = (np.searchsorted(starts, np.asarray(wanted), side="right") - 1).tolist()
+        spans = {b: self._span(starts[b], starts[b + 1]) for b in sorted(set(blocks))}
 
         def fetch(missing: list[int]) -> list[bytes]:
+            places = (spans[b] for b in missing)
             return self._store.read(
-                [
-                    ByteRange(self.paths[s], start, length, self._sizes[s])
-                    for s, start, length in (spans[b] for b in missing)
-                ]
+                [ByteRange(self.paths[s], at, size, self._sizes[s]) for s, at, size in places]
             )
 
         held = self._cache.get(list(spans), fetch)
         found: list[list[bytes]] = []
         for block, members in zip(blocks, plans, strict=True):
-            start = spans[block][1]
-            data = held[block]
-            found.append(
-                [
-                    data[
-                        int(self._offset[m]) - start : int(self._offset[m])
-                        - start
-                        + int(self._size[m])
-                    ]
-                    for m in members
-                ]
-            )
+            data, offsets = held[block], self._offset[members] - spans[block][1]
+            ends = offsets + self._size[members]
+            found.append([data[a:b] for a, b in zip(offsets.tolist(), ends.tolist(), strict=True)])
         return found
 
     def _sample(self, i: int, members: list[int], raw: list[bytes]) -> Any:
-        key = self.keys[i]
+        key, kinds = self.keys[i], [int(self._suffix[m]) for m in members]
+        named = {self.suffixes[kind]: data for kind, data in zip(kinds, raw, strict=True)}
+        files: dict[str, Any] = {"__key__": key, **named}
         if self._data is None or self._wanted is None:
-            files: dict[str, Any] = {"__key__": key}
-            files.update(
-                (self.suffixes[self._suffix[m]], data) for m, data in zip(members, raw, strict=True)
-            )
             return files
-        data = next(
-            (d for m, d in zip(members, raw, strict=True) if self._wanted[self._suffix[m]]), None
-        )
+        data = next((d for k, d in zip(kinds, raw, strict=True) if self._wanted[k]), None)
         if data is None:
-            has = ", ".join(
-                "." + self.suffixes[self._suffix[m]]
-                for m in range(int(self._first[i]), int(self._first[i + 1]))
-            )
+            every = self._suffix[int(self._first[i]) : int(self._first[i + 1])]
             raise SampleError(
-                f"{self.paths[self._shard(i)]}: the sample {key!r} has no "
-                f".{', .'.join(self._data)}; it has {has}."
+                f"{self._place(key, i)} has no .{', .'.join(self._data)}; it has "
+                f"{', '.join('.' + self.suffixes[k] for k in every)}."
             )
         if self._manifest is not None:
             if self._sums is not None and zlib.crc32(data) != self._sums[i]:
@@ -410,18 +361,15 @@ class TarSource(BaseSource):
             return Sample(data, self.label(i), key)
         if self._label is None:
             return Sample(data, None, key)
-        files = {
-            "__key__": key,
-            **{self.suffixes[self._suffix[m]]: d for m, d in zip(members, raw, strict=True)},
-        }
         if callable(self._label):
             return Sample(data, self._counted(self._label(files), key, i), key)
-        suffix = self._label_suffix() or ""
+        suffix = self._label_suffix()
         if suffix not in files:
-            raise SampleError(
-                f"{self.paths[self._shard(i)]}: the sample {key!r} has no label .{suffix}."
-            )
+            raise SampleError(f"{self._place(key, i)} has no label .{suffix}.")
         return Sample(data, self._counted(self._parsed(files[suffix], suffix, key, i), key, i), key)
+
+    def _place(self, key: str, i: int) -> str:
+        return f"{self.paths[self._shard(i)]}: the sample {key!r}"
 
     def _counted(self, label: Any, key: str, i: int) -> Any:
         """A label's class number, if there are classes."""
@@ -429,10 +377,7 @@ class TarSource(BaseSource):
             return label
         name = label.strip()
         if name not in self.classes:
-            raise SampleError(
-                f"{self.paths[self._shard(i)]}: the sample {key!r}: "
-                f"{unknown_class(name, self.classes)}."
-            )
+            raise SampleError(f"{self._place(key, i)}: {unknown_class(name, self.classes)}.")
         return self.classes.index(name)
 
     def _parsed(self, raw: bytes, suffix: str, key: str, i: int) -> Any:
@@ -463,11 +408,8 @@ def _labels_of(indices: list[TarIndex]) -> Any:
         return None
     found: list[Any] = []
     for index in indices:  # some shards of an older pack may hold numbers and others not
-        found += (
-            index.more["label"].tolist()
-            if "label" in index.more
-            else json.loads(index.more["label_json"].tobytes())
-        )
+        texts = index.more.get("label_json")
+        found += index.more["label"].tolist() if texts is None else json.loads(texts.tobytes())
     return found
 
 
