@@ -33,7 +33,7 @@ from ronde.predict.collectives import Group, collective, groups, scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.datasheets import cluster_of, device_named, speed_of
-from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at, cut_equal
+from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
 from ronde.predict.schedule_picture import terminal
@@ -274,8 +274,7 @@ def test_one_slow_unit_does_not_make_the_other_stages_uneven():
 def test_the_cut_beats_counting_where_layers_are_uneven():
     times = [8.0, 1, 1, 1, 1, 1, 1, 2]
     costs = Costs(tuple(unit(f"u{i}", t, 2 * t) for i, t in enumerate(times)), 8)
-    equal, made = cut_equal(costs, 2), cut(costs, 2)
-    assert equal.bounds == (0, 4, 8) and max(s.seconds for s in equal.stages) == 33.0
+    made = cut(costs, 2)  # with four layers each, the slower stage takes 33
     assert made.bounds == (0, 1, 8) and max(s.seconds for s in made.stages) == 24.0
     assert made.names(costs) == ["u1"]
 
@@ -334,8 +333,6 @@ def test_a_model_that_cannot_be_cut_says_why():
         cut(Costs(units, 4), 3)
     with pytest.raises(ArgumentError, match="no unit"):
         cut(Costs((), 4), 2)
-    with pytest.raises(ArgumentError, match="2 at most"):
-        cut_equal(Costs(units, 4), 3)
 
 
 def test_named_places_are_cut_at():
@@ -862,7 +859,6 @@ def test_within_the_doubt_of_a_disturbed_measurement_the_simpler_plan_wins():
             costs,
             wires(beta=32e8 / seconds, bucket_overlap=0.0, noise=noise),
             2,
-            brief=True,
             simulate=4,
         )
 
@@ -1158,11 +1154,8 @@ def test_four_thousand_devices_are_searched():
     assert found.considered > 1000 and found.simulated <= 60
     assert found.best.verdict == "fits"
     assert len(found.families) >= 5
-    pruned = search(costs, cluster, 4096, simulate=0, brief=True, prune=True)
-    assert (
-        pruned.best.plan.family
-        == search(costs, cluster, 4096, simulate=0, brief=True).best.plan.family
-    )
+    pruned = search(costs, cluster, 4096, simulate=0, prune=True)
+    assert pruned.best.plan.family == search(costs, cluster, 4096, simulate=0).best.plan.family
 
 
 # -- the explanation -------------------------------------------------------------------
@@ -1281,7 +1274,7 @@ def test_flips_are_what_a_whole_search_gives_there():
 def test_there_is_no_flip_beyond_as_many_workers_as_are_looked_at():
     costs = even(4, batch=8192)
     told = flips(
-        search(costs, wires(devices_per_node=8, nodes=512), 4096, simulate=1, brief=True),
+        search(costs, wires(devices_per_node=8, nodes=512), 4096, simulate=1),
         costs,
         wires(),
     )

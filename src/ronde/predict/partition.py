@@ -224,35 +224,6 @@ def cut_chain(
     return None
 
 
-def cut_equal(
-    costs: Costs,
-    workers: int,
-    *,
-    virtual: int = 1,
-    schedule: Schedule = "1f1b",
-    micro_samples: float = 1.0,
-    micro_batches: int | None = None,
-) -> Cut:
-    """The counting cut: equal numbers of units, at the nearest allowed positions. For comparison.
-
-    Raises:
-        ArgumentError: there are fewer places to cut than stages.
-    """
-    made = chain(costs, micro_samples)
-    count = workers * virtual
-    if len(made.cuts) + 1 < count:
-        raise ArgumentError(
-            f"pipeline: {count} stages were asked for, and the model can be cut into "
-            f"{len(made.cuts) + 1} at most."
-        )
-    bounds = [0]
-    for s in range(1, count):
-        left = [c for c in made.cuts if c > bounds[-1]]
-        left = left[: len(left) - (count - 1 - s)] or left[:1]
-        bounds.append(min(left, key=lambda c: abs(c - s * len(made) / count)))
-    return _describe(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
-
-
 def cut_at(
     costs: Costs,
     names: Sequence[str],

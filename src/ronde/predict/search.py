@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,17 +35,14 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("zero-bubble", 2),
     ("looped", 4),
 )
-_BRIEF: tuple[tuple[Schedule, int], ...] = (("1f1b", 1), ("interleaved", 2))
 _TENSOR = (2, 4, 8, 16)
-_SIMPLER = (
-    0.005  # of step time, for each mechanism more: between two plans as fast, the simpler one
-)
-_DOUBT = (
-    0.05  # of step time at most, for what is not simple: as much as the measurements were disturbed
-)
-_INEXACT = (
-    1.3  # how far a pipeline's closed form may be from its simulation: no more is ruled out by it
-)
+_SHARDED: list[ShardLevel] = ["optimizer", "gradients", "parameters"]
+# of step time, for each mechanism more: between two plans as fast, the simpler one
+_SIMPLER = 0.005
+# of step time at most, for what is not simple: as much as the measurements were disturbed
+_DOUBT = 0.05
+# how far a pipeline's closed form may be from its simulation: no more is ruled out by it
+_INEXACT = 1.3
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,6 @@ def search(
     *,
     optimize: Literal["speed", "memory"] = "speed",
     simulate: int = 50,
-    brief: bool = False,
     prune: bool = False,
     like: Plan | None = None,
 ) -> SearchResult:
@@ -117,7 +114,6 @@ def search(
         optimize: the fastest step, or the least memory.
         simulate: how many plans are predicted in full at most, about; 0 for none, and an answer by
             closed form.
-        brief: fewer schedules and micro-batches, for questions that are asked many times.
         prune: leave out what cannot be the fastest, by its computation alone: the same winner
             sooner, but families may be missing.
         like: a plan whose other settings (seed, precision, clipping …) all plans take.
@@ -166,7 +162,7 @@ def search(
             heapq.heappushpop(drawer, entry)
         return quick
 
-    for ladder in candidates(base, costs, cluster, brief=brief):
+    for ladder in candidates(base, costs, cluster):
         _climb(ladder, look, optimize)
     if not kept:
         raise ArgumentError(
@@ -312,97 +308,70 @@ def _ways(plan: Plan) -> Iterator[str]:
         yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
 
 
-def candidates(
-    base: Plan, costs: Costs, cluster: Cluster, brief: bool = False
-) -> Iterator[list[Plan]]:
+def candidates(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
     """All plans for ``base.workers`` workers, in ladders of falling micro-batch size."""
     workers, batch = base.workers, base.batch_size
-    recomputes: tuple[Literal["none", "selective", "full"], ...] = (
-        ("none", "full") if brief else ("none", "selective", "full")
-    )
+    recomputes: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+    node = cluster.devices_per_node
     for tensor in (1, *_TENSOR):
-        if workers % tensor or tensor > max(1, cluster.devices_per_node):
-            continue
         replicas = workers // tensor
-        if replicas > batch:
+        if workers % tensor or tensor > max(1, node) or replicas > batch:
             continue
-        levels: tuple[ShardLevel, ...] = ("none",)
+        levels: list[ShardLevel] = ["none"]
         if replicas > 1:
-            levels = (
-                ("none", "optimizer", "gradients", "parameters")
-                if tensor == 1
-                else ("none", "gradients", "parameters")
-            )
+            levels += ["gradients", "parameters"] if tensor > 1 else _SHARDED
         for shard in levels:
             withins: list[int | None] = [None]
-            node = cluster.devices_per_node
-            if (
-                tensor == 1
-                and shard in ("gradients", "parameters")
-                and 1 < node < replicas
-                and replicas % node == 0
-            ):
+            whole = shard in ("gradients", "parameters")
+            if tensor == 1 and whole and 1 < node < replicas and replicas % node == 0:
                 withins.append(node)
             for within in withins:
-                offloads: tuple[Literal["none", "optimizer", "parameters"], ...] = ("none",)
+                offloads: list[Literal["none", "optimizer", "parameters"]] = ["none"]
                 if cluster.device != "cpu" and tensor == 1 and within is None:
-                    offloads = (
-                        ("none", "optimizer", "parameters")
-                        if shard != "none" or replicas == 1
-                        else ("none", "optimizer")
+                    offloads.append("optimizer")
+                    if shard != "none" or replicas == 1:
+                        offloads.append("parameters")
+                for recompute, offload in itertools.product(recomputes, offloads):
+                    if offload != "none" and recompute == "selective":
+                        continue
+                    one = dataclasses.replace(
+                        base,
+                        tensor=tensor,
+                        shard=shard,
+                        shard_within=within,
+                        recompute=recompute,
+                        offload=offload,
+                        pipeline=1,
                     )
-                for recompute in recomputes:
-                    for offload in offloads:
-                        if offload != "none" and recompute == "selective":
-                            continue
-                        one = dataclasses.replace(
-                            base,
-                            tensor=tensor,
-                            shard=shard,
-                            shard_within=within,
-                            recompute=recompute,
-                            offload=offload,
-                            pipeline=1,
-                        )
-                        if unsupported(one, costs, cluster) is None:
-                            yield _accumulated(one)
+                    if unsupported(one, costs, cluster) is None:
+                        yield _accumulated(one)
     places = sum(u.cut_after for u in costs.units[:-1]) + 1
     for pipeline in range(2, min(workers, places) + 1):
-        if workers % pipeline:
-            continue
         replicas = workers // pipeline
-        if replicas > batch:
+        if workers % pipeline or replicas > batch:
             continue
         share = math.ceil(batch / replicas)
-        levels = (
-            ("none",)
-            if replicas == 1
-            else ("none", "parameters")
-            if brief
-            else ("none", "optimizer", "parameters")
-        )
-        for schedule, virtual in _BRIEF if brief else _SCHEDULES:
+        levels = ["none"] if replicas == 1 else ["none", "optimizer", "parameters"]
+        for schedule, virtual in _SCHEDULES:
             if pipeline * virtual > places:
                 continue
-            counts = _counts(schedule, pipeline, virtual, share, brief)
-            for recompute in recomputes:
-                for shard in levels:
-                    for micro in counts:
-                        one = dataclasses.replace(
-                            base,
-                            pipeline=pipeline,
-                            virtual=virtual,
-                            schedule=schedule,
-                            shard=shard,
-                            recompute=recompute,
-                            micro_batch=micro,
-                            tensor=1,
-                            shard_within=None,
-                            offload="none",
-                        )
-                        one = dataclasses.replace(one, accumulation=micro_batches_of(one, share))
-                        if unsupported(one, costs, cluster) is None:
-                            yield [one]
+            counts = _counts(schedule, pipeline, virtual, share)
+            for recompute, shard, micro in itertools.product(recomputes, levels, counts):
+                one = dataclasses.replace(
+                    base,
+                    pipeline=pipeline,
+                    virtual=virtual,
+                    schedule=schedule,
+                    shard=shard,
+                    recompute=recompute,
+                    micro_batch=micro,
+                    tensor=1,
+                    shard_within=None,
+                    offload="none",
+                )
+                one = dataclasses.replace(one, accumulation=micro_batches_of(one, share))
+                if unsupported(one, costs, cluster) is None:
+                    yield [one]
 
 
 def _accumulated(plan: Plan) -> list[Plan]:
@@ -445,17 +414,13 @@ def _climb(
             low = middle
 
 
-def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int, brief: bool) -> list[int]:
+def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int) -> list[int]:
     """Micro-batch sizes worth trying: one micro-batch a pipeline worker, two, …, one sample."""
-    wanted = [pipeline * f for f in ((2, 8) if brief else (1, 2, 4, 8, 16))]
+    wanted = [pipeline * f for f in (1, 2, 4, 8, 16)]
     fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
     for asked in {max(1, math.ceil(share / n)) for n in wanted} | {1}:
         plan = Plan(
-            workers=pipeline,
-            pipeline=pipeline,
-            virtual=virtual,
-            schedule=schedule,
-            micro_batch=asked,
+            pipeline, pipeline=pipeline, virtual=virtual, schedule=schedule, micro_batch=asked
         )
         count = micro_batches_of(plan, share)
         if allowed(schedule, pipeline, virtual, count) is None:
