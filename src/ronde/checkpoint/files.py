@@ -17,8 +17,9 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,8 +253,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _manifest(path: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and check its digest."""
+    file = path / "manifest.json"
     try:
-        text = (path / "manifest.json").read_text(encoding="utf-8")
+        if not stat.S_ISREG(file.lstat().st_mode):  # a FIFO would wait for its writer for ever
+            raise _find_damage(path, "manifest.json is not a plain file")
+        text = file.read_text(encoding="utf-8")
         body = json.loads(text)
     except FileNotFoundError:
         raise _find_damage(path, "manifest.json is missing") from None
@@ -269,6 +273,12 @@ def _manifest(path: Path) -> dict[str, Any]:
         )
     if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
         raise _find_damage(path, "manifest.json does not match its own digest")
+    for name, kind in (("step", int), ("files", dict), ("state", dict), ("tensors", dict)):
+        found = body.get(name, {} if name == "tensors" else None)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            raise _find_damage(path, f"its {name} in manifest.json is {found!r:.60}")
+    if _NAME.fullmatch(path.name) and body["step"] != int(path.name.removeprefix("step-")):
+        raise _find_damage(path, f"manifest.json is of step {body['step']}")
     return body
 
 
@@ -292,7 +302,16 @@ def verify(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: something is missing, has another size or digest, or is not of this format.
     """
-    body = _manifest(path)
+    try:
+        return _verified(path, _manifest(path))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"manifest.json cannot be understood ({type(error).__name__}: {error})"
+    except (OSError, RecursionError, SafetensorError) as error:
+        why = f"it cannot be read ({error})"
+    raise _find_damage(path, why)
+
+
+def _verified(path: Path, body: Mapping[str, Any]) -> Checkpoint:
     for name, entry in body["files"].items():
         if not _FILE.fullmatch(name):
             raise _find_damage(
@@ -308,14 +327,9 @@ def verify(path: Path) -> Checkpoint:
             raise _find_damage(
                 path, f"{name} does not match its digest: a bit has changed since it was written"
             )
-    try:
-        found = _checkpoint(path, body)
-        for part, entries in found.tensors.items():
-            _verify_pieces(path, part, entries, found.files)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _find_damage(
-            path, f"manifest.json cannot be understood ({type(error).__name__}: {error})"
-        ) from None
+    found = _checkpoint(path, body)
+    for part, entries in found.tensors.items():
+        _verify_pieces(path, part, entries, found.files)
     return found
 
 
@@ -371,14 +385,29 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
     return _checkpoint(path, body) if same else None
 
 
-def find_valid(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint, and why newer ones were skipped."""
+def find_valid(
+    folder: Path, check: Callable[[Mapping[str, Any]], None] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint, and why newer ones were skipped.
+
+    Args:
+        check: raises CheckpointError, with a reason, for a state that cannot be one of this run.
+    """
     passed: list[str] = []
     for path in list_checkpoints(folder):
         try:
-            return verify(path), passed
+            found = verify(path)
         except CheckpointError as error:
             passed.append(str(error))
+            continue
+        try:
+            if found.state.get("step", found.step) != found.step:
+                raise CheckpointError(f"its state is of step {found.state['step']!r:.60}")
+            if check is not None:
+                check(found.state)
+            return found, passed
+        except CheckpointError as error:
+            passed.append(str(_find_damage(path, str(error))))
     return None, passed
 
 

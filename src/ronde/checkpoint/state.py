@@ -63,6 +63,13 @@ def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> N
     Raises:
         CheckpointError: names or shapes are not the model's.
     """
+    for name, value in model.state_dict(keep_vars=True).items():
+        there = tensors.get(same.get(name, name))
+        if there is not None and isinstance(value, torch.Tensor) and there.dtype != value.dtype:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name!r} is of type {there.dtype} there, "
+                f"{value.dtype} here"
+            )
     try:
         model.load_state_dict(
             {**tensors, **{name: tensors[origin] for name, origin in same.items()}}
@@ -142,6 +149,11 @@ def load_optimizer(
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*tensors.items(), *((k, decode(v)) for k, v in saved["values"].items())]:
         name, _, field = key.rpartition("/")
+        if name not in index:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state of {name!r}, which is no parameter of the "
+                "optimizer"
+            )
         state.setdefault(index[name], {})[field] = value
     groups = []
     for group_names, group in zip(names, saved["groups"], strict=True):

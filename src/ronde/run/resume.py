@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from ronde import checkpoint
 from ronde.run.persist import holds_all, restore, restore_pieces
 from ronde.run.run import Run
+from ronde.run.saved_state import check_saved
 from ronde.watch import Resumed, RunDir
-from ronde.world import CheckpointError, World
+from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
 __all__ = ["resume"]
@@ -25,7 +27,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     answer: dict[str, Any] = {}
     newest = None
     if me.is_main:
-        newest, refused = checkpoint.find_valid(directory.checkpoints)
+        newest, refused = checkpoint.find_valid(directory.checkpoints, partial(check_saved, run))
         answer = {"refused": refused, "path": None}
         if newest:
             answer |= {
@@ -44,14 +46,8 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
                 f"{answer['refused'][0]}"
             )
         return f"{directory.name} has no checkpoint yet: it starts from the beginning"
-    if holds_all(run):
-        tensors = {
-            part: _send_tensors(me, newest.whole(part) if newest else {})
-            for part in ("model", "optimizer", "random", "registered", "average")
-        }
-        restore(run, answer["state"], tensors)
-    else:
-        _restore_pieces(run, me, newest, answer)
+    with _refusing(answer["path"]):
+        _restore(run, me, newest, answer)
     state = answer["state"]
     run._watcher.event(
         Resumed(
@@ -68,6 +64,33 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
         f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
         f"{state['epoch_samples']}{others}"
     )
+
+
+@contextlib.contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn an error of a library that cannot understand a state into one that says whose it is."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, RondeError):
+            raise
+        raise CheckpointError(
+            f"{name} cannot be loaded ({type(error).__name__}: {error}). Remove it: the run then "
+            "continues from the one before."
+        ) from error
+
+
+def _restore(
+    run: Run, me: World, newest: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
+) -> None:
+    if holds_all(run):
+        tensors = {
+            part: _send_tensors(me, newest.whole(part) if newest else {})
+            for part in ("model", "optimizer", "random", "registered", "average")
+        }
+        restore(run, answer["state"], tensors)
+    else:
+        _restore_pieces(run, me, newest, answer)
 
 
 def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
