@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
 
-from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
+from cases import BEHIND, FAULTS, HEALTHY, HERE, HIDDEN, LATER, NEWER, NOISY, healthy_command, judge  # noqa: E402
 
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
@@ -34,10 +34,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    faults = [
-        f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN] if not given.names or f.fault in given.names
-    ]
-    healthy = [h for h in HEALTHY if not given.names or h in given.names]
+    every = [*FAULTS, *LATER, *NEWER, *HIDDEN, *BEHIND]
+    faults = [f for f in every if not given.names or f.fault in given.names]
+    sound = {name: healthy_command(name) for name in HEALTHY}
+    sound |= {name: [str(HERE / script), name] for script, name in NOISY}
+    healthy = [h for h in sound if not given.names or h in given.names]
     rows = []
     began = time.monotonic()
     with Pool(given.workers) as pool:
@@ -59,9 +60,7 @@ def main() -> None:
             plans = chosen_plans(
                 given.plans if given.plans == "all" else [given.plans], given.workers
             )
-            verdict = Study(pool, healthy_command(name), given.steps, 120).verdict(
-                plans, explicit=False
-            )
+            verdict = Study(pool, sound[name], given.steps, 120).verdict(plans, explicit=False)
             blamed = verdict.status == "differs"
             told = ", ".join(f"{p.plan} {p.status} {p.largest:.0e}" for p in verdict.plans)
             why = (

@@ -4,11 +4,13 @@ benchmarks/prove_truth.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,15 +23,16 @@ from sampling import some
 HERE = TESTS
 sys.path.insert(0, str(HERE / "prove_scripts"))
 
-from cases import FAULTS, HEALTHY, HIDDEN, LATER, NEWER, healthy_command, judge  # noqa: E402
+from cases import BEHIND, FAULTS, HEALTHY, HIDDEN, LATER, NEWER, NOISY, healthy_command, judge  # noqa: E402
 
 from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
 from ronde.prove.diagnose import disagreement  # noqa: E402
+from ronde.prove.keyed_draws import KeyedDraws  # noqa: E402
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
 from ronde.prove.proof import Study, prove  # noqa: E402
-from ronde.prove.recorded_data import _last_batch  # noqa: E402
+from ronde.prove.recorded_data import cut_epoch  # noqa: E402
 from ronde.prove.values import probe  # noqa: E402
 from ronde.world import ArgumentError  # noqa: E402
 
@@ -40,7 +43,6 @@ SAMPLE = [
     "data_length_by_rank",
     "batchnorm",
     "rank_forward",
-    "noise",
     "own_sum",
     "loss_ignored",
     "accumulate_twice",
@@ -88,7 +90,7 @@ SOUND = [
     "of_a_record",
     "of_a_mapping",
 ]
-CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN]}
+CASES = {f.fault: f for f in [*FAULTS, *LATER, *NEWER, *HIDDEN, *BEHIND]}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,10 @@ def pool():
         yield made
 
 
-@pytest.mark.parametrize("name", [*some(SAMPLE, 4), *some([f.fault for f in HIDDEN], 8)])
+@pytest.mark.parametrize(
+    "name",
+    [*some(SAMPLE, 4), *some([f.fault for f in HIDDEN], 8), *some([f.fault for f in BEHIND], 3)],
+)
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     case = CASES[name]
     verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
@@ -115,6 +120,25 @@ def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
         assert plan.aside == ("b.bias",)  # a bias before a normalisation
     if name == "gpt":
         assert any("Dropout was switched off" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize(("script", "name"), some(NOISY, 4))
+def test_where_only_random_numbers_differ_it_is_equal(pool: Pool, script: str, name: str) -> None:
+    plans = ["replicate", "pipeline=2"] if name == "vae" else ["replicate"]
+    verdict = Study(pool, [str(HERE / "prove_scripts" / script), name], 6, 120).verdict(plans)
+    assert verdict.status == "equal" and verdict.exit_status == 0, verdict
+    [note] = [n for n in verdict.notes if n.startswith("Only random numbers differ (drawn from ")]
+    assert "the same in distribution" in note and (
+        name != "vae" or "randn_like at noisy.py" in note
+    )
+    assert all(p.steps == 6 and p.evaluations == 2 for p in verdict.plans)
+
+
+def test_batches_have_the_sizes_that_the_training_has(pool: Pool) -> None:
+    verdict = Study(pool, [str(HERE / "prove_scripts" / "noisy.py"), "full"], 6, 120).verdict(
+        ["replicate"]
+    )
+    assert verdict.status == "equal" and verdict.steps == 6, verdict
 
 
 def test_a_pipeline_whose_last_batch_is_smaller_is_not_blamed(pool: Pool) -> None:
@@ -564,23 +588,69 @@ def test_what_kind_of_function_a_loss_is(kind: str, loss) -> None:
         )
 
 
-@pytest.mark.parametrize("workers", range(2, 9))
-def test_an_epoch_that_is_cut_keeps_its_last_batch_or_gets_an_uneven_one(workers: int) -> None:
-    for size in range(1, 40):
-        for samples in range(1, 3 * size):
-            last = _last_batch(samples, size, workers)
-            assert last == samples % size if samples % size else last % workers or last == size
-    assert [
-        _last_batch(63, 10, workers),
-        _last_batch(49, 8, workers),
-        _last_batch(6, 1, workers),
-        _last_batch(6, 2, workers),
-    ] == [
-        3,
-        1,
-        1,
-        1,
-    ]
+def test_a_cut_epoch_has_only_batches_of_sizes_that_the_training_has() -> None:
+    def sizes(samples: int, size: int, drop_last: bool) -> set[int]:
+        last = 0 if drop_last else samples % size
+        return {n for n in (size if samples >= size else 0, last) if n}
+
+    for drop_last, steps, size in itertools.product((False, True), range(1, 9), range(1, 13)):
+        for samples in range(1, 12 * size):
+            order = SimpleNamespace(epoch_samples=samples, ends=lambda epoch: None)
+            cut = cut_epoch(SimpleNamespace(order=order, drop_last=drop_last), size, steps)
+            assert cut <= samples
+            assert sizes(cut, size, drop_last) == sizes(samples, size, drop_last)
+    order = SimpleNamespace(epoch_samples=400, ends=lambda epoch: None)  # was 51: two batches of 20, and one of 11
+    assert cut_epoch(SimpleNamespace(order=order, drop_last=False), 20, 6) == 60
+
+
+DRAWS = {
+    "randn": lambda x: torch.randn(x.shape),
+    "randn_like": torch.randn_like,
+    "of_batch_1": lambda x: torch.rand(3, len(x), 2),
+    "randint": lambda x: torch.randint(0, 50, (len(x),)),
+    "in_place": lambda x: torch.empty(len(x), 4).normal_(),
+    "normal": lambda x: torch.normal(x, x.abs() + 1),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "multinomial": lambda x: x.softmax(1).multinomial(2),
+    "weighted": lambda x: torch.multinomial(torch.ones(5), len(x), replacement=True),
+    "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, 1.0).rsample(),
+    "poisson": lambda x: torch.poisson(x.abs()),
+    "generator": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(len(x))),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "tokens": lambda x: torch.rand(len(x) * 3).view(-1, 3),
+}
+
+
+def test_keyed_draws_are_each_samples_own() -> None:
+    noted: list[str] = []
+    x = torch.randn(11, 5)
+
+    def draw(call, given, low: int, high: int) -> tuple[torch.Tensor, dict]:
+        keyed = KeyedDraws(given, lambda: ("train.py:1", ""), noted.append, lambda: True)
+        with keyed:
+            keyed.begin("step 3", low, high, 11)
+            return (call(x[low:high]), call(x[low:high])), keyed.shapes
+
+    for name, call in DRAWS.items():
+        (first, second), shapes = draw(call, {}, 0, 11)
+        assert first.shape == second.shape and not torch.equal(first, second), name
+        axis = 1 if name == "of_batch_1" else 0
+        for cut in ((0, 6), (6, 11), (10, 11), (0, 11)):
+            parts, _ = draw(call, shapes, *cut)
+            for part, whole in zip(parts, (first, second), strict=True):
+                expected = whole.narrow(axis, cut[0], cut[1] - cut[0])
+                assert torch.equal(part, expected), (name, cut)
+    assert set(noted) == {"rand@train.py:1"}  # of the tokens: copies of the batch look like that
+    noted.clear()
+    for call in (lambda x: torch.randn(11), lambda x: torch.randn(4, 5), lambda x: torch.rand(())):
+        (whole, _), shapes = draw(call, {}, 0, 11)
+        (part, _), _ = draw(call, shapes, 0, 4)
+        assert torch.equal(part, whole) and not noted  # of a fixed shape: the same everywhere
+    for call in (lambda x: torch.randperm(len(x)), lambda x: torch.rand(len(x), len(x))):
+        _, shapes = draw(call, {}, 0, 11)
+        draw(call, shapes, 0, 4)
+        assert noted and not noted.clear()  # it relates samples to each other
 
 
 def test_a_disagreement_of_ranks_is_read() -> None:

@@ -56,7 +56,6 @@ FAULTS = [
     Fault("batchnorm", "batchnorm", "outputs", "mix", 1),
     Fault("standardise", "batch-dependent-layer", "outputs", "mix", 1),
     Fault("rank_forward", "rank-dependent-forward", "outputs", "mix", 1),
-    Fault("noise", "randomness", "outputs", "mix", 1),
     Fault("flaky", "nondeterministic-kernel", "outputs", "mix", 1),
     # loss
     Fault("loss_sum", "loss-is-a-sum", "loss", "loss", 1),
@@ -100,7 +99,6 @@ LATER = [
     Fault(name, *what[:3], script="more_faults.py", plan=what[3] if len(what) > 3 else "replicate")
     for name, *what in [
         ("softmax_over_batch", "batch-dependent-layer", "outputs", "5"),
-        ("layer_drop", "randomness", "outputs", "5"),
         ("clock", "nondeterministic-kernel", "outputs", "5"),
         ("backward_hook", "gradient-hook", "gradients", "0.weight"),
         ("batchnorm_2d", "batchnorm", "outputs", "1"),
@@ -136,8 +134,7 @@ LATER = [
             "distribute",
             "the order that the sampler draws",
         ),
-        ("mixup", "randomness", "outputs", "0"),
-        ("noise_on_input", "randomness", "outputs", "0"),
+        ("mixup", "batch-changed-by-script", "outputs", "0"),
         ("scheduler_per_sample", "scheduler", "learning rate", "learning rate of group 0"),
         ("lr_by_rank", "learning-rate", "learning rate", "learning rate of group 0"),
         ("ema_into_weights", "weights-changed-by-script", "weights between steps", "0.weight"),
@@ -256,6 +253,38 @@ HIDDEN = [
         ),
         ("gradient_noise", "replicas-drift", "gradients", "0.weight", 1),
     ]
+]
+
+# Faults behind random draws, which differ between N workers and one process anyway.
+BEHIND = [
+    Fault(name, *what, script="noisy.py")
+    for name, *what in [
+        ("vae_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("looped_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("layers_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("diffusion_batchnorm", "batchnorm", "outputs", "body.0", 1),
+        ("contrast_pairs", "loss-over-the-batch", "loss", "loss", 1),
+        ("diffusion_evaluation", "metric-not-a-mean", "evaluation", "worst"),
+        ("shuffled_pairs", "randomness", "outputs", "inner", 1),
+    ]
+]
+# Sound scripts that draw random numbers: equal, and the draws are told.
+NOISY = [
+    ("faults.py", "noise"),
+    ("more_faults.py", "layer_drop"),
+    ("more_faults.py", "noise_on_input"),
+    *(
+        ("noisy.py", name)
+        for name in [
+            "vae",
+            "looped",
+            "diffusion",
+            "diffusion_recomputed",
+            "layers",
+            "tokens",
+            "contrast",
+        ]
+    ),
 ]
 
 HEALTHY = [

@@ -88,7 +88,9 @@ class Case:
         return None if self.is_by_rank() is False else self.reads_of_rank(*phases)
 
     def draws(self, key: str = "drawn") -> str | None:
-        """Where the step draws random numbers, if it does."""
+        """Where the step draws random numbers that may differ, if it does."""
+        if self.one.is_keyed and key == "drawn":
+            return self._unkeyed_draws()
         drawn = {g for t in self.runs for s in t.steps() for g in s.get(key, [])}
         phase = "step" if key == "drawn" else "update"
         if not drawn:
@@ -96,6 +98,21 @@ class Case:
             return f"drawn from a generator of the script's own: {own}" if own else None
         where = ", ".join(self.one.places("random", phase)[:3])
         return f"drawn from {', '.join(sorted(drawn))}" + (f": {where}" if where else "")
+
+    def _unkeyed_draws(self) -> str | None:
+        """Draws of the step that may still depend on the number of workers."""
+        if unfixed := self.many.places("unfixed", "step"):
+            return f"drawn in another way on each worker: {', '.join(unfixed[:3])}"
+        after = {
+            step["generators"]
+            for t in self.runs
+            for steps in t.all_steps()
+            for step in steps[self.k : self.k + 1]
+            if any(low < high for low, high in step["micro"])
+        }
+        drawn = {g for t in self.runs for s in t.steps() for g in s["drawn"]}
+        # Those who drew equally often drew the same numbers.
+        return f"drawn from {', '.join(sorted(drawn))}" if drawn and len(after) > 1 else None
 
     def shares(self) -> list[list[int]]:
         """Samples of each worker, step by step."""

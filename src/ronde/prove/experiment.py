@@ -46,6 +46,9 @@ class Settings:
         launched: when this run was asked for.
         owns_loop: the script was written for one batch a step: ``split`` hands it part by part.
         plan_alone: ``run.plan`` of one process, for ``blind``.
+        draws: random draws of a step are the same for any number of workers, see
+            :mod:`ronde.prove.keyed_draws`: their shapes in one process. None: they stay as they
+            are.
     """
 
     folder: str
@@ -57,6 +60,7 @@ class Settings:
     launched: float
     owns_loop: bool = False
     plan_alone: dict[str, Any] | None = None
+    draws: dict[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "experiment", Experiment(self.experiment))

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
+from ronde.prove.keyed_draws import KeyedDraws
 from ronde.prove.recorder import Phase, Recorder
 from ronde.prove.values import NARROW
 from ronde.run import evaluation, hooks
@@ -292,6 +293,8 @@ def _patch_own_generators(recorder: Recorder) -> None:
     def note(name: str) -> None:
         if recorder.phase in _COMPUTING and (where := _place(True)):
             recorder.note("own generator", f"{name}@{where}")
+            if recorder.draws is not None:
+                recorder.note("unfixed", f"{name}@{where}")
 
     for name in _OWN_GENERATOR:
         _before(Noted, name, functools.partial(note, name))
@@ -348,6 +351,24 @@ def _watch_files(recorder: Recorder) -> None:
     sys.addaudithook(audit)
 
 
+def _key_draws(recorder: Recorder, given: dict[str, list[int]]) -> None:
+    """Make the draws of a step the same for any number of workers."""
+
+    def is_computing() -> bool:
+        return recorder.phase in (Phase.STEP, Phase.EVALUATE, Phase.HIDDEN)
+
+    recorder.draws = KeyedDraws(
+        given,
+        lambda: (_place(False) or "", recorder.module_now()),
+        lambda where: recorder.note("unfixed", where),
+        is_computing,
+    )
+    hooks_of = torch.nn.modules.module
+    hooks_of.register_module_forward_pre_hook(lambda module, _: recorder.enter_module(module))
+    hooks_of.register_module_forward_hook(lambda module, *_: recorder.leave_module(module))
+    recorder.draws.__enter__()  # type: ignore[no-untyped-call]
+
+
 def install_recorder(settings: Settings, rank: int) -> Recorder:
     """Patch this process, and record the script that it is about to run."""
     recorder = Recorder(settings, rank)
@@ -376,5 +397,7 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
 
     torch.nn.modules.module.register_module_forward_hook(record)
     _Widening(recorder).__enter__()  # type: ignore[no-untyped-call]
+    if settings.draws is not None:
+        _key_draws(recorder, settings.draws)
     recorder.event("begin", time=time.time())
     return recorder

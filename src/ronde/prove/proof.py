@@ -34,6 +34,7 @@ _COMPUTED = ("outputs", "loss", "gradients", "clipped gradients", "weights", "bu
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most
 _LOST = 1e3  # times the effect of rounding: up to that, a chaotic training has no error
 _CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
+_NOT_BEHIND = ("randomness", "unknown")  # causes that say no more than that numbers differ
 _UNSEEDED = {
     "contract": "unseeded-script",
     "initial weights": "unseeded-init",
@@ -111,15 +112,21 @@ class Study:
         self.say = progress
         self._began = time.time()
         self._training = 0
-        self._runs: dict[tuple[str, Experiment], RunTrace | None] = {}
+        self._runs: dict[tuple[str, Experiment, bool], RunTrace | None] = {}
         self._one: RunTrace | None = None
         self._limit = timeout_seconds  # of runs after the first two
         self._plan_alone: dict[str, Any] | None = None
         self._owns_its_loop = False
         self._chaos: Difference | None = None  # between two runs of one process
         self._log_note: str | None = None
+        self._noise_note: str | None = None
         self._late_note: str | None = None
         self._dropouts: list[str] = []  # places where workers call dropout
+        # with random draws that are the same for any number of workers: their shapes, the two runs
+        # of one process, and the plans so far
+        self._draws: dict[str, list[int]] | None = None
+        self._keyed: tuple[RunTrace, RunTrace, dict[str, list[int]]] | None = None
+        self._keyed_before: list[PlanVerdict] = []
 
     def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
         """Run the script and compare. ``explicit``: a refused plan is no proof."""
@@ -190,6 +197,7 @@ class Study:
             "launched": time.time(),
             "owns_loop": self._owns_its_loop,
             "plan_alone": self._plan_alone,
+            "draws": self._draws,
         }
         places = list(range(self.pool.workers))
         if experiment.is_one_process:
@@ -200,7 +208,7 @@ class Study:
 
     def _run(self, plan: str, experiment: Experiment) -> RunTrace | None:
         """The run of an experiment, started at most once; None if it failed."""
-        key = (plan, experiment)
+        key = (plan, experiment, self._draws is not None)
         if key not in self._runs:
             self.say(_TITLES[experiment])
             launch = self._start(experiment, "replicate" if experiment.is_one_process else plan)
@@ -246,19 +254,24 @@ class Study:
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
         self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
-        self._chaos, self._log_note, self._dropouts = None, None, []
+        self._chaos, self._log_note, self._noise_note = None, None, None
+        self._keyed, self._keyed_before, self._dropouts = None, [], []
         self._late_note = note_late_error(one)
         self._compare_alone(verdict, one, rounded)
         if verdict.status == "differs":
             return begins
+        before: list[PlanVerdict] = []
         for plan in plans:
-            answer = self._prove_plan(plan, one, rounded, verdict.plans)
+            answer = self._prove_plan(plan, one, rounded, before)
+            before.append(answer)
+            if answer.cause is not None and answer.cause.id == "randomness":
+                answer = self._look_behind(plan, answer, one)
             verdict.plans.append(answer)
             if answer.status == "differs" and verdict.difference is None:
                 verdict.difference, verdict.cause = answer.difference, answer.cause
         self._find_common_fault(verdict, one)
-        if self._log_note and verdict.difference is None:
-            verdict.notes.append(self._log_note)
+        if verdict.difference is None:
+            verdict.notes += filter(None, (self._log_note, self._noise_note))
         if self._late_note is not None:
             verdict.notes.append(self._late_note)
         _conclude(verdict, explicit)
@@ -370,6 +383,60 @@ class Study:
             equal = replicated or self._replicate_is_equal(one, rounded, before)
             why = diagnose(Case(one, many, d, run, replicated, equal))
         return verdict_of(plan, "differs", result, seconds, why)
+
+    def _look_behind(self, plan: str, answer: PlanVerdict, one: RunTrace) -> PlanVerdict:
+        """A plan that differs by random draws, with draws that are the same for any number of
+        workers: is it equal then, or is there a cause behind them?
+        """
+        draws = answer.cause.evidence[:1] if answer.cause is not None else ()
+        if answer.difference is None or answer.difference.phase == "data":
+            return answer
+        self.say(f"{plan}: with random numbers that do not depend on the number of workers")
+        try:
+            behind = self._prove_keyed(plan)
+        finally:
+            self._draws = None
+        if behind is None:
+            return answer
+        split = Plan.parse(plan)
+        places = split.pipeline > 1 or split.tensor > 1  # not every draw is the same there
+        if behind.status == "differs" and behind.cause is not None:
+            if behind.cause.id in _NOT_BEHIND or (places and behind.cause.id == "plan"):
+                return answer
+            found = (*behind.cause.evidence, "seen with random numbers made the same everywhere")
+            return dataclasses.replace(
+                behind, cause=dataclasses.replace(behind.cause, evidence=found)
+            )
+        if behind.status != "equal":
+            return answer
+        if one.places("own generator", "step"):
+            # the same on all workers: samples of two workers would get the same numbers
+            same = "with random numbers made the same everywhere, it is equal"
+            return dataclasses.replace(answer, cause=cause("randomness", *draws, same))
+        self._noise_note = (
+            f"Only random numbers differ ({'; '.join(draws)}): N workers draw other ones than one "
+            "process, the same in distribution. Here all drew the same, and the training is equal."
+        )
+        return behind
+
+    def _prove_keyed(self, plan: str) -> PlanVerdict | None:
+        """The verdict where random draws do not depend on the number of workers; None if one
+        process cannot tell.
+        """
+        if self._keyed is None:
+            self._draws = {}
+            first, second = self._start(Experiment.ONE), self._start(Experiment.ROUNDED)
+            self.pool.wait(first, second)
+            if first.failure or second.failure:
+                return None
+            one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
+            self._keyed = one, rounded, one.first("draws").get("shapes", {})
+        one, rounded, self._draws = self._keyed
+        if self._chaos is None and compare(one, rounded, tolerance=_CHAOS).difference is not None:
+            return None
+        verdict = self._prove_plan(plan, one, rounded, self._keyed_before)
+        self._keyed_before.append(verdict)
+        return verdict
 
     def _too_uncertain(self, d: Difference | None, one: RunTrace, many: RunTrace) -> str:
         """Why the runs cannot be told d: values are not finite, or rounding is magnified."""

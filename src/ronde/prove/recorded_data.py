@@ -65,28 +65,17 @@ def note_samples(dataset: Any, note: Note) -> Any:
     return kind(dataset, note)
 
 
-def _last_batch(samples: int, size: int, workers: int) -> int:
-    """Samples in the last batch of a cut epoch: as many as in the real one, be it even or too small
-    to give every worker one. If that is a whole batch, about half of one that shares unevenly.
-
-    Example:
-        >>> _last_batch(63, 10, 2), _last_batch(49, 8, 2), _last_batch(64, 8, 2), _last_batch(60,
-        ...     6, 4)
-        (3, 1, 5, 3)
+def cut_epoch(taken: TakenOver, size: int, steps: int) -> int:
+    """Samples of an epoch so short that its last batch and its end are among the steps. Its batches
+    have the sizes that those of the whole epoch have.
     """
-    uneven = [n for n in range(1, size) if n % workers]
-    return samples % size or min(uneven, key=lambda n: (abs(n - size // 2 - 0.5), -n), default=size)
-
-
-def cut_epoch(taken: TakenOver, size: int, steps: int, workers: int) -> int:
-    """Samples of an epoch so short that its last batch and its end are among the steps."""
     samples = taken.order.epoch_samples
     if (ends := taken.order.ends(0)) is not None:
         return ends[steps // 2 - 1] if len(ends) >= steps >= 4 else samples
-    short = samples
-    if steps >= 4 and -(-samples // size) >= steps:
-        short = min(samples, (steps // 2 - 1) * size + _last_batch(samples, size, workers))
-    return min(samples, max(short, size)) if taken.drop_last else short
+    if steps < 4 or -(-samples // size) < steps:
+        return samples
+    last = 0 if taken.drop_last else samples % size
+    return (steps // 2 - bool(last)) * size + last
 
 
 def cut_order(order: Order, short: int) -> Order:

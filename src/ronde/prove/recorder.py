@@ -23,11 +23,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ronde.capture import following
+from ronde.introspect import restore_states
+from ronde.introspect import states as random_states
 from ronde.loader import TakenOver
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.profile import deep_copy
 from ronde.prove.experiment import Experiment, Settings
+from ronde.prove.keyed_draws import KeyedDraws, generator_digest
 from ronde.prove.recorded_data import NotedStream, cut_epoch, cut_order, note_samples, wide_loader
 from ronde.prove.values import (
     Array,
@@ -75,15 +78,17 @@ class _RecordedLoss(LossCall):
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         """See :meth:`LossCall.arguments`."""
-        recorder = self._recorder
+        recorder, given = self._recorder, batch
         # A plan may follow the forward pass, and must not see this.
         with torch._C.DisableTorchFunction():
             batch = cast(batch)
+        recorder.start_pass(given)
         if recorder.computes_twice():
             with torch.no_grad(), recorder.hidden():
                 super().arguments(
                     model, deep_copy([batch])[0]
                 )  # a forward function may work in place
+            recorder.draw_again()
         half = self._of_half(model, batch) if recorder.computes_parts() else None
         values = super().arguments(model, batch)
         if half is not None:
@@ -96,12 +101,15 @@ class _RecordedLoss(LossCall):
         """The loss's arguments for the first half of the samples, by a copy of the model."""
         before = torch.get_rng_state()
         try:
+            part, samples = half_of(deep_copy([batch])[0])
+            self._recorder.draw_again(samples)
             with torch.no_grad(), self._recorder.hidden():
-                return super().arguments(copy.deepcopy(model), half_of(deep_copy([batch])[0]))
+                return super().arguments(copy.deepcopy(model), part)
         except Exception:  # the batch cannot be cut, or the model cannot be copied
             return None
         finally:
             torch.set_rng_state(before)
+            self._recorder.draw_again()
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`LossCall.check`."""
@@ -146,7 +154,14 @@ class Recorder(hooks.Observer):
         self._marks = generators()
         self._scheduled = 0
         self._generator = np.random.Generator(np.random.PCG64(1))
-        self._probe: tuple[Callable[..., Any], tuple[Any, ...], int] | None = None
+        self._probe: tuple[Callable[..., Any], tuple[Any, ...], int, int] | None = None
+        self.draws: KeyedDraws | None = None  # the same for any number of workers
+        self._inside: list[int] = []  # identities of the modules that run now
+        self._handed: list[Any] = []  # the micro-batches of the step
+        self._passes = 0  # forward passes of the step that run.step has started
+        self._range = ("", 0, 0, 0)  # of the pass under way, see KeyedDraws.begin
+        self._random_before = random_states()  # before the step or evaluation
+        self._others: set[str] = set()  # generators drawn from in its passes so far
         # the current evaluation
         self._evaluated: dict[int, str] = {}
         self._metrics: dict[str, str] = {}
@@ -175,7 +190,16 @@ class Recorder(hooks.Observer):
     def finish(self) -> None:
         """The script has ended."""
         if self._probe is not None:
-            self.event("probe", loss=probe(*self._probe))
+            loss, values, samples, step = self._probe
+
+            def draw(low: int, high: int) -> None:
+                if self.draws is not None:
+                    self.draws.begin(f"step {step}", low, high, samples)
+
+            with self.hidden():
+                self.event("probe", loss=probe(loss, values, samples, draw))
+        if self.draws is not None:
+            self.event("draws", shapes=self.draws.shapes)
         self.event("notes", clips_itself=self.clips_itself)
         self.event("end")
         self._events.close()
@@ -189,12 +213,11 @@ class Recorder(hooks.Observer):
         self._ticks += 1
         dropout = _dropout_rates(opening.model)
         self._widen(opening)
-        taken, workers = opening.taken, self.settings.workers
-        order = taken.order
-        size = (taken.batch_size or 1) * (workers if opening.batch == "grow" else 1)
+        taken, order = opening.taken, opening.taken.order
+        size = (taken.batch_size or 1) * (self.settings.workers if opening.batch == "grow" else 1)
         ends = order.ends(0)
         self._steps_per_epoch = -(-order.epoch_samples // size) if ends is None else len(ends)
-        short = cut_epoch(taken, size, self.settings.steps, workers)
+        short = cut_epoch(taken, size, self.settings.steps)
         dataset = taken.dataset
         loader = wide_loader(taken.settings, dataset, self._note_collate)
         if self._is_mine:
@@ -322,6 +345,7 @@ class Recorder(hooks.Observer):
                 changed = [n for n, state in states.items() if n in left and left[n] != state]
                 self._step.setdefault("regraded", []).extend(changed)
             backward(loss)
+            self._use_samples_of(run.port.backwards)
             left.clear()
             if run.port.backwards < len(self._sizes):
                 left.update(_gradient_states(run.model))
@@ -394,8 +418,74 @@ class Recorder(hooks.Observer):
         self.phase = Phase.STEP
         for i, micro in enumerate(micros):
             self._record_values("out", "(batch)", micro, i)
-        self._marks = generators()
+        self._handed, self._passes = micros, 0
+        self._mark()
+        self._use_samples_of(0)
         return micros
+
+    # -- random draws that are the same for any number of workers ----------------------
+
+    def _use_samples_of(self, i: int) -> None:
+        """What is drawn from now on is for micro-batch ``i``."""
+        if i < len(self._sizes):
+            low, high = (at - self._step["start"] for at in self._step["micro"][i])
+            self._range = (f"step {self._step['step']}", low, high, len(self._step["ids"]))
+            self.draw_again()
+
+    def start_pass(self, batch: Any) -> None:
+        """The forward pass of a micro-batch starts."""
+        if self.phase == Phase.STEP and self.draws is not None and not following():
+            # a pipeline's stages take micro-batches in an order of their own
+            same = (i for i, micro in enumerate(self._handed) if micro is batch)
+            self._use_samples_of(next(same, self._passes))
+            self._passes += 1
+        elif self.phase == Phase.EVALUATE:
+            self.draw_again()
+
+    def draw_again(self, samples: int | None = None) -> None:
+        """The pass under way starts once more, on its first ``samples``."""
+        if self.draws is not None and not following():
+            key, low, high, whole = self._range
+            self._others.update(draws_since(self._marks))
+            self._inside.clear()  # a pipeline's stage leaves a pass halfway
+            self.draws.begin(key, low, high if samples is None else low + samples, whole)
+            self._marks = generators()
+
+    def on_evaluation_batch(self, run: RunView, share: Share, low: int, high: int) -> None:
+        """The samples of what is evaluated next."""
+        key = f"evaluation {run.state.step} {share.start}"
+        self._range = (key, low - share.start, high - share.start, share.global_samples)
+        self.draw_again()
+
+    def module_now(self) -> str:
+        """The innermost module of the model that runs now."""
+        inside = (self._modules[i] for i in reversed(self._inside) if i in self._modules)
+        return next(inside, "")
+
+    def enter_module(self, module: nn.Module) -> None:
+        """A module's forward pass starts."""
+        self._inside.append(id(module))
+
+    def leave_module(self, module: nn.Module) -> None:
+        """A module's forward pass has ended."""
+        if id(module) in self._inside:
+            del self._inside[self._inside.index(id(module)) :]
+
+    def _mark(self) -> None:
+        self._random_before, self._others = random_states(), set()
+        self._marks = generators()
+
+    def _drawn(self) -> list[str]:
+        """Generators drawn from since :meth:`_mark`, except where draws are the same anyway."""
+        if self.draws is None:
+            return draws_since(self._marks)
+        return sorted({*self._others, *draws_since(self._marks)} - {"torch"})
+
+    def _leave_draws(self) -> None:
+        """The script's own draws between steps go on where they were."""
+        if self.draws is not None:
+            self.draws.end()
+            restore_states(self._random_before)
 
     def _note_sample(self, i: int, value: Any) -> None:
         self._digests.setdefault(int(i), []).append(digest_value(value))
@@ -434,7 +524,9 @@ class Recorder(hooks.Observer):
         if run is not self.run:
             return
         named = dict(run.model.named_parameters())
-        self._step["drawn"] = draws_since(self._marks)
+        self._step["drawn"] = self._drawn()
+        if self.draws is not None:
+            self._step["generators"] = generator_digest()
         self._step["loss"] = float(loss)
         self._step["lr"] = _learning_rates(run)
         self._step["rewritten"] = [
@@ -488,6 +580,7 @@ class Recorder(hooks.Observer):
         save_file(self._tensors, self.folder / f"step-{self._step['step']}.safetensors")
         self._tensors = {}
         self.event("step", **self._step)
+        self._leave_draws()
         self.phase = Phase.BETWEEN
 
     # -- a forward pass ----------------------------------------------------------------
@@ -544,7 +637,8 @@ class Recorder(hooks.Observer):
         wants_probe = self.experiment is Experiment.ONE and self._probe is None
         if wants_probe and run is not None and self._micro < len(self._sizes):
             detached = map_tensors(lambda t: t.detach().clone(), values)
-            self._probe = (run.port.loss.loss, detached, self._sizes[self._micro])
+            size, step = self._sizes[self._micro], self._step["step"]
+            self._probe = (run.port.loss.loss, detached, size, step)
 
     def record_local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Record the loss of one micro-batch of this worker."""
@@ -676,7 +770,7 @@ class Recorder(hooks.Observer):
     def before_evaluation(self, run: RunView) -> None:
         """Start to record an evaluation."""
         self.phase = Phase.EVALUATE
-        self._marks = generators()
+        self._mark()
         self._evaluated.clear()
         self.event("evaluating", step=run.state.step)
 
@@ -689,9 +783,10 @@ class Recorder(hooks.Observer):
                 result=result,
                 samples=samples,
                 metrics=dict(self._metrics),
-                drawn=draws_since(self._marks),
+                drawn=self._drawn(),
                 digests=sorted(self._evaluated.items()),
             )
+        self._leave_draws()
         self.phase = Phase.BETWEEN
 
     def on_log(self, run: RunView, values: Mapping[str, Any]) -> None:

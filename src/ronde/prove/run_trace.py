@@ -126,6 +126,11 @@ class RunTrace:
             if filled.get(name, 0) == length and shapes[name] != '"differ"'
         }
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether random draws were the same for any number of workers."""
+        return any("generators" in step for step in self.steps())
+
     def loss_kind(self) -> str:
         """The kind of function that the loss is, see :func:`~ronde.prove.values.probe`."""
         return str(self.first("probe").get("loss", "unknown"))

@@ -29,6 +29,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 Loss = Callable[..., Any]
+Draw = Callable[[int, int], None]
 
 _PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements; a larger tensor is recorded as this many sums of blocks
@@ -135,6 +136,10 @@ def draws_since(before: tuple[Any, ...]) -> list[str]:
     return [name for name, is_same in same.items() if not is_same]
 
 
+def _as_it_draws(low: int, high: int) -> None:
+    """Random numbers of a loss stay as they are."""
+
+
 def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[Any, ...]:
     def cut(v: torch.Tensor) -> torch.Tensor:
         if v.dim() and v.shape[0] and v.shape[0] % samples == 0:
@@ -145,14 +150,16 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
     return tuple(map_tensors(cut, v) for v in values)
 
 
-def half_of(batch: Any) -> Any:
-    """The first half of a batch."""
+def half_of(batch: Any) -> tuple[Any, int]:
+    """The first half of a batch, and its samples."""
     samples = next(len(t) for _, t in named_tensors(batch) if t.dim())
     (half,) = _slice((batch,), samples, 0, -(-samples // 2))
-    return half
+    return half, -(-samples // 2)
 
 
-def _mean_gradient(loss: Loss, values: tuple[Any, ...], samples: int, part: int) -> bool:
+def _mean_gradient(
+    loss: Loss, values: tuple[Any, ...], samples: int, part: int, draw: Draw
+) -> bool:
     """Whether the first samples have the same gradient alone as among all, times their number.
     True if the loss cannot be asked.
     """
@@ -168,6 +175,7 @@ def _mean_gradient(loss: Loss, values: tuple[Any, ...], samples: int, part: int)
 
         first, *others = _slice(values, samples, 0, stop)
         first = map_tensors(leaf, first)
+        draw(0, stop)
         with torch.enable_grad():
             value = loss(first, *others)
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
@@ -182,13 +190,11 @@ def _mean_gradient(loss: Loss, values: tuple[Any, ...], samples: int, part: int)
     return bool(torch.allclose(alone, among[: len(alone)], rtol=1e-6, atol=floor))
 
 
-def _mean_of_any(loss: Loss, values: tuple[Any, ...], samples: int, whole: float) -> bool:
+def _mean_of_any(ask: Loss, samples: int, whole: float) -> bool:
     """Whether it is a mean for any cut of the samples: thirds may weigh the same by chance."""
     for part in range(1, min(samples, _PARTS)):
         try:
-            with torch.no_grad():
-                first = float(loss(*_slice(values, samples, 0, part)))
-                rest = float(loss(*_slice(values, samples, part, samples)))
+            first, rest = float(ask(0, part)), float(ask(part, samples))
         except Exception:
             continue  # one sample alone may be too few for it
         mean = first * part + rest * (samples - part)
@@ -215,14 +221,26 @@ def _pair(f: dict[str, tuple[float, float]]) -> str:
     return "pair-mean" if is_mean else "pair-other"
 
 
-def probe(loss: Loss, values: tuple[Any, ...], samples: int) -> str:
+def probe(loss: Loss, values: tuple[Any, ...], samples: int, draw: Draw = _as_it_draws) -> str:
     """The kind of function that a loss is of its samples: ``mean``, ``sum``, ``weighted``,
     ``over-batch``, ``state``, ``pair``, or ``unknown``.
 
     ``state``: the same samples give another value the second time. ``over-batch``: none of these,
     or its gradient is not that of a mean. ``pair-mean``, ``pair-weight``, ``pair-other``: a pair
     whose first is a mean, whose second does not add up, or whose first is neither sum nor mean.
+
+    Args:
+        loss: takes ``values``.
+        values: its arguments for all samples.
+        samples: their number.
+        draw: called with the first and last sample, plus one, of each call of the loss.
     """
+
+    def ask(low: int, high: int) -> Any:
+        draw(low, high)
+        with torch.no_grad():
+            return loss(*_slice(values, samples, low, high))
+
     tensors = [t for v in values[:1] for _, t in named_tensors(v)]
     if samples < 3 or not any(t.dim() and t.shape[0] % samples == 0 for t in tensors):
         return "unknown"
@@ -236,13 +254,11 @@ def probe(loss: Loss, values: tuple[Any, ...], samples: int) -> str:
         "abc": (0, samples),
     }
     try:
-        with torch.no_grad():
-            losses = {k: loss(*_slice(values, samples, *cut)) for k, cut in cuts.items()}
+        losses = {k: ask(*cut) for k, cut in cuts.items()}
         if any(isinstance(v, tuple | list) for v in losses.values()):
             return _pair({k: (float(v[0]), float(v[1])) for k, v in losses.items()})
         f = {k: float(v) for k, v in losses.items()}
-        with torch.no_grad():
-            again = float(loss(*_slice(values, samples, *cuts["abc"])))
+        again = float(ask(*cuts["abc"]))
     except Exception:
         return "unknown"
     if not all(map(math.isfinite, f.values())):
@@ -252,9 +268,9 @@ def probe(loss: Loss, values: tuple[Any, ...], samples: int) -> str:
     totals = {k: f[k] * (high - low) for k, (low, high) in cuts.items()}
     is_mean = _near(totals["abc"], totals["ab"] + totals["c"])
     if is_mean and _near(totals["ab"], totals["a"] + totals["b"]):
-        if not _mean_gradient(loss, values, samples, third):
+        if not _mean_gradient(loss, values, samples, third, draw):
             return "over-batch"
-        return "mean" if _mean_of_any(loss, values, samples, f["abc"]) else "weighted"
+        return "mean" if _mean_of_any(ask, samples, f["abc"]) else "weighted"
     if _near(f["abc"], f["ab"] + f["c"]) and _near(f["ab"], f["a"] + f["b"]):
         return "sum"
     # a part that does not depend on the samples: a penalty on the weights

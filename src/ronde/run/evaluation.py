@@ -22,7 +22,6 @@ from ronde.loader import (
     take_over,
     too_many,
 )
-from ronde.parallel import Strategy
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
 from ronde.run.checks import check_draw
@@ -188,7 +187,7 @@ class Evaluation:
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            self._add_up(judge, strategy, plain, objects, sums)
+            self._add_up(run, judge, plain, objects, sums)
         if self.me.size > 1:
             on_device = sums.to(self.me.device)
             dist.all_reduce(on_device)
@@ -232,16 +231,17 @@ class Evaluation:
 
     def _add_up(
         self,
+        run: RunParts,
         judge: Callable[[Any], Judged],
-        strategy: Strategy,
         plain: dict[str, Any],
         objects: dict[str, Any],
         sums: torch.Tensor,
     ) -> None:
+        strategy = run._strategy
         stand_in: Any = None
         spare: Any = None  # judged on the stand-in
         run_empty = strategy.run_empty_inference
-        for batch, samples in self._read():
+        for batch, samples in self._read(run):
             if not samples:
                 stand_in = batch
                 if run_empty:
@@ -267,7 +267,7 @@ class Evaluation:
                     metric.update(*judged[0])
                     _clear_but_typed(metric)
 
-    def _read(self) -> Iterator[tuple[Any, int]]:
+    def _read(self, run: RunParts) -> Iterator[tuple[Any, int]]:
         """Each micro-batch of this worker, and how many of its samples count."""
         layout, order = self.layout, self.taken.order
         samples, ends = order.samples_in(0), order.ends(0)
@@ -281,6 +281,7 @@ class Evaluation:
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
             for batch, (low, high), missing in zip(ready, share.micro, left_out, strict=True):
+                hooks.observer.on_evaluation_batch(run, share, low, high)
                 yield batch, high - low - missing
 
 

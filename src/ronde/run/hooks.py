@@ -100,6 +100,9 @@ class Observer:
     def before_evaluation(self, run: RunView) -> None:
         """An evaluation starts."""
 
+    def on_evaluation_batch(self, run: RunView, share: Share, low: int, high: int) -> None:
+        """Samples ``low`` to ``high`` of the evaluation are about to be evaluated."""
+
     def after_evaluation(self, run: RunView, result: dict[str, Any], samples: int) -> None:
         """An evaluation has ended."""
 
