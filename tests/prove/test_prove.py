@@ -194,8 +194,8 @@ CARRIED = [
         "early",
         ["replicate", "pipeline=2"],
         {
-            "pipeline=2": "in the pass by which ronde.distribute lays this plan out, the script "
-            "fails: NameError"
+            "pipeline=2": "laying a pipeline out takes a forward pass and a loss over 1 samples, "
+            "which failed (NameError: name 'run' is not defined). Give ronde.distribute"
         },
     ),
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
@@ -599,7 +599,9 @@ def test_a_cut_epoch_has_only_batches_of_sizes_that_the_training_has() -> None:
             cut = cut_epoch(SimpleNamespace(order=order, drop_last=drop_last), size, steps)
             assert cut <= samples
             assert sizes(cut, size, drop_last) == sizes(samples, size, drop_last)
-    order = SimpleNamespace(epoch_samples=400, ends=lambda epoch: None)  # was 51: two batches of 20, and one of 11
+    order = SimpleNamespace(
+        epoch_samples=400, ends=lambda epoch: None
+    )  # was 51: two batches of 20, and one of 11
     assert cut_epoch(SimpleNamespace(order=order, drop_last=False), 20, 6) == 60
 
 

@@ -6,6 +6,8 @@
   again gets other weights than in one process, on the CPU often the same in every slice (#168058).
 - A view along a divided dimension (``weight[0]``) is a copy, and writes into it are lost (#147570),
   as is ``parameter.data = …`` (#157391).
+- A new tensor of another shape (``weight.new_zeros(2, 8, 16)``, a hidden state) is divided as well,
+  and no model takes it: it becomes a plain one.
 
 The repairs communicate where they exchange values: every worker must do the same, as with any
 operation on divided parameters.
@@ -33,6 +35,7 @@ __all__ = ["fix_dtensors"]
 _aten = torch.ops.aten
 _MEET_SECONDS = 300.0  # longer than one worker works alone: it saves, draws, evaluates
 _TORCH = str(Path(torch.__file__).parent)
+_OPTIMIZER = str(Path(_TORCH, "optim", "optimizer.py"))  # wraps the step of every optimizer
 _meetings: dict[str, int] = {}
 _DRAWS_INTO = (
     *("normal_", "uniform_", "random_", "bernoulli_"),
@@ -45,6 +48,12 @@ _WRITES = (
     *("put_", "fill_diagonal_", "renorm_"),
 )
 """Write at places that may be on any worker."""
+_NEW = (
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.new_empty.default,
+)
 _VIEWS = (
     _aten.select.int,
     _aten.slice.Tensor,
@@ -70,6 +79,8 @@ def fix_dtensors() -> None:
     for packet in (getattr(_aten, name) for name in _WRITES):
         handlers.update({getattr(packet, o): _write_whole for o in packet.overloads()})
     handlers[_aten.fill_.Tensor] = _fill
+    for op in _NEW:
+        handlers[op] = _New(handlers, op)
     for op in _VIEWS:
         handlers[op] = _View(handlers, op)
     DTensor.data = property(_data, _set_data)  # type: ignore[assignment,method-assign]
@@ -198,6 +209,35 @@ def _fill(op: Any, args: Any, kwargs: Any) -> Any:
     into, value = args
     into._local_tensor.fill_(_whole(value))
     return into
+
+
+class _New:
+    """A new tensor of the script is plain. That of an optimizer, and one in a parameter's own
+    shape, is divided as torch does it.
+    """
+
+    def __init__(self, handlers: dict[Any, Any], op: Any) -> None:
+        self.handlers, self.op = handlers, op
+
+    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
+        like, size, *others = args
+        plain = isinstance(like, torch.nn.Parameter) and tuple(size) != tuple(like.shape)
+        if plain and not _in_optimizer():
+            return op(like._local_tensor.detach(), size, *others, **kwargs)
+        self.handlers.pop(op, None)  # for torch's own way
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self.handlers[op] = self
+
+
+def _in_optimizer() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _View:

@@ -34,7 +34,7 @@ from ronde.parallel.strategy import Flags, Work, trainable
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import worker_of
-from ronde.world import ArgumentError, PlanError, World
+from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of
 from ronde.world.tensors import tensors_in
@@ -119,7 +119,7 @@ class StageOwnership:
         buffers = self._replace_meta() if on_meta else []
         try:
             with torch.enable_grad():
-                trace = self._follow(self.work.compute, batch)
+                trace = self._first_pass(batch, samples)
                 answer: dict[str, Any] = {"guarded": has_guards(trace)}
                 if self.me.is_main:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
@@ -147,6 +147,19 @@ class StageOwnership:
             self.model.train(training)
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer
+
+    def _first_pass(self, batch: Any, samples: int) -> Trace:
+        try:
+            return self._follow(self.work.compute, batch)
+        except RondeError:
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"plan={self.plan.spec!r}: laying a pipeline out takes a forward pass and a loss "
+                f"over {samples} samples, which failed ({type(error).__name__}: {error}). Give "
+                "ronde.distribute the loss (and forward) that training uses. A script that owns "
+                "its loop (run.backward) cannot drive a pipeline: use another plan for it."
+            ) from error
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
         with self._undivided(), self.opened(), self._keeper.plain():
@@ -477,20 +490,23 @@ class StageOwnership:
                 m._forward_pre_hooks, m._forward_hooks = before, after
 
     def _guard(self) -> None:
-        """Refuse the script's own calls of modules whose weights other workers hold."""
+        """Refuse the script's own calls of the model, and of modules that other workers hold."""
 
         def guard(module: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
-            def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if not keeper.open:
+                    lacks = "this worker does not hold its weights"
+                    if module is self.model:
+                        lacks = "a loop of its own cannot drive the stages of a pipeline"
                     raise PlanError(
-                        f"the script calls {name or 'model'!r} itself, and under "
-                        f"plan={keeper.plan!r} this worker does not hold its weights. Let "
-                        "run.step() and run.evaluate() call the model, or use plan='replicate', "
-                        "'shard', or 'tensor', under which the script can."
+                        f"the script calls {repr(name) if name else 'the model'} itself, and "
+                        f"under plan={keeper.plan!r} {lacks}. Let run.step() and run.evaluate() "
+                        "call the model, or use plan='replicate', 'shard', or 'tensor', under "
+                        "which the script can."
                     )
                 if own is not None:
                     return own(*args, **kwargs)
-                return type(self).forward(self, *args, **kwargs)
+                return type(this).forward(this, *args, **kwargs)
 
             # Not a hook: modules with hooks are followed in another way.
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -499,7 +515,7 @@ class StageOwnership:
         for name, module in self.model.named_modules():
             own = [p for p in module._parameters.values() if p is not None]
             remote = any(id(p) not in self._held for p in own)
-            if remote and not isinstance(module, torch.jit.ScriptModule):
+            if (remote or module is self.model) and not isinstance(module, torch.jit.ScriptModule):
                 guard(module, name, module.__dict__.get("forward"))
 
     @contextmanager

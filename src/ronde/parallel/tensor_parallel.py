@@ -108,6 +108,17 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Generators around a block: the script's before and after its seed was drawn, the block's."""
+
+    seed: int
+    before: torch.Tensor
+    after: torch.Tensor
+    seeded: list[torch.Tensor]
+    cuda: torch.Tensor | None
+
+
 class _WorkerRuntime(BlockRuntime):
     """This worker's part in training. Dropout differs between workers inside blocks only."""
 
@@ -117,7 +128,7 @@ class _WorkerRuntime(BlockRuntime):
         self.group = mesh.get_group()
         self.place, self.tensor = mesh.get_local_rank(), mesh.size()
         self._cuda = mesh.device_type == "cuda"
-        self._kept: tuple[int, Any, Any] | None = None
+        self._kept: _Kept | None = None
 
     def local(self, module: nn.Module, name: str, dim: int, pieces: int) -> torch.Tensor | None:
         value = getattr(module, name)
@@ -144,18 +155,28 @@ class _WorkerRuntime(BlockRuntime):
     def begin(self, block: Block, training: bool) -> None:
         if not training:
             return
+        before = torch.default_generator.get_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         cuda = torch.cuda.get_rng_state() if self._cuda else None
-        self._kept = (drawn + 1 + self.place, torch.default_generator.get_state(), cuda)
-        self._seed(self._kept[0])
+        after, seed = torch.default_generator.get_state(), drawn + 1 + self.place
+        self._seed(seed)
+        self._kept = _Kept(seed, before, after, self._states(), cuda)
 
     def end(self, block: Block) -> None:
         # If a recomputation ended before the row, the seed is already another: leave it.
-        if self._kept is not None and torch.default_generator.initial_seed() == self._kept[0]:
-            torch.default_generator.set_state(self._kept[1])
-            if self._cuda:
-                torch.cuda.set_rng_state(self._kept[2])
-        self._kept = None
+        kept, self._kept = self._kept, None
+        if kept is not None and torch.default_generator.initial_seed() == kept.seed:
+            # A block that draws nothing leaves the script's numbers as one process has them.
+            drew = any(
+                not torch.equal(a, b) for a, b in zip(self._states(), kept.seeded, strict=True)
+            )
+            torch.default_generator.set_state(kept.after if drew else kept.before)
+            if kept.cuda is not None:
+                torch.cuda.set_rng_state(kept.cuda)
+
+    def _states(self) -> list[torch.Tensor]:
+        states = [torch.default_generator.get_state()]
+        return [*states, torch.cuda.get_rng_state()] if self._cuda else states
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

@@ -66,7 +66,7 @@ class FailedRun:
         if known is not None:
             return self._refused(known)
         divides = plan.family != "replicate"
-        if divides and _in_layout(failure, self.many):
+        if divides and failure.kind != "ArgumentError" and _in_layout(failure, self.many):
             return self._refused(
                 "in the pass by which ronde.distribute lays this plan out, the script fails: "
                 f"{failure.kind}: {failure.text}"

@@ -270,7 +270,7 @@ class Run:
             LossError: the loss is not a scalar, or is NaN or infinite.
         """
         share = self._current_share("run.step(batch)")
-        micros = batch if isinstance(batch, MicroBatches) else (batch,)
+        micros = list(batch) if isinstance(batch, MicroBatches) else [batch]
         if len(micros) != len(share.micro):
             raise ArgumentError(
                 f"run.step() got {len(micros)} micro-batches, this step has {len(share.micro)}: "
@@ -297,12 +297,8 @@ class Run:
             loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
         """
         share = self._current_share("run.backward(loss)")
+        self._refuse_own_loop("run.backward(loss)")
         strategy, count = self._strategy, len(share.micro)
-        if strategy.whole_step:
-            raise RondeError(
-                f"run.backward(loss) cannot drive the plan {self.plan.spec!r}: a pipeline "
-                "interleaves forward and backward passes. Use run.step(batch), or another plan."
-            )
         if self._backwards >= count:
             raise RondeError(
                 f"run.backward() was called {self._backwards + 1} times, this step has {count} "
@@ -331,6 +327,7 @@ class Run:
         :meth:`step` does.
         """
         share = self._current_share("run.update()")
+        self._refuse_own_loop("run.update()")
         if hooks.observer.splits_steps(self) and 0 < self._backwards < len(share.micro):
             return torch.zeros(())  # the next batch belongs to this step
         if self._backwards != len(share.micro):
@@ -591,6 +588,13 @@ class Run:
             )
         return self._share
 
+    def _refuse_own_loop(self, call: str) -> None:
+        if self._strategy.whole_step:
+            raise RondeError(
+                f"{call} cannot drive the plan {self.plan.spec!r}: a pipeline interleaves forward "
+                "and backward passes. Use run.step(batch), or another plan."
+            )
+
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._autocast():
             return self._loss(self.model, micro)
@@ -699,6 +703,7 @@ class Run:
         self._watcher.rate.resume()
         # The type of a batch must not depend on the number of workers.
         lists = hooks.observer.yields_lists(plan.accumulation > 1 or self._in_lists)
+        pipeline = plan.spec if plan.pipeline > 1 else ""
         with reseeding(self._me):
             ahead = following if more and not hooks.observed() else None
             for share, micros in self._feed.read(current, ahead):
@@ -715,7 +720,7 @@ class Run:
                 if hooks.observer.splits_steps(self):
                     yield from ready
                 else:
-                    yield MicroBatches(ready) if lists else ready[0]
+                    yield MicroBatches(ready, pipeline) if lists else ready[0]
         self._save_if_due()
         skipped = gather_skipped(self._feed, plan.layout, self._me)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
