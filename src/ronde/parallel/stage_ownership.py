@@ -119,7 +119,7 @@ class StageOwnership:
         buffers = self._replace_meta() if on_meta else []
         try:
             with torch.enable_grad():
-                trace = self._first_pass(batch, samples)
+                trace = self._first_pass(batch)
                 answer: dict[str, Any] = {"guarded": has_guards(trace)}
                 if self.me.is_main:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
@@ -148,7 +148,7 @@ class StageOwnership:
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer
 
-    def _first_pass(self, batch: Any, samples: int) -> Trace:
+    def _first_pass(self, batch: Any) -> Trace:
         try:
             return self._follow(self.work.compute, batch)
         except RondeError:
@@ -156,7 +156,7 @@ class StageOwnership:
         except Exception as error:
             raise ArgumentError(
                 f"plan={self.plan.spec!r}: laying a pipeline out takes a forward pass and a loss "
-                f"over {samples} samples, which failed ({type(error).__name__}: {error}). Give "
+                f"over a micro-batch, which failed ({type(error).__name__}: {error}). Give "
                 "ronde.distribute the loss (and forward) that training uses. A script that owns "
                 "its loop (run.backward) cannot drive a pipeline: use another plan for it."
             ) from error
