@@ -30,6 +30,7 @@ from ronde.watch import (
     claim_run_dir,
     clock,
     curve,
+    lock_run,
     script_stem,
     summarise,
 )
@@ -142,6 +143,7 @@ def register(app: typer.Typer) -> None:
             script_stem(module or command[0]),
             resume,
         )
+        lock_run(directory)
         console = _console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
@@ -181,6 +183,15 @@ def register(app: typer.Typer) -> None:
             if outcome.exited and (hint := hint_after_exit(command)):
                 typer.echo(f"note: {hint}", err=True)
             raise typer.Exit(outcome.status)
+        if outcome.left and summarise(directory).status in ("running", "stopped"):
+            error = f"{outcome.left} left with status 0 before the training had ended (os._exit)"
+            _note_failure(directory, error, 0, outcome.seconds)
+            typer.echo(
+                f"{error}. What it trained after its last checkpoint is lost: let the script end "
+                "by itself, or call run.save() before.",
+                err=True,
+            )
+            raise typer.Exit(1)
         if not quiet:
             one = None
             if baseline and count > 1:

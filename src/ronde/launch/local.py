@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -73,6 +74,7 @@ class Outcome:
             ended early with status 0; else empty.
         traceback: its traceback, empty where it was killed or ended by itself.
         exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
+        left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
         interrupted: whether a signal to the launcher ended it.
     """
 
@@ -83,6 +85,7 @@ class Outcome:
     exited: bool = False
     interrupted: bool = False
     before: str = ""
+    left: str = ""
     seconds: float = 0.0
 
 
@@ -240,17 +243,24 @@ def _logs_specs(router: Router, workers: int) -> Any:
     return ToRouter(None, local_ranks_filter=set(range(workers)))
 
 
-def _ended_before(folder: Path, when: float) -> str:
-    """Name the ranks that ended with status 0 before a time."""
+def _noted(folder: Path, kind: str, when: float = math.inf) -> str:
+    """The ranks that noted an end of a kind before a time: ``rank 1``, ``ranks 1, 2``; or empty."""
     ranks = []
-    for file in folder.glob("error-*.ended"):
+    for file in folder.glob(f"error-*.{kind}"):
         with contextlib.suppress(OSError, ValueError):
             if int(file.read_text()) < when:
                 ranks.append(int(file.stem.removeprefix("error-")))
     if not ranks:
         return ""
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
-    return f"{named} had ended, with status 0, before the others"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
+
+
+def _ended_before(folder: Path, when: float) -> str:
+    """Name the ranks that ended with status 0 before a time."""
+    if named := _noted(folder, "left", when):
+        return f"{named} left with status 0 in the middle of the training (os._exit)"
+    named = _noted(folder, "ended", when)
+    return named and f"{named} had ended, with status 0, before the others"
 
 
 def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, str, int, bool, str]:
@@ -367,7 +377,8 @@ def launch(
         elastic_launch(config, sys.executable)(
             "-u", str(Path(__file__).with_name("worker.py")), *job.command
         )
-        return Outcome(0, seconds=time.monotonic() - start)
+        left = _noted(router.error_folder, "left")
+        return Outcome(0, left=left, seconds=time.monotonic() - start)
     except ChildFailedError as error:
         rank, text, trace, code, exited, gone = _first_failure(error.failures, router.error_folder)
         text = f"{gone}: {text}" if gone else text

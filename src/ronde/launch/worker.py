@@ -23,9 +23,11 @@ import time
 import traceback
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["main"]
+
+_exit = os._exit
 
 _MARK = "\x1e"  # ronde.watch.MARK
 _STUDIES = {
@@ -60,6 +62,23 @@ def _formatted(error: BaseException) -> str:
             ]
         )
     return "".join(frames.format())
+
+
+def _note_exits() -> None:
+    """Note it when the script itself calls ``os._exit(0)``: nothing else would say why its peers
+    fail.
+    """
+    exit_now, worker = os._exit, os.getpid()
+    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
+
+    def noted(status: int) -> NoReturn:
+        # forked children end like this too
+        if status == 0 and errors is not None and os.getpid() == worker:
+            with contextlib.suppress(OSError):
+                Path(errors).with_suffix(".left").write_text(str(time.time_ns()))
+        exit_now(status)
+
+    os._exit = noted
 
 
 def _report(error: BaseException) -> None:
@@ -140,6 +159,7 @@ def main() -> None:
     _die_with_launcher()
     faulthandler.enable(all_threads=True)
     _share_folder()
+    _note_exits()
     arguments = sys.argv[1:]
     try:
         if os.environ.get("RONDE_STUDY") in _STUDIES:
@@ -197,7 +217,7 @@ def _end(code: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    _exit(code)
 
 
 if __name__ == "__main__":

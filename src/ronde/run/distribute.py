@@ -36,7 +36,15 @@ from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_s
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
-from ronde.watch import Record, RunDir, Watcher, choose_display, claim_run_dir, script_stem
+from ronde.watch import (
+    Record,
+    RunDir,
+    Watcher,
+    choose_display,
+    claim_run_dir,
+    lock_run,
+    script_stem,
+)
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import agree, broadcast_json
@@ -407,9 +415,12 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
                 # The launcher made it. Later runs of the same script get directories beside it.
                 path = Path(of_launcher if _runs == 1 else f"{of_launcher}.{_runs}")
                 path.mkdir(exist_ok=True)
+                if _runs > 1:  # the launcher holds the first
+                    lock_run(RunDir(path))
                 answer["path"] = str(path)
             else:
                 run = claim_run_dir(Path(base), name, script_stem(), resume)
+                lock_run(run)
                 answer["path"] = str(run.path.absolute())
         except (RondeError, OSError) as error:
             answer["error"] = str(error)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         read,
     )
     from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, script_stem
+    from ronde.watch.run_lock import lock_run
     from ronde.watch.summary import Summary, summarise
     from ronde.watch.watcher import Watcher, recorded
 
@@ -75,6 +76,7 @@ __all__ = [
     "clock",
     "curve",
     "latest",
+    "lock_run",
     "read",
     "recorded",
     "script_stem",
@@ -91,6 +93,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "Logged Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
+            "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",

@@ -1,0 +1,84 @@
+"""Ends that nobody planned: each is told in a sentence, with a status that is not 0, and the run
+directory has one writer.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+from processes import child, python, ronde, ronde_run
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, sys, time, torch, ronde
+    WAY, STEP = sys.argv[1], int(sys.argv[2])
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+    run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4,
+                           save_every=1, name="rough" if WAY == "python" else None)
+    for epoch in run.epochs(1):
+        for batch in run.batches():
+            run.step(batch)
+            if run.state.step == STEP:
+                if WAY == "wait":
+                    print("trained", flush=True)
+                    time.sleep(60)
+                if WAY == "left" and run.rank == run.world_size - 1:
+                    os._exit(0)
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rough")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+def record(folder, name):
+    return [json.loads(line) for line in (folder / "runs" / name / "record.jsonl").open()]
+
+
+def test_a_rank_that_leaves_with_status_0(folder):
+    for workers in (2, 1):
+        name = f"left-{workers}"
+        line = ["run", "-q", "-n", str(workers), "--name", name, "train.py", "left", "3"]
+        done = ronde_run(line, folder)
+        assert done.returncode == 1
+        assert f"rank {workers - 1} left with status 0" in done.stderr, done.stderr
+        end = record(folder, name)[-1]
+        assert (end["type"], end["status"]) == ("end", "failed"), end
+        assert "left with status 0" in end["error"]
+
+
+def test_a_run_has_one_writer(folder):
+    again = ["run", "-q", "-n", "1", "--name", "rough", "--resume", "train.py", "none", "-1"]
+    line = ["run", "-q", "-n", "1", "--name", "rough", "train.py", "wait", "3"]
+    with child(ronde(*line), folder, fork=True) as first:
+        first.wait_for("trained", 60)
+        before = record(folder, "rough")
+        refused = [
+            ronde_run(again, folder),
+            python(["train.py", "python", "-1"], folder, env={"RONDE_RESUME": "1"}),
+        ]
+        for done in refused:
+            assert done.returncode != 0 and "is being trained already (by process" in done.stderr
+        assert record(folder, "rough") == before, "the second one wrote to the record"
+        first.kill()
+    done = ronde_run(again, folder)  # the kernel let go of the lock
+    assert done.returncode == 0, done.stderr
+    assert [e["step"] for e in record(folder, "rough") if e["type"] == "resume"] == [2]
+
+
+def test_a_run_directory_that_cannot_be_written_to(folder):
+    (folder / "runs" / "odd" / ".lock").mkdir(parents=True)
+    (folder / "runs" / "odd" / "plan.yaml").touch()
+    line = ["run", "-n", "1", "--name", "odd", "--resume", "train.py", "none", "-1"]
+    done = ronde_run(line, folder)
+    assert done.returncode == 2
+    assert "cannot be written to (Is a directory). Make it writable" in done.stderr
