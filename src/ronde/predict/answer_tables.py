@@ -52,10 +52,8 @@ class Fitted:
                 if Measurement.get(console, free, table).maximum <= options.max_width:
                     yield table
                     if left_out:
-                        yield Text(
-                            f"omitted, too wide: {', '.join(left_out)}; see --json",
-                            style="dim",
-                        )
+                        hint = f"omitted, too wide: {', '.join(left_out)}; see --json"
+                        yield Text(hint, style="dim")
                     return
         for row in self.rows:  # lines, which wrap between words
             told = [f"{head} {cell}" for head, cell in zip(self.columns, row, strict=True) if cell]
@@ -105,11 +103,8 @@ def format_bytes(count: float) -> str:
     """
     for unit, scale in _UNITS:
         if count >= 0.995 * scale:
-            return (
-                f"{count / scale:.3g} {unit}"
-                if count < 999 * scale
-                else f"{count / scale:.0f} {unit}"
-            )
+            digits = ".3g" if count < 999 * scale else ".0f"
+            return f"{count / scale:{digits}} {unit}"
     return f"{count:.0f} B"
 
 
@@ -124,85 +119,47 @@ def times(found: SearchResult) -> Fitted:
     """The best plan of each family: its time, and whether it fits."""
     rows = []
     for p in found.families.values():
-        rows.append(
-            (
-                p.plan.spec.replace(",", ", "),
-                format_seconds(p.step_seconds),
-                f"{p.samples_per_second:,.4g}"
-                if p.samples_per_second < 1e4
-                else f"{p.samples_per_second:,.0f}",
-                f"{p.speedup:.1f}×",
-                f"{100 * p.efficiency:.0f} %",
-                f"{100 * p.bubble:.0f} %" if p.plan.pipeline > 1 else "–",
-                format_bytes(p.exchanged_bytes) if p.exchanged_bytes else "–",
-                p.verdict,
-            )
-        )
-    columns = ("plan", "step", "samples/s", "speed-up", "eff.", "bubble", "sent", "verdict")
-    return Fitted(
-        columns,
-        tuple(rows),
-        ("plan", "verdict"),
-        ("eff.", "bubble", "sent", "samples/s", "speed-up"),
-    )
+        rate, sent = p.samples_per_second, p.exchanged_bytes
+        cells = {
+            "plan": p.plan.spec.replace(",", ", "),
+            "step": format_seconds(p.step_seconds),
+            "samples/s": f"{rate:,.4g}" if rate < 1e4 else f"{rate:,.0f}",
+            "speed-up": f"{p.speedup:.1f}×",
+            "eff.": f"{100 * p.efficiency:.0f} %",
+            "bubble": f"{100 * p.bubble:.0f} %" if p.plan.pipeline > 1 else "–",
+            "sent": format_bytes(sent) if sent else "–",
+            "verdict": p.verdict,
+        }
+        rows.append(tuple(cells.values()))
+    dropped = ("eff.", "bubble", "sent", "samples/s", "speed-up")
+    return Fitted(tuple(cells), tuple(rows), ("plan", "verdict"), dropped)
 
 
 def memory(found: SearchResult) -> Fitted:
     """Memory of each family by kind, in one unit; the device's memory has its own."""
     families = list(found.families.values())
     most = max((p.memory_bytes for p in families), default=0.0)
-    unit, scale = next(
-        ((unit, scale) for unit, scale in _UNITS if most >= 0.995 * scale), ("bytes", 1)
-    )
+    unit, scale = next(((u, s) for u, s in _UNITS if most >= 0.995 * s), ("bytes", 1))
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
     rows = []
     for p in families:
-        m = p.memory
-        other = m["transient"] + m["communication"] + m["base"]
-        cells = (
-            m["parameters"],
-            m["gradients"],
-            m["optimizer"],
-            m["activations"],
-            m["buffers"],
-            other,
-            p.memory_bytes,
-        )
-        capacity = (
-            (format_bytes(p.capacity_bytes), f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %")
-            if p.capacity_bytes
-            else ("?", "?")
-        )
-        rows.append((p.plan.family, *(_number(v / scale) for v in cells), *capacity))
-    columns = (
-        f"{unit} per device",
-        "param.",
-        "grad.",
-        "optim.",
-        "activ.",
-        "buffers",
-        "other",
-        "sum",
-        "of",
-        "used",
-    )
-    return Fitted(
-        columns,
-        tuple(rows),
-        columns[:1],
-        ("buffers", "other", "activ.", "grad.", "param.", "optim.", "of"),
-    )
+        other = p.memory["transient"] + p.memory["communication"] + p.memory["base"]
+        sizes = (*(p.memory[kind] for kind in kinds), other, p.memory_bytes)
+        capacity = ("?", "?")
+        if p.capacity_bytes:
+            share = f"{100 * p.memory_bytes / p.capacity_bytes:.0f} %"
+            capacity = (format_bytes(p.capacity_bytes), share)
+        rows.append((p.plan.family, *(_number(v / scale) for v in sizes), *capacity))
+    heads = ("param.", "grad.", "optim.", "activ.", "buffers", "other", "sum", "of", "used")
+    first = f"{unit} per device"
+    dropped = ("buffers", "other", "activ.", "grad.", "param.", "optim.", "of")
+    return Fitted((first, *heads), tuple(rows), (first,), dropped)
 
 
 def _number(value: float) -> str:
-    return (
-        "–"
-        if value == 0
-        else "<0.01"
-        if value < 0.005
-        else f"{value:.1f}"
-        if value >= 9.95
-        else f"{value:.2f}"
-    )
+    if value < 0.005:
+        return "<0.01" if value else "–"
+    return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
 def stages(best: Prediction, most: int = 16) -> Fitted:
@@ -210,42 +167,24 @@ def stages(best: Prediction, most: int = 16) -> Fitted:
     every = list(best.stages)
     shown = every if len(every) <= most else [*every[: most - 2], *every[-2:]]
     slowest = max((r.forward_seconds + r.backward_seconds for r in every), default=0.0)
-    columns = (
-        "stage",
-        "worker",
-        "from",
-        "to",
-        "units",
-        "forward",
-        "backward",
-        "memory",
-        "in flight",
-        "sends",
-    )
     rows, styles = [], []
     for k, row in enumerate(shown):
+        cells = {
+            "stage": str(row.stage),
+            "worker": str(row.worker),
+            "from": row.first,
+            "to": row.last,
+            "units": str(row.units),
+            "forward": format_seconds(row.forward_seconds),
+            "backward": format_seconds(row.backward_seconds),
+            "memory": format_bytes(row.memory_bytes),
+            "in flight": str(row.in_flight),
+            "sends": format_bytes(row.send_bytes) if row.send_bytes else "–",
+        }
         if len(every) > most and k == most - 2:
-            rows.append(("…", *[""] * (len(columns) - 1)))
+            rows.append(("…", *[""] * (len(cells) - 1)))
             styles.append("")
-        rows.append(
-            (
-                str(row.stage),
-                str(row.worker),
-                row.first,
-                row.last,
-                str(row.units),
-                format_seconds(row.forward_seconds),
-                format_seconds(row.backward_seconds),
-                format_bytes(row.memory_bytes),
-                str(row.in_flight),
-                format_bytes(row.send_bytes) if row.send_bytes else "–",
-            )
-        )
+        rows.append(tuple(cells.values()))
         styles.append("bold" if row.forward_seconds + row.backward_seconds == slowest else "")
-    return Fitted(
-        columns,
-        tuple(rows),
-        ("from", "to"),
-        ("units", "sends", "in flight", "to", "worker", "from"),
-        tuple(styles),
-    )
+    dropped = ("units", "sends", "in flight", "to", "worker", "from")
+    return Fitted(tuple(cells), tuple(rows), ("from", "to"), dropped, tuple(styles))

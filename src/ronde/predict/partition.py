@@ -167,14 +167,8 @@ def cut(
         return found
     stages = workers * virtual
     if len(made.cuts) + 1 < stages:
-        why = next(
-            (
-                f" ({u.name}: {u.why_not})"
-                for u in costs.units[:-1]
-                if not u.cut_after and u.why_not
-            ),
-            "",
-        )
+        reasons = [u for u in costs.units[:-1] if not u.cut_after and u.why_not]
+        why = f" ({reasons[0].name}: {reasons[0].why_not})" if reasons else ""
         raise ArgumentError(
             f"pipeline: {stages} stages were asked for, and the model can be cut into "
             f"{len(made.cuts) + 1} at most{why}. "
@@ -215,11 +209,8 @@ def cut_chain(
         chosen, cost = solved
         bounds = tuple(int(places[i]) for i in chosen)
         stages = _stages(made, bounds, workers, schedule, flights, send_seconds)
-        if (
-            memory_bytes is None
-            or virtual == 1
-            or max(_by_worker(stages, workers, held)) <= memory_bytes
-        ):
+        exact = memory_bytes is None or virtual == 1
+        if exact or max(_by_worker(stages, workers, held)) <= (memory_bytes or 0):
             return Cut(bounds, stages, cost, weight)
     return None
 
@@ -250,19 +241,13 @@ def cut_at(
         )
     bounds = [0]
     for name in names:
-        at = next(
-            (
-                i
-                for i, u in enumerate(costs.units)
-                if u.name == name or u.name.startswith(f"{name}.")
-            ),
-            None,
-        )
-        if at is None:
+        units = [u.name for u in costs.units]
+        inside = [i for i, u in enumerate(units) if u == name or u.startswith(f"{name}.")]
+        if not inside:
             raise ArgumentError(
-                f"split_at: the model's chain has no {name!r}. It has "
-                f"{_few([u.name for u in costs.units])}."
+                f"split_at: the model's chain has no {name!r}. It has {_few(units)}."
             )
+        at = inside[0]
         if at not in made.cuts:
             before = costs.units[at - 1] if at else None
             reason = f": {before.why_not}" if before is not None and before.why_not else ""
@@ -303,9 +288,8 @@ def _describe(
 def _flights(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int | None
 ) -> tuple[int, ...]:
-    return in_flight(
-        schedule, workers, virtual, micro_batches if micro_batches is not None else 4 * workers
-    )
+    count = micro_batches if micro_batches is not None else 4 * workers
+    return in_flight(schedule, workers, virtual, count)
 
 
 def _by_worker(stages: tuple[StageCost, ...], workers: int, held: HeldShare) -> list[float]:
@@ -350,11 +334,9 @@ class _Sums:
         for tie in made.ties:
             owners = np.zeros(len(made))
             owners[list(tie.units)] = 1.0
-            seconds = (
-                2.0 * send_seconds(tie.trainable_bytes) / micro_batches
-                if send_seconds is not None
-                else 0.0
-            )
+            seconds = 0.0
+            if send_seconds is not None:
+                seconds = 2.0 * send_seconds(tie.trainable_bytes) / micro_batches
             copy = (
                 tie.parameter_bytes * held.parameters
                 + tie.trainable_bytes * held.gradients
@@ -451,16 +433,11 @@ def _stages(
     for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
         units = slice(start, stop)
         worker = worker_of(s, workers, schedule)
-        forth = (
-            float(made.crossing[stop - 1])
-            if s < last and worker_of(s + 1, workers, schedule) != worker
-            else 0.0
-        )
-        back = (
-            float(made.crossing_grad[start - 1])
-            if s and worker_of(s - 1, workers, schedule) != worker
-            else 0.0
-        )
+        forth = back = 0.0
+        if s < last and worker_of(s + 1, workers, schedule) != worker:
+            forth = float(made.crossing[stop - 1])
+        if s and worker_of(s - 1, workers, schedule) != worker:
+            back = float(made.crossing_grad[start - 1])
         shared = [
             t for t, held in zip(made.ties, holding, strict=True) if s in held and len(held) > 1
         ]

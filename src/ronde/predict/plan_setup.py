@@ -79,11 +79,8 @@ class PlanSetup:
         parts = groups["shard"].ranks
         level = ("none", "optimizer", "gradients", "parameters").index(plan.shard)
         self.parts = parts if level else 1
-        self.held = HeldShare(
-            1 / parts if level >= 2 else 1.0,
-            1 / parts if level >= 2 else 1.0,
-            1 / parts if level >= 1 else 1.0,
-        )
+        of_fsdp = 1 / parts if level >= 2 else 1.0
+        self.held = HeldShare(of_fsdp, of_fsdp, 1 / parts if level else 1.0)
         self.fsdp = level >= 2 and parts > 1
         self.all_reduce = collective(self.cluster, "all_reduce", groups["replicas"])
         self.copies = collective(self.cluster, "all_reduce", groups["copies"])
@@ -92,8 +89,6 @@ class PlanSetup:
         self.scatter = collective(self.cluster, "reduce_scatter", groups["shard"])
         self.added = owner.added
         self.made = owner.chain_of(plan, share / micro_batches, groups["tensor"])
-        self.peak = (
-            self.made
-            if largest == share / micro_batches
-            else owner.chain_of(plan, largest, groups["tensor"])
-        )
+        self.peak = self.made
+        if largest != share / micro_batches:
+            self.peak = owner.chain_of(plan, largest, groups["tensor"])

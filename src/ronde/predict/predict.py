@@ -138,8 +138,7 @@ class Predictor:
         if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
             raise ArgumentError(
                 f"plan: {plan.workers} workers do not divide into pipeline={plan.pipeline} "
-                f"× tensor={plan.tensor}; "
-                f"take a multiple of {plan.pipeline * plan.tensor}."
+                f"× tensor={plan.tensor}; take a multiple of {plan.pipeline * plan.tensor}."
             )
         if plan.shard_within and plan.replicas % plan.shard_within:
             raise ArgumentError(
@@ -154,8 +153,9 @@ class Predictor:
             if reason:
                 raise ArgumentError(f"plan: {reason}.")
         else:
+            asked = plan.micro_batch
             micro_batches = (
-                micro_batches_of(plan, share) if plan.micro_batch else min(plan.accumulation, share)
+                micro_batches_of(plan, share) if asked else min(plan.accumulation, share)
             )
         largest = math.ceil(share / micro_batches)
         plan = dataclasses.replace(
@@ -170,29 +170,19 @@ class Predictor:
     def floor_seconds(self, plan: Plan) -> float:
         """Lower bound of a plan's step: computation alone, in equal stages. Prunes the search."""
         share = math.ceil(plan.batch_size / plan.replicas)
-        count = (
-            micro_batches_of(plan, share)
-            if plan.micro_batch
-            else max(1, min(plan.accumulation, share))
-        )
-        group = (
-            groups(plan.layout, self.cluster)["tensor"]
-            if plan.tensor > 1
-            else Group(1, "node", 1, 1)
-        )
+        count = max(1, min(plan.accumulation, share))
+        if plan.micro_batch:
+            count = micro_batches_of(plan, share)
+        group, wait = Group(1, "node", 1, 1), 0.0
+        if plan.tensor > 1:
+            group = groups(plan.layout, self.cluster)["tensor"]
+        if plan.pipeline > 1:
+            wait = bubble(plan.schedule, plan.pipeline, plan.virtual, count)
         total = float(self.chain_of(plan, share / count, group).seconds.sum())
-        wait = (
-            bubble(plan.schedule, plan.pipeline, plan.virtual, count) if plan.pipeline > 1 else 0.0
-        )
         if plan.pipeline > 1 or plan.workers == 1:
             total /= self.costs.contention  # at best nobody else works meanwhile
-        return (
-            count
-            * total
-            / plan.pipeline
-            / (1.0 - wait)
-            * self.cluster.correction(plan.family, plan.workers)
-        )
+        correction = self.cluster.correction(plan.family, plan.workers)
+        return count * total / plan.pipeline / (1.0 - wait) * correction
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
@@ -236,22 +226,11 @@ class Predictor:
                 schedule=plan.schedule,
                 micro_batches=micro_batches,
             ).bounds
-        key: tuple[Any, ...] = (
-            plan.pipeline,
-            plan.virtual,
-            plan.recompute,
-            plan.tensor,
-            plan.optimize,
-        )
+        key: tuple[Any, ...]
+        key = (plan.pipeline, plan.virtual, plan.recompute, plan.tensor, plan.optimize)
         if not quick:
-            key = (
-                *key,
-                plan.batch_size / plan.replicas / micro_batches,
-                plan.schedule,
-                micro_batches,
-                held,
-                send,
-            )
+            samples = plan.batch_size / plan.replicas / micro_batches
+            key = (*key, samples, plan.schedule, micro_batches, held, send)
         if key not in self._bounds:
             found: Cut | None = cut_chain(
                 made,
@@ -272,22 +251,15 @@ class Predictor:
             plan = Plan(workers=1, batch_size=batch_size)
             alone = Group(1, "node", 1, 1)
             small, large = self.chain_of(plan, 1, alone), self.chain_of(plan, batch_size, alone)
-            held = (
-                float((small.parameters + small.trainable + small.optimizer + small.buffers).sum())
-                + self.base_bytes
-            )
-            room = RISKY * self.cluster.memory_bytes - held
-            first = float(small.saved.sum()) + float(small.transient.max())
-            each = (float(large.saved.sum()) + float(large.transient.max()) - first) / max(
-                1, batch_size - 1
-            )
+            states = small.parameters + small.trainable + small.optimizer + small.buffers
+            room = RISKY * self.cluster.memory_bytes - (float(states.sum()) + self.base_bytes)
+            first, last = (float(c.saved.sum()) + float(c.transient.max()) for c in (small, large))
+            each = (last - first) / max(1, batch_size - 1)
             fit = batch_size
-            if self.cluster.memory_bytes:
-                fit = (
-                    math.floor(1 + (room - first) / each)
-                    if each > 0 and room >= first
-                    else (batch_size if room >= first else 0)
-                )
+            if self.cluster.memory_bytes and room < first:
+                fit = 0
+            elif self.cluster.memory_bytes and each > 0:
+                fit = math.floor(1 + (room - first) / each)
             if fit < 1:
                 fit = max(self.costs.measured_samples, default=1)
             fit = min(max(1, fit), batch_size)
@@ -295,9 +267,8 @@ class Predictor:
             made = self.chain_of(plan, batch_size / count, alone)
             further = (count - 1) * self.costs.accumulate_seconds / self.cluster.speed
             once = (self.costs.optimizer_seconds + self.costs.clip_seconds) / self.cluster.speed
-            self._one_device[batch_size] = (
-                count * float(made.seconds.sum()) + further
-            ) / self.costs.contention + once
+            passes = count * float(made.seconds.sum()) + further
+            self._one_device[batch_size] = passes / self.costs.contention + once
         return self._one_device[batch_size]
 
     def verdict(self, memory_bytes: float) -> Verdict:
@@ -317,12 +288,10 @@ class Predictor:
             )
         if plan.workers > 1 and not self.cluster.links:
             notes.append("no link was measured: exchange is treated as free")
-        elif plan.workers > 1 and any(
-            f.assumed for by in self.cluster.links.values() for f in by.values()
-        ):
-            notes.append("link speeds are from a data sheet, not measured")
+        assumed = any(f.assumed for by in self.cluster.links.values() for f in by.values())
         if plan.workers > 1:
-            notes.extend(self.cluster.notes())
+            notes += ["link speeds are from a data sheet, not measured"] if assumed else []
+            notes += self.cluster.notes()
         if plan.tensor > 1 and not self.costs.tensor_measured:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
         if plan.recompute == "selective" and "selective" not in self.costs.again:
