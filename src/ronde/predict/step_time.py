@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from ronde.predict.collectives import Group, boundary_crosses, collective
+from ronde.predict.collectives import CollectiveCost, Group, boundary_crosses, collective
 from ronde.predict.peak_memory import PeakMemory
 from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import TERMS, Prediction, StageRow
-from ronde.predict.simulate import INPUT_SHARE, Times, run_step
-from ronde.predict.stage_arrays import by_worker, closed_form, edges, ring, stage_arrays
+from ronde.predict.simulate import INPUT_SHARE, Timeline, Times, run_step
+from ronde.predict.stage_arrays import Stages, by_worker, closed_form, edges, ring, stage_arrays
 from ronde.predict.unit_arrays import Array
 from ronde.world import ArgumentError
 
@@ -83,10 +83,9 @@ class StepPrediction:
         while first < len(behind) and behind[-1] > sent:
             last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
             filled = float(behind[last]) - sent
+            tensors = float(gradients.tensors[first : last + 1].sum())
             seconds = self.setup.all_reduce.alpha + self.setup.all_reduce.seconds_per_byte * filled
-            seconds += self.setup.added["bucket"](
-                filled, float(gradients.tensors[first : last + 1].sum()), 1
-            )
+            seconds += self.setup.added["bucket"](filled, tensors, 1)
             now = max(now, float(at[last])) + seconds
             total += seconds
             sent, first, limit = float(behind[last]), last + 1, _BUCKET
@@ -97,14 +96,10 @@ class StepPrediction:
 
     def _broadcasts(self, trainable: float, tensors: float) -> float:
         """Seconds for all workers to send the parameters they updated, one after another."""
-        each = trainable / self.setup.parts
-        messages = self.setup.parts * max(1, math.ceil(each / _BUCKET))
+        wire, parts = self.setup.broadcast, self.setup.parts
+        messages = parts * max(1, math.ceil(trainable / parts / _BUCKET))
         added = self.setup.added["update"](trainable, tensors)
-        return (
-            messages * self.setup.broadcast.alpha
-            + trainable * self.setup.broadcast.seconds_per_byte
-            + added
-        )
+        return messages * wire.alpha + trainable * wire.seconds_per_byte + added
 
     def _gathered(self, size: float, tensors: float) -> float:
         """Seconds of FSDP2's gather of so many bytes."""
@@ -112,11 +107,8 @@ class StepPrediction:
 
     def _reduced(self, size: float, tensors: float, last: bool) -> float:
         """Seconds of FSDP2's gradient reduction; over the copies in the last micro-batch only."""
-        return (
-            self.setup.scatter(size)
-            + (self.setup.copies(size / self.setup.parts) if last else 0.0)
-            + self.setup.added["reduce"](size, tensors)
-        )
+        copies = self.setup.copies(size / self.setup.parts) if last else 0.0
+        return self.setup.scatter(size) + copies + self.setup.added["reduce"](size, tensors)
 
     def _sharded(self, terms: dict[str, float]) -> float:
         """Add exposed gather and scatter seconds; returns the hidden ones."""
@@ -128,11 +120,8 @@ class StepPrediction:
 
     def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
         """Exposed gather and scatter seconds of one micro-batch, and hidden ones of both."""
-        made, overlap, slower = (
-            self.setup.made,
-            self.setup.cluster.overlap,
-            self.setup.cluster.interference - 1.0,
-        )
+        made, cluster = self.setup.made, self.setup.cluster
+        overlap, slower = cluster.overlap, cluster.interference - 1.0
         starts = edges(made.blocks)
         inside = made.blocks[starts] >= 0
 
@@ -141,78 +130,59 @@ class StepPrediction:
 
         # What is in no block is one group, gathered first and reduced last.
         parameters, trainable = grouped(made.parameters) * inside, grouped(made.trainable) * inside
-        rest, rest_gradients = (
-            float(made.parameters.sum() - parameters.sum()),
-            float(made.trainable.sum() - trainable.sum()),
-        )
+        rest = float(made.parameters.sum() - parameters.sum())
+        rest_gradients = float(made.trainable.sum() - trainable.sum())
         tensors = grouped(self.setup.owner.tensors) * inside
         others = float(self.setup.owner.tensors.sum() - tensors.sum())
-        gather = np.array(
-            [self._gathered(float(p), float(n)) for p, n in zip(parameters, tensors, strict=True)]
-        )
-        reduce = np.array(
-            [
-                self._reduced(float(g), float(n), last_pass)
-                for g, n in zip(trainable, tensors, strict=True)
-            ]
-        )
-        rest_gather, rest_reduce = (
-            self._gathered(rest, others),
-            self._reduced(rest_gradients, others, last_pass),
-        )
+        blocks = list(zip(parameters.tolist(), trainable.tolist(), tensors.tolist(), strict=True))
+        gather = np.array([self._gathered(p, n) for p, _, n in blocks])
+        reduce = np.array([self._reduced(g, n, last_pass) for _, g, n in blocks])
+        rest_gather = self._gathered(rest, others)
+        rest_reduce = self._reduced(rest_gradients, others, last_pass)
         forward, backward = grouped(made.forward), grouped(made.backward)
         nothing = np.zeros(1)
         again = self.setup.plan.shard == "parameters"
         forward_wire = np.concatenate([gather[1:], nothing])  # the next block's parameters
-        # before it, after it
-        backward_wire = np.concatenate([nothing, gather[:-1]]) * again + np.concatenate(
-            [reduce[1:], nothing]
+        before, after = (
+            np.concatenate([nothing, gather[:-1]]),
+            np.concatenate([reduce[1:], nothing]),
         )
+        backward_wire = before * again + after
         first = rest_gather + float(gather[0])
         last = float(reduce[0]) + rest_reduce
 
         def exposed(compute: Array, wire: Array) -> float:
-            return float(
-                (np.maximum(compute, wire) + slower * np.minimum(compute, wire) - compute).sum()
-            )
+            both = np.maximum(compute, wire) + slower * np.minimum(compute, wire)
+            return float((both - compute).sum())
 
         gathers = float(gather.sum()) * (2 if again else 1) + rest_gather
         reduces = float(reduce.sum()) + last - float(reduce[0])
         parallel = first + exposed(forward, forward_wire) + exposed(backward, backward_wire) + last
-        shown = overlap * min(
-            parallel, gathers + reduces + slower * float((forward + backward).sum())
-        ) + (1.0 - overlap) * (gathers + reduces)
-        part = gathers / (gathers + reduces) if gathers + reduces else 0.0
-        return shown * part, shown * (1.0 - part), max(0.0, gathers + reduces - shown)
+        wire = gathers + reduces
+        least = min(parallel, wire + slower * float((forward + backward).sum()))
+        shown = overlap * least + (1.0 - overlap) * wire
+        part = gathers / wire if wire else 0.0
+        return shown * part, shown * (1.0 - part), max(0.0, wire - shown)
+
+    def _part(self, trainable: float) -> float:
+        """A worker's share of the model's trainable bytes."""
+        every = self.setup.owner.trainable_bytes
+        return trainable / every if every else 0.0
 
     def _accumulated(self, trainable: float) -> float:
         """Seconds to add one micro-batch's gradients to the previous ones."""
-        part = (
-            trainable / self.setup.owner.trainable_bytes
-            if self.setup.owner.trainable_bytes
-            else 0.0
-        )
-        return (
-            self.setup.costs.accumulate_seconds
-            / self.setup.cluster.speed
-            * part
-            / (self.setup.parts if self.setup.fsdp else 1)
-        )
+        seconds = self.setup.costs.accumulate_seconds / self.setup.cluster.speed
+        return seconds * self._part(trainable) / (self.setup.parts if self.setup.fsdp else 1)
 
     def _optimizer(self, trainable: float) -> float:
         """Seconds of clipping and the optimizer step."""
-        part = (
-            trainable / self.setup.owner.trainable_bytes
-            if self.setup.owner.trainable_bytes
-            else 0.0
-        )
         # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
         fixed = self.setup.costs.optimizer_fixed_seconds if self.setup.fsdp else 0.0
         step = fixed + (self.setup.costs.optimizer_seconds - fixed) / self.setup.parts
         # ZeRO-1 clips before it divides.
         fixed, clip = self.setup.costs.clip_fixed_seconds, self.setup.costs.clip_seconds
         clip = fixed + (clip - fixed) / self.setup.parts if self.setup.fsdp else clip
-        return (step + clip) / self.setup.cluster.speed * part
+        return (step + clip) / self.setup.cluster.speed * self._part(trainable)
 
     def _host(self, parameters: float, trainable: float) -> float:
         if self.setup.plan.offload == "none":
@@ -225,169 +195,31 @@ class StepPrediction:
 
     def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
         """With one or more stages on each worker."""
-        plan, cluster = self.setup.plan, self.setup.cluster
-        workers, virtual = plan.pipeline, plan.virtual
-        at = self.setup.groups["stages"]
-        inside, across = Group(2, "node", 2, 1), Group(2, "cluster", 1, at.sisters)
-        near, far = collective(cluster, "send", inside), collective(cluster, "send", across)
-        bounds = self.setup.owner.bounds_of(
-            plan,
-            self.setup.made,
-            self.setup.held,
-            self.setup.micro_batches,
-            far if at.scope == "cluster" else near,
-            quick,
-        )
+        setup, plan, workers = self.setup, self.setup.plan, self.setup.plan.pipeline
+        at = setup.groups["stages"]
+        near = collective(setup.cluster, "send", Group(2, "node", 2, 1))
+        far = collective(setup.cluster, "send", Group(2, "cluster", 1, at.sisters))
+        usual = far if at.scope == "cluster" else near
+        micro_batches = setup.micro_batches
+        bounds = setup.owner.bounds_of(plan, setup.made, setup.held, micro_batches, usual, quick)
         if bounds is None:
             raise ArgumentError(
-                f"pipeline: {workers * virtual} stages were asked for, and the model can "
-                f"be cut into {len(self.setup.made.cuts) + 1} at most."
+                f"pipeline: {workers * plan.virtual} stages were asked for, and the model can "
+                f"be cut into {len(setup.made.cuts) + 1} at most."
             )
-        stages = stage_arrays(self.setup.made, bounds, plan)
-        count = workers * virtual
-        send, back = np.zeros(count), np.zeros(count)
-        for s in range(count):
-            if stages.send_bytes[s]:
-                crosses = boundary_crosses(
-                    plan.layout, cluster, int(stages.worker[s]), int(stages.worker[s + 1])
-                )
-                send[s] = (far if crosses else near)(float(stages.send_bytes[s]))
-            if stages.back_bytes[s]:
-                crosses = boundary_crosses(
-                    plan.layout, cluster, int(stages.worker[s]), int(stages.worker[s - 1])
-                )
-                back[s] = (far if crosses else near)(float(stages.back_bytes[s]))
-        passes = stages.backward
-        if plan.schedule in ("zero-bubble", "zbv"):
-            # In two parts it takes longer, but for the first stage's.
-            apart = self.setup.costs.split_seconds.at(
-                self.setup.share / self.setup.micro_batches
-            ) / (cluster.speed * plan.tensor)
-            passes = passes + np.concatenate([[0.0], passes[1:]]) * (
-                apart / max(1e-12, float(passes.sum()))
-            )
-        # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of
-        # it in the weights' part.
-        inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
-        # All but the first add to gradients that are there: spread over all of them.
-        further = (self.setup.micro_batches - 1) / self.setup.micro_batches
-        backward = [
-            float(b) + further * self._accumulated(float(t))
-            for b, t in zip(passes, stages.trainable, strict=True)
-        ]
-        times = Times(
-            tuple(stages.forward.tolist()),
-            tuple(backward),
-            tuple(send.tolist()),
-            tuple(back.tolist()),
-            inputs,
-        )
-        if quick:
-            timeline = closed_form(
-                plan,
-                stages,
-                self.setup.micro_batches,
-                self.setup.owner.action_seconds,
-                float(send.sum() + back.sum()),
-            )
-            unsent = timeline
-        else:
-            draw = self.setup.owner.draws and workers * virtual * self.setup.micro_batches <= _DRAWN
-            simulated = partial(
-                run_step,
-                plan.schedule,
-                workers,
-                virtual,
-                self.setup.micro_batches,
-                overhead_seconds=self.setup.owner.action_seconds,
-                contention=self.setup.costs.contention,
-                copies=plan.replicas * plan.tensor,
-            )
-            timeline = simulated(times, keep_events=draw)
-            unsent = self.setup.owner.simulated = timeline
-            if split_waits:
-                free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
-                unsent = simulated(free)
-        trainable = by_worker(stages.trainable, stages, workers)
-        parameters = by_worker(stages.parameters, stages, workers)
-        starts = np.array(bounds[:-1])
-        tensors = by_worker(np.add.reduceat(self.setup.owner.tensors, starts), stages, workers)
-        modules = by_worker(
-            np.add.reduceat((self.setup.made.parameters > 0).astype(float), starts), stages, workers
-        )
-        gather, exchange, sent = np.zeros(workers), np.zeros(workers), np.zeros(workers)
-        optimizer, host = np.zeros(workers), np.zeros(workers)
-        for w in range(workers):
-            g, p, n, more = (
-                float(trainable[w]),
-                float(parameters[w]),
-                float(tensors[w]),
-                max(0.0, float(modules[w]) - 1.0),
-            )
-            if self.setup.fsdp:
-                # Each module of a stage is gathered when it is called, and reduced when its
-                # backward pass is done, micro-batch by micro-batch.
-                times_gathered = self.setup.micro_batches * (2 if plan.shard == "parameters" else 1)
-                gather[w] = times_gathered * (
-                    self._gathered(p, n)
-                    + more * (self.setup.gather.alpha + self.setup.added["gather"].call)
-                )
-                one = self._reduced(g, n, last=False) + more * (
-                    self.setup.scatter.alpha + self.setup.added["reduce"].call
-                )
-                exchange[w] = self.setup.micro_batches * one
-                sent[w] += (
-                    (times_gathered * p + self.setup.micro_batches * g)
-                    * ring(self.setup.parts)
-                    / 2.0
-                )
-            elif plan.replicas > 1:
-                exchange[w] = (
-                    math.ceil(g / _BUCKET) * self.setup.all_reduce.alpha
-                    + self.setup.all_reduce.seconds_per_byte * g
-                )
-                sent[w] += g * ring(plan.replicas)
-                if plan.shard == "optimizer":
-                    gather[w] = self._broadcasts(g, n)
-                    sent[w] += g * ring(self.setup.parts) / 2.0
-            optimizer[w] = self._optimizer(g)
-            host[w] = self._host(p, g)
+        stages = stage_arrays(setup.made, bounds, plan)
+        times = self._pass_times(stages, near, far)
+        timeline, unsent = self._timelines(stages, times, quick, split_waits)
+        gather, exchange, sent, optimizer, host = self._after_passes(stages, bounds)
         tied = by_worker(stages.tied_bytes, stages, workers)
-        exchange += np.array(
-            [far(2.0 * float(b)) if at.scope == "cluster" else near(2.0 * float(b)) for b in tied]
-        )
-        messages = by_worker(
-            stages.send_bytes + stages.back_bytes + stages.reduce_bytes * ring(plan.tensor),
-            stages,
-            workers,
-        )
-        sent += self.setup.micro_batches * messages + 2.0 * tied
-        ends = np.array(timeline.done) + gather + exchange + optimizer + host
-        last = int(ends.argmax())
-        terms = dict.fromkeys(TERMS, 0.0)
-        actions = (
-            self.setup.micro_batches
-            * virtual
-            * (3 if plan.schedule in ("zero-bubble", "zbv") else 2)
-        )
-        terms["overhead"] = actions * self.setup.owner.action_seconds
-        terms["recompute"] = self.setup.micro_batches * float(
-            by_worker(stages.recompute, stages, workers)[last]
-        )
-        terms["tensor"] = self.setup.micro_batches * float(
-            by_worker(stages.reduce, stages, workers)[last]
-        )
-        terms["compute"] = max(
-            0.0, timeline.busy[last] - terms["overhead"] - terms["recompute"] - terms["tensor"]
-        )
-        terms["overhead"] += self.setup.owner.added["pipeline"].call
-        waits = timeline.done[last] - timeline.busy[last]
-        terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
-        terms["bubble"] = waits - terms["p2p"]
+        exchange += np.array([usual(2.0 * float(b)) for b in tied])
+        messages = stages.send_bytes + stages.back_bytes + stages.reduce_bytes * ring(plan.tensor)
+        sent += micro_batches * by_worker(messages, stages, workers) + 2.0 * tied
+        last = int((np.array(timeline.done) + gather + exchange + optimizer + host).argmax())
+        terms = self._pipeline_terms(stages, timeline, unsent, last)
         terms["gather"], terms["exchange"] = float(gather[last]), float(exchange[last])
         terms["optimizer"], terms["host"] = float(optimizer[last]), float(host[last])
         memory, rows = self.memory.of_pipeline(bounds, quick)
-        names = () if quick else tuple(self.setup.costs.units[b].name for b in bounds[1:-1])
         return self._result(
             terms,
             memory,
@@ -396,9 +228,121 @@ class StepPrediction:
             0.0,
             not quick,
             rows,
-            names,
+            () if quick else tuple(setup.costs.units[b].name for b in bounds[1:-1]),
             timeline.extrapolated and not quick,
         )
+
+    def _pass_times(self, stages: Stages, near: CollectiveCost, far: CollectiveCost) -> Times:
+        """Of each stage, for one micro-batch."""
+        setup, plan = self.setup, self.setup.plan
+
+        def seconds(size: float, one: int, other: int) -> float:
+            ends = int(stages.worker[one]), int(stages.worker[other])
+            return (far if boundary_crosses(plan.layout, setup.cluster, *ends) else near)(size)
+
+        send, back = (
+            [seconds(float(b), s, s + way) if b else 0.0 for s, b in enumerate(sizes)]
+            for sizes, way in ((stages.send_bytes, 1), (stages.back_bytes, -1))
+        )
+        passes = stages.backward
+        if plan.schedule in ("zero-bubble", "zbv"):
+            # In two parts it takes longer, but for the first stage's.
+            apart = setup.costs.split_seconds.at(setup.share / setup.micro_batches)
+            apart /= setup.cluster.speed * plan.tensor
+            later = np.concatenate([[0.0], passes[1:]])
+            passes = passes + later * (apart / max(1e-12, float(passes.sum())))
+        # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of
+        # it in the weights' part.
+        inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
+        # All but the first add to gradients that are there: spread over all of them.
+        further = (setup.micro_batches - 1) / setup.micro_batches
+        added = [further * self._accumulated(float(t)) for t in stages.trainable]
+        backward = tuple((passes + added).tolist())
+        return Times(tuple(stages.forward.tolist()), backward, tuple(send), tuple(back), inputs)
+
+    def _timelines(
+        self, stages: Stages, times: Times, quick: bool, split_waits: bool
+    ) -> tuple[Timeline, Timeline]:
+        """The pipeline's step, and the same with free sends."""
+        setup, plan, owner = self.setup, self.setup.plan, self.setup.owner
+        if quick:
+            sends = float(np.sum(times.send) + np.sum(times.send_back))
+            found = closed_form(plan, stages, setup.micro_batches, owner.action_seconds, sends)
+            return found, found
+        simulated = partial(
+            run_step,
+            plan.schedule,
+            plan.pipeline,
+            plan.virtual,
+            setup.micro_batches,
+            overhead_seconds=owner.action_seconds,
+            contention=setup.costs.contention,
+            copies=plan.replicas * plan.tensor,
+        )
+        count = plan.pipeline * plan.virtual
+        draw = owner.draws and count * setup.micro_batches <= _DRAWN
+        found = owner.simulated = simulated(times, keep_events=draw)
+        if not split_waits:
+            return found, found
+        free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
+        return found, simulated(free)
+
+    def _after_passes(self, stages: Stages, bounds: tuple[int, ...]) -> tuple[Array, ...]:
+        """By worker: seconds of gathers and of exchanges, bytes sent, seconds of the optimizer and
+        of the host's memory.
+        """
+        setup, plan, workers = self.setup, self.setup.plan, self.setup.plan.pipeline
+        starts, micro_batches = np.array(bounds[:-1]), setup.micro_batches
+        modules = np.add.reduceat((setup.made.parameters > 0).astype(float), starts)
+        of_workers = zip(
+            by_worker(stages.trainable, stages, workers).tolist(),
+            by_worker(stages.parameters, stages, workers).tolist(),
+            by_worker(np.add.reduceat(setup.owner.tensors, starts), stages, workers).tolist(),
+            by_worker(modules, stages, workers).tolist(),
+            strict=True,
+        )
+        found = np.zeros((5, workers))
+        gather, exchange, sent, optimizer, host = found
+        wire = setup.all_reduce
+        for w, (g, p, n, m) in enumerate(of_workers):
+            more = max(0.0, m - 1.0)
+            if setup.fsdp:
+                # Each module of a stage is gathered when it is called, and reduced when its
+                # backward pass is done, micro-batch by micro-batch.
+                gathers = micro_batches * (2 if plan.shard == "parameters" else 1)
+                call = setup.gather.alpha + setup.added["gather"].call
+                gather[w] = gathers * (self._gathered(p, n) + more * call)
+                call = setup.scatter.alpha + setup.added["reduce"].call
+                exchange[w] = micro_batches * (self._reduced(g, n, last=False) + more * call)
+                sent[w] = (gathers * p + micro_batches * g) * ring(setup.parts) / 2.0
+            elif plan.replicas > 1:
+                exchange[w] = math.ceil(g / _BUCKET) * wire.alpha + wire.seconds_per_byte * g
+                sent[w] = g * ring(plan.replicas)
+                if plan.shard == "optimizer":
+                    gather[w] = self._broadcasts(g, n)
+                    sent[w] += g * ring(setup.parts) / 2.0
+            optimizer[w], host[w] = self._optimizer(g), self._host(p, g)
+        return tuple(found)
+
+    def _pipeline_terms(
+        self, stages: Stages, timeline: Timeline, unsent: Timeline, worker: int
+    ) -> dict[str, float]:
+        """What the passes of a worker spend their time on."""
+        setup, plan = self.setup, self.setup.plan
+        terms = dict.fromkeys(TERMS, 0.0)
+        each = 3 if plan.schedule in ("zero-bubble", "zbv") else 2
+        actions = setup.micro_batches * plan.virtual * each
+        terms["overhead"] = actions * setup.owner.action_seconds
+        for name, seconds in (("recompute", stages.recompute), ("tensor", stages.reduce)):
+            of_worker = by_worker(seconds, stages, plan.pipeline)[worker]
+            terms[name] = setup.micro_batches * float(of_worker)
+        known = terms["overhead"] + terms["recompute"] + terms["tensor"]
+        terms["compute"] = max(0.0, timeline.busy[worker] - known)
+        terms["overhead"] += setup.owner.added["pipeline"].call
+        waits = timeline.done[worker] - timeline.busy[worker]
+        terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
+        terms["bubble"] = waits - terms["p2p"]
+        return terms
 
     def _result(
         self,
@@ -419,20 +363,17 @@ class StepPrediction:
         placement = {}
         if simulated and plan.workers > 1:
             names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
-            placement = {
-                name: self.setup.groups[name].sentence() for name, size in names.items() if size > 1
-            }
+            shown = [name for name, size in names.items() if size > 1]
             if plan.shard_within and plan.shard != "none":
-                placement["shard"], placement["copies"] = (
-                    self.setup.groups["shard"].sentence(),
-                    self.setup.groups["copies"].sentence(),
-                )
+                shown += ["shard", "copies"]
+            placement = {name: self.setup.groups[name].sentence() for name in shown}
             if plan.pipeline > 1:
-                placement["stages"] = (
-                    "neighbours inside a node"
+                where = (
+                    "inside a node"
                     if self.setup.groups["stages"].scope == "node"
-                    else "neighbours across nodes"
+                    else "across nodes"
                 )
+                placement["stages"] = f"neighbours {where}"
         return Prediction(
             plan=plan,
             raw_step_seconds=sum(terms.values()),
