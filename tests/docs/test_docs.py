@@ -539,6 +539,8 @@ errors = [
     plateau,
     lambda: train(start(loss=nn.MSELoss(reduction="none"))),
     lambda: train(start(loss=lambda out, target: F.mse_loss(out, target) * float("nan"))),
+    lambda: train(start(loss=nn.MSELoss(reduction="sum"))),
+    lambda: start().gather(x),
     lambda: train(start(), steps=0),
     lambda: train(start(), steps=2),
     other_batch_size,

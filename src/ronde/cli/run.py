@@ -420,8 +420,9 @@ def print_summary(
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
-    same = not any("not the same training" in w for w in summary.warnings)
-    row("batch", plan.sentence(same, start.smallest_batch))
+    known = True if summary.loss_kind in ("mean", "pair", "sum", "gathered") else None
+    warned = any("not the same training" in w for w in summary.warnings)
+    row("batch", plan.sentence(False if warned else known, start.smallest_batch))
     row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "

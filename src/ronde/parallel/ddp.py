@@ -145,6 +145,10 @@ class Replicate(Strategy):
         self._reached = None
         self._build()
 
+    def run_empty_shares(self) -> None:
+        """See :meth:`Strategy.run_empty_shares`."""
+        self.run_empty = True
+
     def no_exchange(self) -> AbstractContextManager[None]:
         """A context in which backward passes do not communicate."""
         return self._ddp.no_sync()
@@ -224,7 +228,7 @@ class Replicate(Strategy):
         self._weighted = weight is not None
         factor = workers / part.global_samples
         if weight is None:
-            return factor * part.samples
+            return float(workers) if part.summed else factor * part.samples
         self._weight_slot.add_(weight, alpha=factor)
         return factor
 

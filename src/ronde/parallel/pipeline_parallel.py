@@ -241,6 +241,7 @@ class PipelineParallel(Strategy):
             factor = 0.0
             if part.samples:  # an empty micro-batch is a stand-in
                 factor = (1.0 if weight is not None else part.samples) / part.global_samples
+                factor = 1.0 if part.summed else factor
             flight.root, flight.factor = value, factor
             if part.samples:
                 self._loss[0] += value.detach().to(torch.float64) * factor

@@ -44,7 +44,7 @@ class Single(Strategy):
             # keeps its size near one until the true weight is known
             loss = value / part.global_samples
             self._weight = weight if self._weight is None else self._weight + weight
-        elif part.samples == part.global_samples:
+        elif part.summed or part.samples == part.global_samples:
             loss = value  # the whole batch at once: exactly the plain loop, bit for bit
         else:
             loss = value * (part.samples / part.global_samples)

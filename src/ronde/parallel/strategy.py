@@ -41,11 +41,13 @@ class Part:
         samples: its size; 0 if the worker only takes part in the exchange.
         global_samples: the size of the global batch, over all workers.
         last: whether it is this worker's last micro-batch of the step.
+        summed: the loss is a sum over samples, and so is the global one.
     """
 
     samples: int
     global_samples: int
     last: bool
+    summed: bool = False
 
 
 @dataclass
@@ -158,6 +160,11 @@ class Strategy:
     def refresh(self) -> bool:
         """Notice parameters that were frozen, thawed or replaced. Returns whether any were."""
         return False
+
+    def run_empty_shares(self) -> None:
+        """From now on, run forward and backward of a stand-in if this worker has no samples: the
+        script's loss exchanges something among all workers.
+        """
 
     def expect(self, present: bool) -> None:
         """Announce whether the script's next own forward pass has samples or is a stand-in."""

@@ -369,9 +369,10 @@ class Plan:
             raise ArgumentError(f"{path} holds no plan that can be used: {error}") from None
         return plan
 
-    def sentence(self, same: bool = True, smallest: int | None = None) -> str:
+    def sentence(self, same: bool | None = True, smallest: int | None = None) -> str:
         """The batch contract in one line. ``same`` is False if a run was warned that the training
-        differs from one device; ``smallest`` is the smallest global batch, if their sizes differ.
+        differs from one device, None if it is not known what kind of loss the script has;
+        ``smallest`` is the smallest global batch, if their sizes differ.
         """
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
@@ -392,11 +393,12 @@ class Plan:
                 f"({self.lr_rule}, warm-up {self.warmup_steps} steps)"
             )
         else:
-            text += (
-                "; the same training whatever the number of workers"
-                if same
-                else "; not the same training as on one device, see the warnings"
-            )
+            text += {
+                True: "; the same training whatever the number of workers",
+                None: "; the same training whatever the number of workers, if the loss is a mean "
+                "over samples",
+                False: "; not the same training as on one device, see the warnings",
+            }[same]
         return text
 
 

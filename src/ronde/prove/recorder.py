@@ -73,7 +73,7 @@ class _RecordedLoss(LossCall):
     """The script's forward and loss, with inputs cast and values recorded."""
 
     def __init__(self, inner: LossCall, recorder: Recorder) -> None:
-        super().__init__(inner.loss, inner.forward)
+        super().__init__(inner.loss, inner.forward, inner.reduction)
         self._recorder = recorder
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:

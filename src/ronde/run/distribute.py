@@ -45,7 +45,7 @@ from ronde.watch import (
     lock_run,
     script_stem,
 )
-from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world import ArgumentError, CheckpointError, PlanError, RondeError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import agree, broadcast_json
 
@@ -60,6 +60,7 @@ def distribute(
     data: Dataset[Any] | DataLoader[Any],
     *,
     loss: Callable[..., Any],
+    loss_reduction: Literal["mean", "sum"] = "mean",
     forward: Callable[[nn.Module, Any], Any] | None = None,
     batch_size: int | None = None,
     batch: Literal["keep", "grow"] = "keep",
@@ -102,7 +103,11 @@ def distribute(
             sampler, collate_fn, drop_last, and loading processes are taken over; or a
             :class:`ronde.feed.Pipeline`.
         loss: ``loss(output, target)`` -> scalar mean over the given samples, or ``(sum, weight)``
-            for a weighted mean (over tokens, say).
+            for a weighted mean (over tokens, say). A loss over the whole global batch gathers
+            it, see :meth:`Run.gather`.
+        loss_reduction: ``"sum"`` if ``loss`` returns the sum over the given samples: the loss and
+            the gradient of a step are then sums over the global batch, and ``evaluate`` returns
+            the sum divided by the number of samples.
         forward: ``forward(model, batch)`` -> arguments of ``loss`` (a tuple is spread), if a batch
             is not ``(inputs, target)``.
         batch_size: **global** samples per optimizer step, over all workers.
@@ -172,6 +177,7 @@ def distribute(
         choices={
             "batch": (batch, ("keep", "grow")),
             "precision": (precision, ("fp32", "bf16", "fp16")),
+            "loss_reduction": (loss_reduction, ("mean", "sum")),
             "on_nan": (on_nan, ("error", "ignore")),
             "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
@@ -184,6 +190,11 @@ def distribute(
     )
     if keep_best is not None:
         split_metric(keep_best)
+    if loss_reduction == "sum" and batch == "grow" and lr_rule != "none":
+        raise ArgumentError(
+            "loss_reduction='sum' with batch='grow': the gradient grows with the batch, and the "
+            "learning rate would grow as well. Give lr_rule='none', or a loss that is a mean."
+        )
     auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
     fields = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
     asked = asked_plan(plan, me, {**fields, "recompute": recompute, "split_at": split_at})
@@ -204,7 +215,7 @@ def distribute(
         optimizer,
         scheduler,
         _with_settings(taken, feed, batch, me),
-        LossCall(loss, forward),
+        LossCall(loss, forward, loss_reduction),
         precision,
         batch,
         clip_norm,
@@ -335,7 +346,14 @@ def _work(
 
     def compute(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.autocast(me.device.type, dtype) if dtype else nullcontext():
-            return calls(model, batch)
+            try:
+                return calls(model, batch)
+            except NameError as error:
+                raise PlanError(
+                    f"forward or loss uses a name without a value: {error}. plan={chosen.spec!r} "
+                    "runs them before ronde.distribute returns, so they cannot use the run: for "
+                    "run.gather(), use plan='replicate' or 'shard'."
+                ) from error
 
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
     work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)

@@ -164,6 +164,7 @@ class Evaluation:
             say=say,
         )
         self.skipped: list[tuple[int, str]] = []
+        self._asks = True  # what kind of loss it is
         self.layout = plan.layout
         # One worker of each replica counts: its last stage, and the first rank of a tensor group.
         self.counting: Any = None
@@ -187,7 +188,10 @@ class Evaluation:
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            self._add_up(run, judge, plain, objects, sums)
+            kind = self._add_up(run, judge, plain, objects, sums)
+        if self._asks:
+            kind = run._loss_check.of_evaluation(run, kind)
+            self._asks = kind == "flat"
         if self.me.size > 1:
             on_device = sums.to(self.me.device)
             dist.all_reduce(on_device)
@@ -236,12 +240,16 @@ class Evaluation:
         plain: dict[str, Any],
         objects: dict[str, Any],
         sums: torch.Tensor,
-    ) -> None:
-        strategy = run._strategy
+    ) -> str:
+        """Add up loss and metrics. Returns the kind of loss, ``"flat"`` if that was not seen."""
+        strategy, check, kind = run._strategy, run._loss_check, "flat"
         stand_in: Any = None
         spare: Any = None  # judged on the stand-in
-        run_empty = strategy.run_empty_inference
-        for batch, samples in self._read(run):
+        # A loss that gathers the batch needs every worker.
+        gathers = run._gathers is not False and run.plan.pipeline == 1 and run.world_size > 1
+        run_empty = strategy.run_empty_inference or gathers
+        for batch, samples, count in self._read(run):
+            run._evaluated, check.gathered = (samples, count), False
             if not samples:
                 stand_in = batch
                 if run_empty:
@@ -251,8 +259,11 @@ class Evaluation:
             if judged is None or not strategy.counts:
                 continue  # it counts on another worker of this replica
             arguments, value, weight = judged
+            if self._asks and kind == "flat":
+                kind = check.kind_of(run, batch, arguments, samples)
             sums[-1] += samples
-            sums[0] += float(value) if weight is not None else float(value) * samples
+            added = weight is not None or run._loss.reduction == "sum"
+            sums[0] += float(value) if added else float(value) * samples
             sums[1] += samples if weight is None else float(weight)
             for i, (name, metric) in enumerate(plain.items(), 1):
                 total, of = _sum_and_weight(name, metric(*arguments), samples)
@@ -266,9 +277,12 @@ class Evaluation:
                 for metric in objects.values():
                     metric.update(*judged[0])
                     _clear_but_typed(metric)
+        return kind
 
-    def _read(self, run: RunParts) -> Iterator[tuple[Any, int]]:
-        """Each micro-batch of this worker, and how many of its samples count."""
+    def _read(self, run: RunParts) -> Iterator[tuple[Any, int, int]]:
+        """Each micro-batch of this worker, how many of its samples count, and how many there are
+        in its batch.
+        """
         layout, order = self.layout, self.taken.order
         samples, ends = order.samples_in(0), order.ends(0)
         replica = layout.place(self.me.rank).replica
@@ -282,7 +296,7 @@ class Evaluation:
             ready = on_device(self.feed, share, micros, self.me.device)
             for batch, (low, high), missing in zip(ready, share.micro, left_out, strict=True):
                 hooks.observer.on_evaluation_batch(run, share, low, high)
-                yield batch, high - low - missing
+                yield batch, high - low - missing, len(ready)
 
 
 def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) -> Evaluation:

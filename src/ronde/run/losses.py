@@ -24,13 +24,31 @@ def _shape(value: Any) -> str:
 
 
 class LossCall:
-    """Calls ``forward`` (None for ``(inputs, target)`` batches) and ``loss`` on a micro-batch."""
+    """Calls ``forward`` (None for ``(inputs, target)`` batches) and ``loss`` on a micro-batch.
+
+    ``reduction`` is ``"sum"`` if the loss is a sum over the samples it is given, else ``"mean"``.
+    """
 
     def __init__(
-        self, loss: Callable[..., Any], forward: Callable[[nn.Module, Any], Any] | None
+        self,
+        loss: Callable[..., Any],
+        forward: Callable[[nn.Module, Any], Any] | None,
+        reduction: str = "mean",
     ) -> None:
         self.loss = loss
         self.forward = forward
+        self.reduction = reduction
+        self._keep_for: Any = None
+        self._kept: tuple[Any, ...] | None = None
+
+    def keep(self, batch: Any) -> None:
+        """Keep the loss's arguments when it is called on this very batch."""
+        self._keep_for, self._kept = batch, None
+
+    def kept(self) -> tuple[Any, ...] | None:
+        """The arguments that were kept, once."""
+        kept, self._keep_for, self._kept = self._kept, None, None
+        return kept
 
     def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
         """The arguments of the loss and the metrics."""
@@ -50,13 +68,21 @@ class LossCall:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``(mean, None)`` or ``(sum, weight)`` of one micro-batch."""
-        return self.check(self.loss(*self.arguments(model, batch)))
+        arguments = self.arguments(model, batch)
+        if batch is self._keep_for:
+            self._kept = arguments
+        return self.check(self.loss(*arguments))
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A loss's value as ``(mean, None)`` or ``(sum, weight)``; LossError for others."""
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.reshape(()), None
         pair = isinstance(value, tuple | list) and len(value) == 2
+        if pair and self.reduction == "sum":
+            raise LossError(
+                "loss_reduction='sum', but the loss returned a pair: expected the sum over the "
+                "samples given, a scalar. Leave loss_reduction out for (sum, weight)."
+            )
         if pair and isinstance(value[0], torch.Tensor) and value[0].numel() == 1:
             total, weight = value
             if not isinstance(weight, torch.Tensor):

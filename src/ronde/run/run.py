@@ -32,6 +32,8 @@ from ronde.run.average import Averages, Decay, WeightAverage
 from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
+from ronde.run.gather import gather_batch
+from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
 from ronde.run.per_pass_buffers import Passes
@@ -90,6 +92,10 @@ class Run:
         self._strategy = strategy
         self._work = work
         self._loss: LossCall = opening.calls
+        self._loss_check = LossCheck()
+        self._gathers: bool | None = None  # whether the script calls gather, once that is known
+        self._stepping = False  # inside step(), which decides who runs the loss
+        self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
         self._passes = Passes(self.model, plan, me)
         # The parameters that a plan which divides the model exchanges; None under other plans.
         self._divided: dict[int, torch.Tensor] | None = None
@@ -277,15 +283,24 @@ class Run:
                 "pass on what run.batches() yielded."
             )
         self._strategy.refresh()
-        last = len(micros) - 1
+        last, summed = len(micros) - 1, self._loss.reduction == "sum"
         parts = [
-            Part(high - low, share.global_samples, i == last)
+            Part(high - low, share.global_samples, i == last, summed)
             for i, (low, high) in enumerate(share.micro)
         ]
+        if self._gathers is None and share.global_samples < self.plan.replicas:
+            self._strategy.run_empty_shares()  # the loss may call gather, which needs everyone
         if self._comparison is not None:
             self._comparison.begin()
         self._passes.begin()
-        self._strategy.step(micros, parts, self._loss_of, self._scale)
+        self._loss_check.begin(self, micros, parts)
+        self._stepping = True
+        try:
+            self._strategy.step(micros, parts, self._loss_of, self._scale)
+        finally:
+            self._stepping = False
+        self._gathers = bool(self._gathers)
+        self._loss_check.end(self)
         self._report_passes()
         return self._update(share)
 
@@ -312,7 +327,8 @@ class Run:
         value = self._loss.check(loss)
         low, high = share.micro[self._backwards]
         self._backwards += 1
-        part = Part(high - low, share.global_samples, self._backwards == count)
+        summed = self._loss.reduction == "sum"
+        part = Part(high - low, share.global_samples, self._backwards == count, summed)
         strategy.micro(lambda: value, part, self._scale)
         if self._backwards == 1:
             self._passes.begin()
@@ -336,6 +352,56 @@ class Run:
                 "passes: call run.backward(loss) for every micro-batch."
             )
         return self._update(share)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all workers for the current global batch, in the order of its samples: for
+        losses that relate samples to each other (contrastive, statistics of the batch). Call it
+        on every worker, in ``forward``, in the loss, or in a loop of your own.
+
+        Gradients flow back to the worker that a row came from. If the loss is computed from
+        gathered tensors alone, loss and gradients are those of one process with the whole batch.
+        In :meth:`evaluate`, it returns the rows of the current global evaluation batch.
+
+        Args:
+            tensor: one row for each sample of this worker's share, in their order.
+
+        Returns:
+            Tensor: one row for each sample of the global batch, the same on every worker.
+
+        Raises:
+            RondeError: outside of a step, with several micro-batches, or under a pipeline or
+                tensor plan.
+            ArgumentError: the rows do not fit the samples, or differ between workers.
+
+        Example:
+            >>> def loss(a, b):  # two views of each image  # doctest: +SKIP
+            ...     return nt_xent(run.gather(a), run.gather(b))
+        """
+        share = self._share
+        if self._evaluated is not None:
+            samples, count = self._evaluated
+        elif share is not None:
+            samples, count = share.samples, len(share.micro)
+        else:
+            raise RondeError(
+                "run.gather() was called outside of a step: call it between run.batches() and the "
+                "step's end, where there is a global batch."
+            )
+        if self._loss.reduction == "sum":
+            raise RondeError(
+                "run.gather() does not go with loss_reduction='sum': every worker would add the "
+                "whole batch's sum. Return the mean over the gathered samples."
+            )
+        short = share is not None and share.global_samples < self.plan.replicas
+        if share is not None and self._stepping and short and self._gathers is False:
+            raise RondeError(
+                f"run.gather() was first called in a step with {share.global_samples} samples for "
+                f"{self.plan.replicas} workers, some of which have none and are not waiting. Set "
+                "drop_last=True, or call it from the first step on."
+            )
+        self._loss_check.gathered = self._gathers = True
+        self._strategy.run_empty_shares()
+        return gather_batch(tensor, samples, count, self.plan, self._me)
 
     # -- evaluation --------------------------------------------------------------------
 
@@ -372,6 +438,7 @@ class Run:
         try:
             result, samples = evaluation.run(self, dict(metrics or {}))
         finally:
+            self._evaluated = None
             for module, training in modes:
                 module.training = training  # each its own: the script may have frozen a part
             if not self._looping:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dis
 import math
 import random
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import CellType, FunctionType
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,7 +21,7 @@ from ronde.parallel import Replicate, Strategy
 from ronde.run.losses import LossCall
 from ronde.run.run_state import State
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "kept_attributes"]
 
 
 class _Open(Protocol):
@@ -49,6 +51,7 @@ _GENERATORS: tuple[tuple[Any, Any, Any], ...] = (
 _SIMPLE = (*_PLAIN, torch.Tensor, *(kind for kind, _, _ in _GENERATORS))
 _MOST_ITEMS = 100_000  # of a list that a module or a data set holds: longer ones are data
 _MOST_BYTES = 2**26  # of a tensor or an array that a data set holds: larger ones are data
+_NO_BYTES = -1  # no tensor and no array
 _DEPTH = 3
 _MOST_PARTS = 100
 _PARTS = ("dataset", "datasets", "transform", "transforms", "target_transform")
@@ -164,6 +167,43 @@ class _Attributes:
             del own[name]
         for name, kept in self._values.items():
             own[name] = kept.back()
+
+
+class _Variables:
+    """A function's variables in its closure, and the global names that it sets."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._globals = function.__globals__
+        names = {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_GLOBAL"}
+        read = [n for n in function.__code__.co_names if n in self._globals]
+        # A counter may be an item of a list that the function only reads.
+        self._kept = {
+            n: _Copy(self._globals[n], _NO_BYTES)
+            for n in read
+            if n in names or isinstance(self._globals[n], list | dict | set | deque)
+        }
+        self._cells: list[tuple[CellType, _Copy]] = []
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it has no value yet
+                self._cells.append((cell, _Copy(cell.cell_contents, _NO_BYTES)))
+
+    def put_back(self) -> None:
+        for name, kept in self._kept.items():
+            self._globals[name] = kept.back()
+        for cell, kept in self._cells:
+            cell.cell_contents = kept.back()
+
+
+def kept_attributes(owner: Any) -> list[_Attributes | _Variables]:
+    """Copies of what a call of ``owner`` may set: a module's and an object's attributes, a
+    function's variables. Tensors and arrays are not copied. Each has a ``put_back``.
+    """
+    if isinstance(owner, FunctionType):
+        return [_Variables(owner)]
+    owner = getattr(owner, "__self__", owner)
+    if isinstance(owner, torch.nn.Module):
+        return [_Attributes(module, _NO_BYTES) for module in owner.modules()]
+    return [_Attributes(owner, _NO_BYTES)] if hasattr(owner, "__dict__") else []
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

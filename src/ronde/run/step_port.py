@@ -78,6 +78,9 @@ class RunParts(RunView, Protocol):
     _strategy: Strategy
     _work: Work
     _loss: LossCall
+    _loss_check: Any
+    _gathers: bool | None
+    _evaluated: tuple[int, int] | None
     _watcher: Watcher
     _scaler: torch.amp.GradScaler | None
     _share: Share | None
@@ -219,6 +222,7 @@ class StepPort:
         run = self._run
         off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "_averaging", "scheduler"))
         off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
+        off["_loss_check"] = type(run._loss_check)(over=True)
         before = {name: getattr(run, name) for name in off}
         run._watcher.rate.pause()
         for name, value in off.items():

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Evaluated,
         Event,
         Logged,
+        LossChecked,
         Record,
         Resumed,
         Started,
@@ -59,6 +60,7 @@ __all__ = [
     "Event",
     "Lines",
     "Logged",
+    "LossChecked",
     "Rate",
     "Record",
     "Resumed",
@@ -92,7 +94,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "Logged Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
+            "Logged LossChecked Record Resumed SCHEMA_VERSION Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

@@ -144,6 +144,17 @@ class Warned(Event):
 
 
 @dataclass(frozen=True)
+class LossChecked(Event):
+    """The loss was asked what it is: ``mean``, ``sum``, ``pair`` (sum and weight), ``weighted``,
+    ``relation``, ``bad pair``, ``gathered`` (over the whole batch), or ``unknown``.
+    """
+
+    type: ClassVar[str] = "loss_check"
+    step: int
+    kind: str
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``) or ``interrupted``.
@@ -172,6 +183,7 @@ EVENTS: dict[str, type[Event]] = {
         Checkpointed,
         BestFound,
         Warned,
+        LossChecked,
         Ended,
     )
 }

@@ -14,6 +14,7 @@ from ronde.watch.record import (
     Epoch,
     Evaluated,
     Event,
+    LossChecked,
     Started,
     StepRecorded,
     Warned,
@@ -24,7 +25,10 @@ from ronde.watch.run_dir import RunDir
 
 @dataclass(frozen=True)
 class Summary:
-    """What a record says about a run; None if it says nothing."""
+    """What a record says about a run; None if it says nothing.
+
+    ``loss_kind`` is that of the last :class:`LossChecked`.
+    """
 
     run: str
     path: str
@@ -41,6 +45,7 @@ class Summary:
     curve: list[tuple[int, float]] = field(default_factory=list)
     checkpoints: int = 0
     warnings: list[str] = field(default_factory=list)
+    loss_kind: str = "unknown"
     error: str | None = None
     written: float = 0.0
 
@@ -116,6 +121,7 @@ def summarise(run: RunDir) -> Summary:
             {e.path for e in events if isinstance(e, Checkpointed) and (run.path / e.path).is_dir()}
         ),
         warnings=list(dict.fromkeys(e.text for e in events if isinstance(e, Warned))),
+        loss_kind=checked.kind if (checked := _last(events, LossChecked)) else "unknown",
         error=ended.error if ended else None,
         written=written,
     )

@@ -37,7 +37,7 @@ class CheckpointError(RondeError, RuntimeError):
 
 
 class LossError(RondeError, ArithmeticError):
-    """The loss cannot be trained on: it is NaN, infinite, or not a scalar."""
+    """The loss cannot be trained on: it is NaN, infinite, not a scalar, or an unexpected sum."""
 
 
 class SampleError(RondeError, RuntimeError):

@@ -1,0 +1,289 @@
+"""What kind of loss is it? Thirty losses of torch, transformers, diffusers and torchmetrics are told
+apart, and asking leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ronde.run.loss_kind import LossFunction, ask_loss
+from ronde.run.losses import LossCall
+
+N = 16
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(*shape: int, of: int = 5) -> torch.Tensor:
+    return torch.randint(0, of, shape, generator=torch.Generator().manual_seed(7))
+
+
+LOGITS = draw(N, 5).requires_grad_()
+TOKENS = draw(N, 7, 5).requires_grad_()
+Y = classes(N)
+PADDED = classes(N, 7)
+for _row, _length in enumerate(classes(N, of=6).tolist()):
+    PADDED[_row, _length + 1 :] = -100
+Z = F.normalize(draw(N, 9)).requires_grad_()
+Z2 = F.normalize(draw(N, 9, seed=1)).requires_grad_()
+P = torch.sigmoid(draw(N, 3, 4, 4)).detach().requires_grad_()
+IMAGES = torch.sigmoid(draw(N, 1, 16, 16)).requires_grad_()
+MASK = (draw(N, 3, 4, 4, seed=3) > 0).float()
+
+
+def ask_of(loss, autocast=nullcontext) -> LossFunction:
+    return LossFunction(loss, LossCall(loss, None).check, autocast, torch.device("cpu"))
+
+
+def kind_of(loss, *arguments, samples: int = N) -> str:
+    return ask_loss(ask_of(loss), arguments, samples)
+
+
+def token_loss(logits, target, **how):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **how)
+
+
+def token_pair(logits, target):
+    return token_loss(logits, target, reduction="sum"), (target != -100).sum()
+
+
+def nt_xent(a, b, temperature=0.5):
+    z = torch.cat([a, b])
+    n = len(a)
+    similar = z @ z.T / temperature
+    similar = similar.masked_fill(torch.eye(2 * n, dtype=torch.bool), float("-inf"))
+    return F.cross_entropy(similar, torch.cat([torch.arange(n, 2 * n), torch.arange(n)]))
+
+
+def supervised_contrastive(z, y):
+    n = len(z)
+    others = ~torch.eye(n, dtype=torch.bool)
+    logs = torch.log_softmax((z @ z.T / 0.2).masked_fill(~others, -1e9), 1)
+    positive = (y[:, None] == y) & others
+    return -(logs * positive).sum(1).div(positive.sum(1).clamp(min=1)).mean()
+
+
+def dice(p, target):
+    return 1 - (2 * (p * target).sum() + 1) / (p.sum() + target.sum() + 1)
+
+
+def dice_of_each(p, target):
+    inside = (p * target).flatten(1).sum(1)
+    return (1 - (2 * inside + 1) / (p.flatten(1).sum(1) + target.flatten(1).sum(1) + 1)).mean()
+
+
+def focal(logits, target, gamma=2.0):
+    ce = F.cross_entropy(logits, target, reduction="none")
+    return ((1 - torch.exp(-ce)) ** gamma * ce).mean()
+
+
+def vae(x, target, mu, logvar, how="sum"):
+    bce = F.binary_cross_entropy(x, target, reduction=how)
+    kld = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp())
+    return bce + (kld.sum() if how == "sum" else kld.sum(1).mean())
+
+
+def normalized(out, target):
+    return (((out - out.mean(0)) / out.std(0) - target) ** 2).mean()
+
+
+def vicreg_variance(z, _):
+    return F.relu(1 - z.std(0)).mean()
+
+
+def clip(text, image):
+    from transformers.models.clip.modeling_clip import image_text_contrastive_loss
+
+    return image_text_contrastive_loss(text @ image.T * 10)
+
+
+def causal(logits, labels):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return ForCausalLMLoss(logits, labels, vocab_size=5)
+
+
+def masked(logits, labels):
+    from transformers.loss.loss_utils import ForMaskedLMLoss
+
+    return ForMaskedLMLoss(logits, labels, vocab_size=5)
+
+
+def sequence_class(logits, labels):
+    from transformers import PreTrainedConfig
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+    config = PreTrainedConfig(num_labels=5, problem_type="single_label_classification")
+    return ForSequenceClassificationLoss(labels, logits, config)
+
+
+def noise(prediction, target, weights):
+    """Diffusion with min-SNR weights per sample, as in diffusers' examples."""
+    each = F.mse_loss(prediction, target, reduction="none")
+    return (each.mean(dim=list(range(1, each.ndim))) * weights).mean()
+
+
+def velocity(latents, target):
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler(num_train_timesteps=100)
+    steps = torch.full((len(latents),), 40)
+    return F.mse_loss(scheduler.get_velocity(latents, target, steps), target)
+
+
+def ssim(p, target):
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    return 1 - structural_similarity_index_measure(p, target, data_range=1.0)
+
+
+def signal(estimate, target):
+    from torchmetrics.functional.audio import scale_invariant_signal_distortion_ratio
+
+    return -scale_invariant_signal_distortion_ratio(estimate, target).mean()
+
+
+def correlation(out, target):
+    from torchmetrics.functional import pearson_corrcoef
+
+    return 1 - pearson_corrcoef(out[:, 0], target[:, 0])
+
+
+def ctc(log_probs, targets, lengths, target_lengths, **how):
+    return F.ctc_loss(log_probs, targets, lengths, target_lengths, **how)
+
+
+X4, T4 = draw(N, 5, seed=4), draw(N, 5, seed=5)
+OUT = draw(N, 5, seed=6).requires_grad_()
+LOG_P = F.log_softmax(OUT.detach(), 1).requires_grad_()
+Q = F.softmax(T4, 1)
+CTC = (
+    F.log_softmax(draw(20, N, 6), 2).requires_grad_(),
+    classes(N, 4) + 1,
+    torch.full((N,), 20),
+    classes(N, of=3) + 2,
+)
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.3, 2.0, 1.0])
+VAE = (torch.sigmoid(OUT).detach(), torch.sigmoid(T4), draw(N, 3), draw(N, 3, seed=2))
+
+LOSSES = {
+    "cross entropy": ("mean", nn.CrossEntropyLoss(), LOGITS, Y),
+    "cross entropy, sum": ("sum", nn.CrossEntropyLoss(reduction="sum"), LOGITS, Y),
+    "cross entropy, class weights": ("weighted", nn.CrossEntropyLoss(CLASS_WEIGHTS), LOGITS, Y),
+    "its function": ("weighted", partial(F.cross_entropy, weight=CLASS_WEIGHTS), LOGITS, Y),
+    "class weights, sum": (
+        "sum",
+        partial(F.cross_entropy, weight=CLASS_WEIGHTS, reduction="sum"),
+        LOGITS,
+        Y,
+    ),
+    "label smoothing": ("mean", nn.CrossEntropyLoss(label_smoothing=0.1), LOGITS, Y),
+    "soft targets": ("mean", nn.CrossEntropyLoss(), LOGITS, Q),
+    "tokens, whole": ("mean", token_loss, TOKENS, classes(N, 7)),
+    "tokens, flattened": ("mean", F.cross_entropy, TOKENS.flatten(0, 1), classes(N * 7)),
+    "tokens, padded": ("weighted", token_loss, TOKENS, PADDED),
+    "tokens, flattened and padded": (
+        "weighted",
+        F.cross_entropy,
+        TOKENS.flatten(0, 1),
+        PADDED.flatten(),
+    ),
+    "tokens, time first": ("mean", token_loss, TOKENS.transpose(0, 1), classes(7, N)),
+    "tokens, (sum, weight)": ("pair", token_pair, TOKENS, PADDED),
+    "(mean, weight)": (
+        "bad pair",
+        lambda o, y: (token_loss(o, y), (y != -100).sum()),
+        TOKENS,
+        PADDED,
+    ),
+    "MSE": ("mean", nn.MSELoss(), OUT, T4),
+    "MSE, sum": ("sum", nn.MSELoss(reduction="sum"), OUT, T4),
+    "MSE, sum, with a penalty": (
+        "sum",
+        lambda o, y: F.mse_loss(o, y, reduction="sum") + 3,
+        OUT,
+        T4,
+    ),
+    "MSE, mean, with a penalty": ("mean", lambda o, y: F.mse_loss(o, y) + 3, OUT, T4),
+    "L1": ("mean", nn.L1Loss(), OUT, T4),
+    "Huber": ("mean", nn.HuberLoss(), OUT, T4),
+    "smooth L1": ("mean", nn.SmoothL1Loss(), OUT, T4),
+    "smooth L1, sum": ("sum", nn.SmoothL1Loss(reduction="sum"), OUT, T4),
+    "BCE with logits, pos_weight": (
+        "mean",
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(4.0)),
+        OUT,
+        (T4 > 0).float(),
+    ),
+    "NLL": ("mean", nn.NLLLoss(), LOG_P, Y),
+    "NLL, ignore_index": ("weighted", nn.NLLLoss(ignore_index=2), LOG_P, Y),
+    "KL, mean": ("mean", nn.KLDivLoss(reduction="mean"), LOG_P, Q),
+    "KL, batchmean": ("mean", nn.KLDivLoss(reduction="batchmean"), LOG_P, Q),
+    "KL, sum": ("sum", nn.KLDivLoss(reduction="sum"), LOG_P, Q),
+    "CTC": ("mean", ctc, *CTC),
+    "CTC, sum": ("sum", partial(ctc, reduction="sum"), *CTC),
+    "triplet": ("mean", nn.TripletMarginLoss(), OUT, X4, T4),
+    "cosine embedding": ("mean", nn.CosineEmbeddingLoss(), OUT, X4, (Y > 1) * 2 - 1),
+    "multi-margin": ("mean", nn.MultiMarginLoss(), LOGITS, Y),
+    "margin ranking": ("mean", nn.MarginRankingLoss(), OUT[:, 0], X4[:, 0], (Y > 1) * 2 - 1),
+    "Gaussian NLL": ("mean", nn.GaussianNLLLoss(), OUT, T4, X4.exp()),
+    "Poisson NLL": ("mean", nn.PoissonNLLLoss(), OUT, T4.abs().round()),
+    "Dice over the batch": ("relation", dice, P, MASK),
+    "Dice over the batch, no constant": (
+        "relation",
+        lambda p, t: 1 - 2 * (p * t).sum() / (p.sum() + t.sum()),
+        P,
+        MASK,
+    ),
+    "Dice of each sample": ("mean", dice_of_each, P, MASK),
+    "focal": ("mean", focal, LOGITS, Y),
+    "SimCLR": ("relation", nt_xent, Z, Z2),
+    "SimCLR, both views in one": ("relation", lambda z: nt_xent(*z.chunk(2)), torch.cat([Z, Z2])),
+    "supervised contrastive": ("relation", supervised_contrastive, Z, Y),
+    "CLIP (transformers)": ("relation", clip, Z, Z2),
+    "causal language model (transformers), padded": ("weighted", causal, TOKENS, PADDED),
+    "causal language model (transformers)": ("mean", causal, TOKENS, classes(N, 7)),
+    "masked language model (transformers)": ("weighted", masked, TOKENS, PADDED),
+    "sequence classes (transformers)": ("mean", sequence_class, LOGITS, Y),
+    "noise (diffusers)": ("mean", noise, OUT, T4, Y.float() + 1),
+    "velocity (diffusers)": ("mean", velocity, P, MASK),
+    "SSIM (torchmetrics)": ("mean", ssim, IMAGES, IMAGES.detach().flip(0)),
+    "SI-SDR (torchmetrics)": ("mean", signal, OUT, T4),
+    "correlation (torchmetrics)": ("relation", correlation, OUT, T4),
+    "VAE, sums": ("sum", vae, *VAE),
+    "VAE, means": ("mean", partial(vae, how="mean"), *VAE),
+    "batch-normalized": ("relation", normalized, OUT, T4),
+    "VICReg's variance": ("relation", vicreg_variance, OUT, T4),
+    "two views of a sample, one target": (
+        "unknown",
+        lambda o, y: F.cross_entropy(o, torch.cat([y, y])),
+        torch.cat([LOGITS, LOGITS.detach() + X4]),
+        Y,
+    ),
+    "the same for all samples": ("flat", F.cross_entropy, torch.zeros(N, 5), Y),
+    "a list of targets": ("unknown", lambda o, t: o.mean(), OUT, [torch.zeros(2)] * N),
+    "dropout in the loss": ("unknown", lambda o, t: F.mse_loss(F.dropout(o, 0.5), t), OUT, T4),
+    "computed in the model": ("unknown", lambda loss: loss, torch.tensor(1.5)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_told_apart(name):
+    expected, loss, *arguments = LOSSES[name]
+    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+    generators = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert kind_of(loss, *arguments) == expected
+    for a, b in zip(arguments, before, strict=True):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert generators[1:] == (random.getstate(), str(np.random.get_state()))
