@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
-from processes import ronde_batch, ronde_run
+from processes import child, ronde, ronde_batch, ronde_run
 
 STRICT = """
 import argparse
@@ -64,3 +66,48 @@ def test_runs_none_points_to_nothing(folder):
     assert done.returncode == 0, done.stderr
     assert "put it before the script: --workers=2 silent.py" in done.stderr
     assert "nothing is kept" in done.stdout and "ronde-run-" not in done.stdout + done.stderr
+
+
+TRAINS = """
+import torch, ronde
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4)
+for epoch in run.epochs(2):
+    for batch in run.batches():
+        run.step(batch)
+    run.evaluate(data)
+"""
+
+
+def test_terminals_and_disks_that_take_less(folder):
+    (folder / "trains.py").write_text(TRAINS)
+    ascii_only = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = ronde_run(["run", "-n", "1", "--name", "plain", "trains.py"], folder, env=ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "plain: completed" in done.stdout and "evaluate  loss" in done.stdout
+    assert done.stdout.isascii() and done.stderr == ""
+
+    (folder / "runs" / "folder" / "record.jsonl").mkdir(parents=True)
+    lines = {
+        "run -n 1 --name folder --resume trains.py": "record.jsonl is not a file, so the training",
+        "show folder": "record.jsonl cannot be read (Is a directory)",
+        "runs": "unreadable",
+        "run -n 1 train.ipynb": "jupyter nbconvert --to script train.ipynb",
+        "prove train.ipynb": "train.ipynb is a notebook, and workers run scripts",
+    }
+    found = ronde_batch([shlex.split(line) for line in lines], folder)
+    for done, (line, text) in zip(found, lines.items(), strict=True):
+        assert text in done.stdout + done.stderr, (line, done)
+        assert "Traceback" not in done.stderr, line
+
+    # a full disk under standard output
+    for line, status in (("runs", 1), ("run -n 1 -q trains.py", 0)):
+        command = shlex.join(ronde(*shlex.split(line)))
+        with child(["sh", "-c", f"exec {command} >/dev/full"], folder) as full:
+            done = full.done(60)
+        assert done.returncode == status, (line, done)
+        told = "the output cannot be written (No space left on device)" in done.stderr
+        assert told == bool(status) and "Traceback" not in done.stderr, (line, done)
+    assert (folder / "runs" / "trains-1" / "record.jsonl").is_file()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -54,8 +58,15 @@ _verbs()
 
 def main() -> None:
     """Run the command; a user error is one line on standard error and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without the characters of a table
+            stream.reconfigure(errors="replace")
     try:
         app()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            raise
+        _give_up(error)
     except RondeError as error:
         from rich.console import Console
 
@@ -63,6 +74,17 @@ def main() -> None:
             f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True
         )
         sys.exit(2)
+
+
+def _give_up(error: OSError) -> NoReturn:
+    """Standard output takes no more. What is left in its buffer would fail again at exit."""
+    with contextlib.suppress(OSError):
+        print(
+            f"error: the output cannot be written ({error.strerror}). Free some space, or send it "
+            "elsewhere.",
+            file=sys.stderr,
+        )
+    os._exit(1)
 
 
 def _escape(text: str) -> str:

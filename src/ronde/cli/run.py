@@ -463,6 +463,8 @@ def print_summary(
         row("kept in", "nowhere: --runs none")
     width = max(20, min(console.width - 20, 72))
     drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
+    if not console.encoding.startswith("utf"):
+        drawn = ""  # it is drawn with Braille patterns
     parts: list[Any] = [table]
     if drawn:
         parts += [Text(""), Text(drawn)]

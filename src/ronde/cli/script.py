@@ -118,6 +118,11 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
             + "Ronde's options come before the script, the script's own after it; --help lists "
             "them."
         )
+    if script.suffix == ".ipynb":
+        raise ArgumentError(
+            f"{script} is a notebook, and workers run scripts. Make one with 'jupyter nbconvert "
+            f"--to script {script}', or move the training to {script.with_suffix('.py')}."
+        )
     if script.is_dir():
         raise ArgumentError(
             f"{script} is a folder, not a script. Did you mean {script / 'train.py'}?"

@@ -39,7 +39,7 @@ def _find(folder: Path, name: str | None) -> RunDir:
 def _series(run: RunDir) -> dict[str, list[tuple[float, float]]]:
     """Evaluated and logged numbers over steps, by name."""
     series: dict[str, list[tuple[float, float]]] = {}
-    for event in read(run.record):
+    for event in read(run.record) if run.record.is_file() else ():
         if isinstance(event, Evaluated):
             values = {f"{event.name}/{name}": value for name, value in event.metrics.items()}
         elif isinstance(event, Logged):
@@ -109,7 +109,8 @@ def register(app: typer.Typer) -> None:
                 highlight=False,
             )
             return
-        print_summary(run, console, summary.seconds or 0.0)
+        if summary.status != "unreadable":
+            print_summary(run, console, summary.seconds or 0.0)
         if summary.error:
             where = "" if summary.status != "failed" else f"; its output is in {run.logs}"
             console.print(

@@ -163,5 +163,5 @@ def to_terminal(data: bytes) -> None:
     try:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
-    except (BrokenPipeError, ValueError):
-        pass  # nobody reads any more; the log has it
+    except (OSError, ValueError):
+        pass  # nobody reads any more, or the disk is full; the log has it

@@ -7,6 +7,7 @@ on its own draws itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -26,6 +27,15 @@ def clock(seconds: float) -> str:
     whole = max(0, int(seconds))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def print_line(text: str) -> None:
+    """Print a line; characters that the terminal lacks become ``?``, and a full disk is nothing
+    that may end a training.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError):
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
 class Display(Protocol):
@@ -83,11 +93,11 @@ class Lines:
 
     def update(self, state: dict[str, Any]) -> None:
         """Print one line."""
-        print(_describe(state), flush=True)
+        print_line(_describe(state))
 
     def say(self, text: str) -> None:
         """Print it."""
-        print(text, flush=True)
+        print_line(text)
 
     def close(self) -> None:
         """Nothing to take down."""
@@ -109,7 +119,7 @@ class Stream:
 
     def say(self, text: str) -> None:
         """Print it; the launcher shows and logs what rank 0 prints."""
-        print(text, flush=True)
+        print_line(text)
 
     def close(self) -> None:
         """Ask the launcher to take the bar down."""

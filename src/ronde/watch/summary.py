@@ -85,7 +85,12 @@ def summarise(run: RunDir) -> Summary:
     """
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")
-    events = read(run.record)
+    try:
+        events = read(run.record)
+    except OSError as error:
+        why = f"{run.record} cannot be read ({error.strerror})"
+        written = run.record.stat().st_mtime
+        return Summary(run.name, str(run.path), "unreadable", error=why, written=written)
     start, ended = _last(events, Started), _last(events, Ended)
     evaluations: dict[str, dict[str, Any]] = {}
     for event in events:
