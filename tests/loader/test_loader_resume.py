@@ -32,12 +32,12 @@ EXECUTORS = ("none", "threads", "processes")
 GRID = [
     (executor, first, second, kill, kind)
     for (executor, first, second, kill), kind in zip(
-        itertools.product(EXECUTORS, (1, 2, 3), (1, 2, 3), (6, 7, 11)),
+        itertools.product(EXECUTORS, (1, 2, 3), (1, 2, 3), (3, 7, 11)),
         itertools.cycle(["folder", "arrays", "cached", "folder", "cached"]),
         strict=False,
     )
 ]
-SAMPLE = [("processes", 1, 3, 6, "arrays")]
+SAMPLE = [("processes", 1, 3, 7, "arrays")]
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["Unregistered", "claim"]
 
 _LOOKS = 3  # a scheduler may be stepped for the first time at the end of the first epoch
+_MOST_LOOKS = 12  # in a process, which may hold many short runs: a look takes 0.1 s
 _AVERAGES = (
     ("torch.optim.swa_utils", "AveragedModel", "n_averaged"),
     ("diffusers.training_utils", "EMAModel", "optimization_step"),
 )
 
+_looks = 0
 _claimed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -46,9 +48,11 @@ class Unregistered:
         Args:
             registered: what the script registered with this run.
         """
-        if self._looks >= _LOOKS:
+        global _looks
+        if self._looks >= _LOOKS or _looks >= _MOST_LOOKS:
             return []
         self._looks += 1
+        _looks += 1
         # Discarded objects in reference cycles, as every scheduler is, may not be collected yet.
         references = [weakref.ref(thing) for thing in _in_use([run.optimizer, *registered])]
         if references:
