@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
@@ -44,6 +45,25 @@ def test_options_that_are_mistyped(folder):
     ):
         assert done.returncode == 2, done
         assert text in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_scripts_that_are_none(folder):
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "train.py").touch()
+    (folder / "dangling.py").symlink_to("nowhere.py")
+    os.mkfifo(folder / "fifo.py")
+    lines = {
+        "run empty": "empty is a folder, not a script.\n",
+        "plan full": "full is a folder, not a script. Did you mean full/train.py?",
+        "prove dangling.py": "dangling.py is a link to nowhere.py, which is not there.",
+        "doctor fifo.py": "fifo.py is not a file: workers cannot read it.",
+        "run strct.py": "script not found: strct.py",
+    }
+    for done, text in zip(
+        ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
+    ):
+        assert done.returncode == 2 and text in done.stderr, done
 
 
 def test_options_that_come_after_the_script(folder):

@@ -124,10 +124,14 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
             f"--to script {script}', or move the training to {script.with_suffix('.py')}."
         )
     if script.is_dir():
-        raise ArgumentError(
-            f"{script} is a folder, not a script. Did you mean {script / 'train.py'}?"
-        )
+        inside = script / "train.py"
+        hint = f" Did you mean {inside}?" if inside.is_file() else ""
+        raise ArgumentError(f"{script} is a folder, not a script.{hint}")
+    if script.is_symlink() and not script.exists():
+        raise ArgumentError(f"{script} is a link to {script.readlink()}, which is not there.")
     if not script.is_file():
+        if script.exists():
+            raise ArgumentError(f"{script} is not a file: workers cannot read it.")
         folder = script.parent if str(script.parent) else Path()
         near = difflib.get_close_matches(
             script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1
