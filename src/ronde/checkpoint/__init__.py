@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         shard_like,
     )
     from ronde.checkpoint.plain_values import decode, encode
-    from ronde.checkpoint.sharded import export_pieces, write_pieces
+    from ronde.checkpoint.sharded import export_pieces, gather_whole, write_pieces
     from ronde.checkpoint.state import (
         group_names,
         join_optimizer,
@@ -67,6 +67,7 @@ __all__ = [
     "export",
     "export_pieces",
     "find_valid",
+    "gather_whole",
     "group_names",
     "is_sharded",
     "join_optimizer",
@@ -102,7 +103,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "write",
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
             "local_part piece_of pull shard_like",
-            "ronde.checkpoint.sharded": "export_pieces write_pieces",
+            "ronde.checkpoint.sharded": "export_pieces gather_whole write_pieces",
             "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "
             "optimizer_wants random_state restore_random tied_names",

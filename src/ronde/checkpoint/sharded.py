@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ronde.checkpoint.pieces import Box, Piece, PieceEntry
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
-__all__ = ["export_pieces", "gather_pieces", "write_pieces"]
+__all__ = ["export_pieces", "gather_pieces", "gather_whole", "write_pieces"]
 
 Parts = Mapping[str, Mapping[str, Piece]]
 Tensors = Mapping[str, torch.Tensor]
@@ -261,6 +261,29 @@ def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> to
             dist.recv(bits, rank)
             whole[box.inside(Box.whole(shape))] = bits.cpu().view(dtype).view(box.sizes)
     return whole
+
+
+def gather_whole(
+    me: World, pieces: Mapping[str, Piece], everywhere: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every whole tensor, one at a time, from all workers' pieces, in host memory. A collective.
+
+    Args:
+        everywhere: whether all ranks get them; otherwise rank 0 does, and the others get nothing.
+    """
+    owner = gather_pieces(me, {"model": pieces})["model"]
+    for name in owner.boxes:
+        tensor = _gather_one(me, name, owner, pieces.get(name))
+        dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
+        if everywhere:
+            size = Box.whole(shape).numel * dtype.itemsize
+            bits = torch.empty(size, dtype=torch.uint8) if tensor is None else _bits(tensor)
+            bits = bits.to(me.device)
+            if size:
+                dist.broadcast(bits, 0)
+            tensor = bits.cpu().view(dtype).view(shape) if tensor is None else tensor
+        if tensor is not None:
+            yield name, tensor
 
 
 def export_pieces(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ronde.parallel import offload, optimizer_coupling, recompute
 from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms, synchronise
 from ronde.parallel.ddp import Replicate
+from ronde.parallel.own_calls import own_calls
 from ronde.parallel.single import Single
 from ronde.parallel.strategy import Compute, Part, Strategy, Work
 from ronde.plan import Plan
@@ -29,6 +30,7 @@ __all__ = [
     "batchnorms",
     "carry_out",
     "converted",
+    "own_calls",
     "spectral_norms",
 ]
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.optimizer_coupling import REFUSED
+from ronde.parallel.own_calls import OwnCalls
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.strategy import Compute, Flags, Part, Scale, Strategy, Work, trainable
 from ronde.parallel.zero1 import Zero1
@@ -428,6 +430,7 @@ class RootModule(nn.Module):
         self.model = model
         self.active = False
         self.passes = 0
+        self.own_calls: OwnCalls | None = None
 
     def forward(self, call: Callable[[], Any]) -> Any:
         self.active = True
@@ -442,7 +445,10 @@ class RootModule(nn.Module):
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             once = own or partial(type(self).forward, self)
-            return once(*args, **kwargs) if root.active else root(partial(once, *args, **kwargs))
+            if root.active:
+                return once(*args, **kwargs)
+            with root.own_calls.passing() if root.own_calls else nullcontext():
+                return root(partial(once, *args, **kwargs))
 
         self.model.forward = types.MethodType(forward, self.model)  # type: ignore[method-assign]
 
@@ -562,6 +568,8 @@ class Shard(Replicate):
         pass has left a block out. :meth:`finish` finds what mixes layers up in between, before the
         update on the CPU, every fifty steps on GPUs.
         """
+        if not self._root.active and index >= 0 and self._root.own_calls is not None:
+            self._root.own_calls.enter(list(self.sharded.blocks)[index].removeprefix("model."))
         self._call_hash = (self._call_hash * 31 + index + 2) % _HASHES
         passes = self._root.passes
         self._called.add(index)
@@ -721,6 +729,10 @@ class Shard(Replicate):
         """See :meth:`Strategy.updated`."""
         # A forward pass of the script's own, after the backward pass, would keep old values.
         self.sharded.reshard()
+
+    def watch(self, calls: OwnCalls) -> None:
+        """See :meth:`Strategy.watch`."""
+        self._root.own_calls = calls
 
     def loaded(self) -> None:
         """See :meth:`Strategy.loaded`."""

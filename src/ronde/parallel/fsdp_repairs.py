@@ -132,6 +132,8 @@ class KeepContainers:
         self._copies.append([(old, new, dict(_items(new))) for old, new in pairs if old is not new])
 
     def _write_back(self, *_: Any) -> None:
+        if not self._originals:  # a hook failed before this one saw the call
+            return
         # FSDP2's own hook may have failed in between: then there are no copies of this call.
         copies = self._copies.pop() if len(self._copies) == len(self._originals) else []
         self._originals.pop()

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from ronde.plan.schedules import worker_of
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of
+from ronde.world.rendezvous import rendezvous
 from ronde.world.tensors import tensors_in
 
 __all__ = ["StageOwnership", "signature"]
@@ -492,18 +494,24 @@ class StageOwnership:
     def _guard(self) -> None:
         """Refuse the script's own calls of the model, and of modules that other workers hold."""
 
+        def refuse_own_call(module: nn.Module, name: str) -> None:
+            if keeper.open:
+                return
+            lacks = "this worker does not hold its weights"
+            if module is self.model:
+                lacks = "a loop of its own cannot drive the stages of a pipeline"
+            text = (
+                f"the script calls {repr(name) if name else 'the model'} itself, and under "
+                f"plan={keeper.plan!r} {lacks} (rank {meeting.me.rank}). Let run.step() and "
+                "run.evaluate() call the model, or use plan='replicate', 'shard', or 'tensor', "
+                "under which the script can. For samples, let all ranks enter 'with "
+                "run.whole_model() as model:' and call that model."
+            )
+            raise meeting.refuse(PlanError(text))
+
         def guard(module: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
             def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if not keeper.open:
-                    lacks = "this worker does not hold its weights"
-                    if module is self.model:
-                        lacks = "a loop of its own cannot drive the stages of a pipeline"
-                    raise PlanError(
-                        f"the script calls {repr(name) if name else 'the model'} itself, and "
-                        f"under plan={keeper.plan!r} {lacks}. Let run.step() and run.evaluate() "
-                        "call the model, or use plan='replicate', 'shard', or 'tensor', under "
-                        "which the script can."
-                    )
+                refuse_own_call(module, name)
                 if own is not None:
                     return own(*args, **kwargs)
                 return type(this).forward(this, *args, **kwargs)
@@ -511,8 +519,11 @@ class StageOwnership:
             # Not a hook: modules with hooks are followed in another way.
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
-        keeper = self._keeper
+        keeper, meeting = self._keeper, rendezvous(self.me)
         for name, module in self.model.named_modules():
+            if module in self.sharded:  # before its weights are gathered from the replicas
+                refuse = partial(lambda name, module, *_: refuse_own_call(module, name), name)
+                module.register_forward_pre_hook(refuse, prepend=True)
             own = [p for p in module._parameters.values() if p is not None]
             remote = any(id(p) not in self._held for p in own)
             if (remote or module is self.model) and not isinstance(module, torch.jit.ScriptModule):

@@ -13,6 +13,8 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from ronde.parallel.own_calls import OwnCalls
+
 __all__ = [
     "Compute",
     "Flags",
@@ -175,6 +177,10 @@ class Strategy:
     def owns(self, name: str) -> bool:
         """Whether this worker holds a parameter or buffer (or shard), by ``state_dict()`` name."""
         return True
+
+    def watch(self, calls: OwnCalls) -> None:
+        """Let passes that the script makes by itself meet first."""
+        calls.surround(self.model)
 
     def loaded(self) -> None:
         """Called after a checkpoint's weights, buffers and optimizer state were restored."""

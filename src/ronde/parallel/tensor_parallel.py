@@ -43,6 +43,7 @@ from ronde.parallel.fsdp import (
     refuse_optimizer,
     shard_width,
 )
+from ronde.parallel.own_calls import OwnCalls
 from ronde.parallel.strategy import (
     Compute,
     Flags,
@@ -123,6 +124,7 @@ class _WorkerRuntime(BlockRuntime):
     """This worker's part in training. Dropout differs between workers inside blocks only."""
 
     group: dist.ProcessGroup | None
+    own_calls: OwnCalls | None = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
@@ -153,6 +155,8 @@ class _WorkerRuntime(BlockRuntime):
         return _Leave.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def begin(self, block: Block, training: bool) -> None:
+        if self.own_calls is not None:
+            self.own_calls.enter(block.path)
         if not training:
             return
         before = torch.default_generator.get_state()
@@ -232,12 +236,14 @@ class Divided:
         blocks: the divided ones.
         partial: whole parameters of which each worker uses a part: their gradients are summed.
         note: what to tell the user, or nothing.
+        runtime: how the blocks communicate; None if torch's ``parallelize_module`` divided them.
     """
 
     mesh: DeviceMesh
     blocks: tuple[Block, ...] = ()
     partial: frozenset[str] = frozenset()
     note: str = ""
+    runtime: _WorkerRuntime | None = None
 
 
 def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:
@@ -251,7 +257,7 @@ Changes = dict[str, tuple[nn.Parameter, nn.Parameter]]
 
 def _install(
     model: nn.Module, blocks: tuple[Block, ...], mesh: DeviceMesh
-) -> tuple[ExitStack, Changes]:
+) -> tuple[ExitStack, Changes, _WorkerRuntime]:
     """Divide blocks. The stack undoes it."""
     stack = ExitStack()
     changed: Changes = {}
@@ -270,7 +276,7 @@ def _install(
             _put(model, name, divided)
             stack.callback(_put, model, name, whole)
         install_layers(stack, model, block, runtime, done)
-    return stack, changed
+    return stack, changed, runtime
 
 
 class _DirectReads(TorchFunctionMode):
@@ -403,7 +409,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     blocks = tuple(_block(b) for b in verdict)
     refused = list(whole.refused)
     while blocks:
-        stack, changed = _install(model, blocks, mesh)
+        stack, changed, runtime = _install(model, blocks, mesh)
         partials = frozenset(n for b in blocks for n in (*b.inside, *split_dims(model, b)[1]))
         verdicts = gather_json(me, _verdict(work, run, whole, mesh, partials))
         wrong = _wrong_blocks(plan, model, blocks, verdicts)
@@ -422,7 +428,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             f"tensor={plan.tensor}: {len(blocks)} blocks are split. {len(refused)} stay whole on "
             f"every worker: {_reasons(refused, model)}"
         )
-    return Divided(mesh, blocks, partials, note)
+    return Divided(mesh, blocks, partials, note, runtime)
 
 
 def _wrong_blocks(
@@ -679,6 +685,12 @@ class Tensor(_Together, Replicate):
         """See :meth:`Strategy.updated`."""
         self._mixed_tensors.close()
 
+    def watch(self, calls: OwnCalls) -> None:
+        """See :meth:`Strategy.watch`."""
+        super().watch(calls)
+        if self.divided.runtime is not None:
+            self.divided.runtime.own_calls = calls
+
 
 class TensorShard(_Together, Shard):
     """Carries ``tensor=T`` out with replicas that shard the model: FSDP2 over a mesh of both."""
@@ -700,6 +712,12 @@ class TensorShard(_Together, Shard):
         """See :meth:`Strategy.micro`."""
         self._extend_scaler(scale)
         super().micro(compute, part, scale)
+
+    def watch(self, calls: OwnCalls) -> None:
+        """See :meth:`Strategy.watch`."""
+        super().watch(calls)
+        if self.divided.runtime is not None:
+            self.divided.runtime.own_calls = calls
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""

@@ -36,6 +36,7 @@ from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_s
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
+from ronde.run.whole_model import refuse_save_pretrained, skeleton_of
 from ronde.watch import (
     Record,
     RunDir,
@@ -233,6 +234,7 @@ def distribute(
     if auto and hooks.planner is not None:
         chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
     directory, resumes = _directory(me, name)
+    skeleton = skeleton_of(opening.model, chosen)
     strategy = carry_out(chosen, work, me)
     record = Record(directory.record) if me.is_main and directory is not None else None
     run = Run(
@@ -252,6 +254,10 @@ def distribute(
         # a batch may be larger than any before it
         or (chosen.micro_batch is not None and opening.taken.order.ends(0) is not None),
     )
+    if skeleton is not None:
+        skeleton.note(run.model)
+        run._skeleton = skeleton
+    refuse_save_pretrained(run.model, chosen)
     announce(run, left_out)
     _begin(run, forecast, resumes)
     return run

@@ -83,6 +83,8 @@ def save(run: RunParts, folder: Path, keep: int) -> Path | None:
     """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
     on rank 0.
     """
+    if not holds_all(run) or run._registry.items:
+        run._rendezvous.meet("run.save()")
     registered, tensors = run._registry.pack(run)
     own: dict[str, Tensors] = {"registered.safetensors": tensors} if tensors else {}
     averages, averaged = run._averages.pack()
@@ -148,6 +150,7 @@ def _save_together(
 def export_weights(run: RunParts, path: Path) -> None:
     """Write the model's weights as plain safetensors; rank 0 writes."""
     if not holds_all(run):
+        run._rendezvous.meet("run.export(path)")
         pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
         checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
     elif run.is_main:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from ronde.data import key_of
 from ronde.loader import Feed, TakenOver
-from ronde.parallel import Part, Strategy, Work
+from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
 from ronde.plan import Plan, Share, epoch_steps, shares
-from ronde.run import checks, hooks, lr_rules, persist
+from ronde.run import checks, hooks, lr_rules, persist, script_collectives, whole_model
 from ronde.run.average import Averages, Decay, WeightAverage
 from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
@@ -43,6 +43,7 @@ from ronde.run.seeding import reseeding, seed_step
 from ronde.run.unregistered import Unregistered, claim
 from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world.rendezvous import counted, rendezvous
 
 if TYPE_CHECKING:
     from ronde.run.step_port import StepPort
@@ -97,6 +98,12 @@ class Run:
         self._stepping = False  # inside step(), which decides who runs the loss
         self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
         self._passes = Passes(self.model, plan, me)
+        self._rendezvous = rendezvous(me)
+        self._own_calls = own_calls(self.model, plan, self._rendezvous)
+        if self._own_calls is not None:
+            strategy.watch(self._own_calls)
+        self._owns_loop = False
+        self._skeleton: whole_model.Skeleton | None = None
         # The parameters that a plan which divides the model exchanges; None under other plans.
         self._divided: dict[int, torch.Tensor] | None = None
         if plan.pipeline > 1 or (plan.shard in ("gradients", "parameters") and plan.replicas > 1):
@@ -261,6 +268,7 @@ class Run:
         self._reading = weakref.ref(reading)
         return reading
 
+    @counted("run.step(batch)")
     def step(self, batch: Any) -> torch.Tensor:
         """Train on one batch from :meth:`batches`: forward, backward, exchange, clip, update, and
         schedule.
@@ -304,6 +312,7 @@ class Run:
         self._report_passes()
         return self._update(share)
 
+    @counted("run.backward(loss)")
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
         """Backward pass of a script that owns its loop: once per micro-batch, in order, then call
         :meth:`update`.
@@ -337,7 +346,11 @@ class Run:
         else:
             low, high = share.micro[self._backwards]
             strategy.expect(high > low)
+        self._owns_loop = True
+        if self._own_calls is not None:
+            self._own_calls.due = not part.last
 
+    @counted("run.update()")
     def update(self) -> torch.Tensor:
         """Exchange, clip, update, and schedule, after :meth:`backward`. Returns the global loss, as
         :meth:`step` does.
@@ -405,6 +418,7 @@ class Run:
 
     # -- evaluation --------------------------------------------------------------------
 
+    @counted("run.evaluate(data)")
     def evaluate(
         self, data: Any, metrics: Mapping[str, Any] | None = None, *, name: str = "evaluate"
     ) -> dict[str, Any]:
@@ -429,6 +443,7 @@ class Run:
         """
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
+        self._rendezvous.meet("run.evaluate(data)")
         self._watcher.rate.pause()
         evaluation = evaluation_of(self, data, self._weak_reporter())
         self._strategy.sync_buffers()
@@ -513,6 +528,112 @@ class Run:
         if hooks.examiner is None:
             raise RondeError("run.doctor() needs a run that ronde.distribute made.")
         return hooks.examiner(self, seconds, **options)
+
+    # -- among the ranks -------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. Call it on every worker.
+
+        Raises:
+            WorldError: a rank called something else, or ended.
+
+        Example:
+            >>> if run.is_main:  # doctest: +SKIP
+            ...     torch.save(vocabulary, "vocabulary.pt")
+            >>> run.barrier()  # doctest: +SKIP
+            >>> vocabulary = torch.load("vocabulary.pt")  # doctest: +SKIP
+        """
+        script_collectives.barrier(self._rendezvous)
+
+    def reduce(self, value: Any, op: Literal["mean", "sum", "max"] = "mean") -> Any:
+        """Combine a value of each rank. Call it on every worker: all get the same result.
+
+        Numbers are exact: integers stay integers, and a sum of floats is rounded once. Tensors are
+        computed in float64, rounded once to their own type, and carry no gradient. A sum of integer
+        tensors is int64, their mean is float64. A NaN on any rank makes a maximum NaN.
+
+        Args:
+            value: a number, a tensor, or a dictionary of these, with the same names, types, and
+                shapes on every rank.
+            op: ``"mean"`` (each rank weighs the same), ``"sum"``, or ``"max"``.
+
+        Returns:
+            What ``value`` is: a number, a tensor on its device, or a dictionary.
+
+        Raises:
+            ArgumentError: a value that cannot be reduced, on every rank.
+            WorldError: ranks give different operations, names, types, or shapes.
+
+        Example:
+            >>> run.reduce({"reward": 12.5, "episodes": 3}, "sum")  # doctest: +SKIP
+            {'reward': 31.0, 'episodes': 7}
+        """
+        return script_collectives.reduce(self._rendezvous, value, op)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Collect a JSON value of each rank. Call it on every worker.
+
+        Args:
+            obj: None, numbers, text, and lists or dictionaries of them. Tuples arrive as lists.
+
+        Returns:
+            list: the values by rank, the same on every rank.
+
+        Raises:
+            ArgumentError: JSON does not hold a value, on every rank.
+            WorldError: a rank called something else, or ended.
+
+        Example:
+            >>> run.gather_objects({"rank": run.rank})  # doctest: +SKIP
+            [{'rank': 0}, {'rank': 1}]
+        """
+        return script_collectives.gather_objects(self._rendezvous, obj)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Run a block on rank 0, then on all other ranks. Enter it on every worker.
+
+        Raises:
+            WorldError: on the other ranks, if rank 0's block failed; or if ranks call other things.
+
+        Example:
+            >>> with run.main_first():  # rank 0 downloads, the others find it  # doctest: +SKIP
+            ...     data = load_dataset("wikitext")
+        """
+        return script_collectives.main_first(self._rendezvous)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on rank 0; nothing on other ranks."""
+        if self.is_main:
+            print(*args, **kwargs)
+
+    def whole_model(
+        self, ranks: Literal["all", "main"] = "all", device: torch.device | str | None = None
+    ) -> AbstractContextManager[Any]:
+        """The whole model, for sampling, evaluation, and ``save_pretrained``, under every plan.
+
+        Enter it on every worker. Inside, nothing communicates: each rank may call the model as
+        often as it likes, or not at all, with any of its methods.
+
+        Under a plan that divides the model, it is a copy: the original classes, plain tensors,
+        current weights and buffers, and the modes of the training. Changes to it are lost. Under
+        other plans it is the script's own model with rank 0's buffers; buffers and modes are put
+        back at the end, and changed weights are an error.
+
+        Args:
+            ranks: ``"all"`` gives the model to every rank, ``"main"`` to rank 0, and None to the
+                others. A copy takes the memory of all weights on each rank that gets one.
+            device: where a copy is; None for this worker's device.
+
+        Raises:
+            PlanError: the model cannot be copied, or weights were changed inside.
+            WorldError: a rank called something else, or ended.
+
+        Example:
+            >>> with run.whole_model() as model:  # doctest: +SKIP
+            ...     if run.is_main:
+            ...         print(model.eval().generate(prompt))
+        """
+        return whole_model.whole_model(self, ranks, device)
 
     # -- what it writes ----------------------------------------------------------------
 
@@ -747,7 +868,8 @@ class Run:
             self._end_epoch()  # the script has its own loop over epochs
         self._share = None  # a loop that was left before its last step may have set it
         epoch = state.epoch
-        self._strategy.start_epoch()
+        with self._rendezvous.call("run.batches()"):
+            self._strategy.start_epoch()
         hooks.observer.on_epoch_start(self)
         ends = order.ends(epoch)
         if order.draw is not None:
@@ -795,8 +917,11 @@ class Run:
         if plan.drop_last and self._share is None:
             state.epoch_samples = order.epoch_samples  # the rest of the epoch is dropped
 
+    @counted("run.batches()")
     def _hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
         self._share, self._backwards = share, 0
+        if self._own_calls is not None:
+            self._own_calls.due = self._owns_loop
         if self.world_size > 1:
             # Dropout on many workers is a function of (seed, step, rank): a resumed run draws
             # what the first one would have drawn.

@@ -26,6 +26,7 @@ from ronde.run.seeding import seed_step
 from ronde.run.snapshot import Snapshot
 from ronde.watch import RunDir, Silent, Watcher
 from ronde.world import World
+from ronde.world.rendezvous import Rendezvous
 
 __all__ = ["RunParts", "RunView", "StepPort"]
 
@@ -77,6 +78,8 @@ class RunParts(RunView, Protocol):
     _taken: TakenOver
     _strategy: Strategy
     _work: Work
+    _rendezvous: Rendezvous
+    _skeleton: Any
     _loss: LossCall
     _loss_check: Any
     _gathers: bool | None

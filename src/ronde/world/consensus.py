@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ronde.world.errors import WorldError
 from ronde.world.identity import World
 
-__all__ = ["agree", "broadcast_json", "gather_json"]
+__all__ = ["agree", "broadcast_json", "gather_json", "ranks_text"]
 
 
 def _bytes(value: Any) -> torch.Tensor:
@@ -52,7 +52,8 @@ def broadcast_json(me: World, value: Any) -> Any:
     return json.loads(bytes(text.cpu().numpy()).decode())
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0 to 7``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
@@ -83,7 +84,7 @@ def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
             shown = json.dumps(each[name]) if name in each else "nothing"
             values.setdefault(shown, []).append(rank)
         if len(values) > 1:
-            said = "; ".join(f"{_ranks(ranks)}: {value}" for value, ranks in values.items())
+            said = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in values.items())
             raise WorldError(
                 f"The ranks disagree on {name} in {where}: {said}. Every worker must run "
                 "the same script with the same "

@@ -1,0 +1,232 @@
+"""A whole copy of the model for sampling, evaluation, and ``save_pretrained``, under every plan.
+
+A plan that divides the model changes its modules, so :class:`Skeleton` copies their structure
+before, without values. A copy for use is a copy of the skeleton, filled with the weights that the
+workers send, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ronde import checkpoint
+from ronde.plan import Plan
+from ronde.world import ArgumentError, CheckpointError, PlanError
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["Skeleton", "refuse_save_pretrained", "skeleton_of", "whole_model"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MISSING = object()
+
+
+def _divides(plan: Plan) -> bool:
+    shards = plan.shard in ("gradients", "parameters") and plan.replicas > 1
+    return plan.workers > 1 and (shards or plan.pipeline > 1 or plan.tensor > 1)
+
+
+class Skeleton:
+    """A model's modules without the values of their parameters and buffers.
+
+    Attributes:
+        why_not: why the model cannot be copied; empty if it can.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.why_not = ""
+        self._values: dict[str, dict[str, Any]] = {}
+        memo: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                self.why_not = f"{name or 'the model'!r} is a ScriptModule"
+            for p in module._parameters.values():
+                if p is not None:
+                    empty = torch.empty_like(p, device="meta")
+                    memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+            for b in module._buffers.values():
+                if b is not None:
+                    memo[id(b)] = torch.empty_like(b, device="meta")
+            # Other tensors are shared until a copy is made for use.
+            memo |= {id(v): v for v in vars(module).values() if isinstance(v, torch.Tensor)}
+        if self.why_not:
+            return
+        try:
+            self._model = copy.deepcopy(model, memo)
+        except Exception as error:  # whatever an attribute of the model raises
+            self.why_not = f"copy.deepcopy(model) fails ({type(error).__name__}: {error})"
+
+    def note(self, model: nn.Module) -> None:
+        """Note the attributes that dividing has changed: only later changes are the script's."""
+        for path, module in model.named_modules():
+            own = vars(module).items()
+            self._values[path] = {name: v for name, v in own if _is_plain(v)}
+
+    def names(self) -> dict[str, list[str]]:
+        """First name of each parameter and buffer -> all its names."""
+        first: dict[int, str] = {}
+        names: dict[str, list[str]] = {}
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+        return names
+
+    def filled(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A copy with these values, by first name, and the current attributes of ``model``."""
+        trained = dict(model.named_parameters(remove_duplicate=False))
+        memo: dict[int, Any] = {}
+        for name, p in self._model.named_parameters():
+            memo[id(p)] = nn.Parameter(tensors[name], requires_grad=trained[name].requires_grad)
+        for name, b in self._model.named_buffers():
+            memo[id(b)] = tensors[name]
+        for module in self._model.modules():
+            for value in vars(module).values():
+                if isinstance(value, torch.Tensor):
+                    memo[id(value)] = value.detach().clone()
+        made = copy.deepcopy(self._model, memo)
+        for path, module in model.named_modules():
+            mine, before = vars(made.get_submodule(path)), self._values.get(path, {})
+            for name, value in vars(module).items():
+                if _is_plain(value) and value != before.get(name, _MISSING):
+                    mine[name] = copy.deepcopy(value)
+                elif type(value) is torch.Tensor and type(mine.get(name)) is torch.Tensor:
+                    mine[name] = value.detach().clone()
+        return made
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def skeleton_of(model: nn.Module, plan: Plan) -> Skeleton | None:
+    """What a whole copy will be made of; None if each worker can use its own model alone."""
+    if _divides(plan) or (plan.sync_batchnorm and plan.workers > 1):
+        return Skeleton(model)
+    return None
+
+
+def refuse_save_pretrained(model: nn.Module, plan: Plan) -> None:
+    """Let ``save_pretrained`` of a divided model say how to write it: it would write a part."""
+    if not _divides(plan):
+        return
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise PlanError(
+            f"save_pretrained() was called on the model that plan={plan.spec!r} divides: it would "
+            "write this worker's part only. Let all ranks enter 'with "
+            'run.whole_model(ranks="main") as model:\', and call model.save_pretrained(…) on '
+            "rank 0. run.export(path) writes the weights alone."
+        )
+
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            module.__dict__["save_pretrained"] = save_pretrained
+
+
+@contextmanager
+def whole_model(
+    run: RunParts, ranks: str, device: torch.device | str | None
+) -> Iterator[nn.Module | None]:
+    """See :meth:`Run.whole_model`."""
+    if ranks not in ("all", "main"):
+        raise ArgumentError(f"run.whole_model(ranks={ranks!r}): choose 'all' or 'main'.")
+    run._rendezvous.meet(f"run.whole_model(ranks={ranks!r})")
+    wanted = ranks == "all" or run.is_main
+    if run._skeleton is None:
+        with run._rendezvous.call("run.whole_model()"):
+            run._strategy.sync_buffers()
+        with _kept(run) as model:
+            yield model if wanted else None
+        return
+    with run._rendezvous.call("run.whole_model()"):
+        made = _copy(run, run._skeleton, ranks == "all", torch.device(device or run.device))
+    yield made
+
+
+def _copy(
+    run: RunParts, skeleton: Skeleton, everywhere: bool, device: torch.device
+) -> nn.Module | None:
+    if skeleton.why_not:
+        raise PlanError(
+            f"run.whole_model() cannot copy the model under plan={run.plan.spec!r}: "
+            f"{skeleton.why_not}. run.export(path) writes its weights, which a fresh model can "
+            "load; under plan='replicate' no copy is needed."
+        )
+    run._strategy.loaded()  # free parameters that a pass without a backward pass left gathered
+    live = dict[str, torch.Tensor](run.model.named_parameters(remove_duplicate=False))
+    live |= dict(run.model.named_buffers(remove_duplicate=False))
+    names, owns = skeleton.names(), run._strategy.owns
+    known = {name for alike in names.values() for name in alike}
+    changed = sorted(known ^ live.keys())
+    if changed:
+        raise PlanError(
+            f"run.whole_model(): {changed[0]!r} was {'added to' if changed[0] in live else 'taken'}"
+            f"{'' if changed[0] in live else ' from'} the model after ronde.distribute had divided "
+            "it. Build the model whole before ronde.distribute."
+        )
+    pieces = {
+        first: checkpoint.piece_of(live[name], name)
+        for first, alike in names.items()
+        for name in alike
+        if owns(name)
+    }
+    tensors = {
+        name: tensor.to(device)
+        for name, tensor in checkpoint.gather_whole(run._me, pieces, everywhere)
+    }
+    if not everywhere and not run.is_main:
+        return None
+    missing = sorted(names.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"run.whole_model(): no worker holds {missing[0]!r}.")
+    return skeleton.filled(run.model, tensors)
+
+
+@contextmanager
+def _kept(run: RunParts) -> Iterator[nn.Module]:
+    """The script's own model; buffers and modes are put back, changed parameters refused."""
+    model = run.model
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, n, b, None if b is None else b.detach().clone()) for m, n, b in _buffers(model)]
+    before = _marks(model)
+    try:
+        yield model
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, b, value in buffers:
+                module._buffers[name] = b
+                if b is not None and value is not None:
+                    b.data = b.data.to(value.device, value.dtype)
+                    b.copy_(value)
+    for name, mark in _marks(model).items():
+        if mark != before.get(name):
+            raise PlanError(
+                f"{name!r} was changed inside run.whole_model(), which under plan="
+                f"{run.plan.spec!r} is the model that is being trained. Change a "
+                "copy.deepcopy(model) instead."
+            )
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
+    return [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+
+
+def _marks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (id(p), p._version, p.data_ptr(), p.dtype, p.device, p.requires_grad)
+        for name, p in model.named_parameters()
+    }

@@ -1,0 +1,298 @@
+"""Ranks meet over the store before an exchange, and learn who went on to something else.
+
+A gloo or NCCL exchange that one rank enters alone waits for minutes, or pairs with another one. A
+meeting costs three messages to the store. Steps do not meet: a rank counts them, and a thread
+publishes the count once a second for ranks that wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from ronde.world.consensus import ranks_text
+from ronde.world.errors import RondeError, WorldError
+from ronde.world.identity import World
+
+__all__ = ["Rendezvous", "counted", "rendezvous"]
+
+_PUBLISH_SECONDS = 1.0
+_LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
+_SAY_AFTER_SECONDS, _SAY_EVERY_SECONDS = 5.0, 60.0
+_LEAVE_SECONDS = 2.0
+_ENDED = "ended its script"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+E = TypeVar("E", bound=RondeError)
+
+
+class Rendezvous:
+    """This process's place in the sequence of calls that all ranks make.
+
+    Attributes:
+        doing: the call under way, as the script writes it; empty while the script's own code runs.
+        begun: how many calls of the whole world have begun: the same sequence on every rank.
+    """
+
+    def __init__(self, me: World) -> None:
+        self.me = me
+        self.doing = ""
+        self.begun = 0
+        self._met: dict[tuple[int, ...], int] = {}
+        self._pid = os.getpid()
+        self._published: tuple[int, str] | None = None
+        self._last: tuple[list[str], int] = [], 0  # who says that they left the last meeting
+        self._stopped = threading.Event()
+        if me.size > 1:
+            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+            # A client of its own: a blocking call of another user of the store holds its lock.
+            store: Any = PrefixStore("ronde/rendezvous", _get_default_store())
+            self._store = store.clone()
+            self._lock = threading.Lock()
+            self._thread = threading.Thread(target=self._publish_often, daemon=True)
+            self._thread.start()
+            atexit.register(self._stop)
+
+    # -- what this rank does, for others -----------------------------------------------
+
+    def _publish(self) -> None:
+        now = (self.begun, self.doing)
+        if now != self._published:
+            self._published = now
+            with self._lock:
+                self._store.set(f"at/{self.me.rank}", json.dumps(now))
+
+    def _publish_often(self) -> None:
+        with suppress(RuntimeError):  # the store has gone: so has the world
+            while not self._stopped.wait(_PUBLISH_SECONDS):
+                self._publish()
+
+    def _stop(self) -> None:
+        if self._pid != os.getpid():  # a fork, such as a loading process
+            return
+        self._stopped.set()
+        self._thread.join()
+        self.doing = _ENDED
+        with suppress(RuntimeError):
+            self._publish()
+            # Rank 0 may hold the store: others must have read what they met for.
+            keys, n = self._last
+            limit = time.monotonic() + _LEAVE_SECONDS
+            while keys and self.me.is_main and time.monotonic() < limit:
+                if self._store.check(keys) and all(
+                    int(text) >= n for text in self._store.multi_get(keys)
+                ):
+                    break
+                time.sleep(0.005)
+
+    @contextmanager
+    def call(self, what: str) -> Iterator[None]:
+        """Count a call of the whole world, under way within the block."""
+        self.begun += 1
+        before, self.doing = self.doing, what
+        try:
+            yield
+        finally:
+            self.doing = before
+
+    # -- meeting -----------------------------------------------------------------------
+
+    def meet(
+        self,
+        what: str,
+        facts: Any = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        advice: str = "",
+        at_most_seconds: float = math.inf,
+    ) -> list[Any]:
+        """Wait until all ranks have called the same; returns their ``facts``, in rank order.
+
+        A rank that is merely late is waited for. After five seconds a line says which.
+
+        Args:
+            what: the call, as the script writes it.
+            facts: anything JSON holds.
+            ranks: who meets; None for all.
+            advice: what to do if others do something else.
+            at_most_seconds: how long to wait for a rank that is merely late.
+
+        Raises:
+            WorldError: a rank called something else, went on to a later call, or ended.
+        """
+        everyone = tuple(range(self.me.size))
+        chosen = everyone if ranks is None else tuple(ranks)
+        if len(chosen) == 1:
+            return [json.loads(json.dumps(facts))]
+        n = self._met[chosen] = self._met.get(chosen, 0) + 1
+        name = "all" if chosen == everyone else ",".join(map(str, chosen))
+        before, self.doing = self.doing, what
+        try:
+            mine = json.dumps([what, facts, advice])
+            with self._lock:
+                self._store.set(f"{name}/{n}/{self.me.rank}", mine)
+            # After the key: a rank that has begun this call, and has no key, began another one.
+            past = self.begun
+            if chosen == everyone:
+                self.begun += 1
+            self._publish()
+            keys = {rank: f"{name}/{n}/{rank}" for rank in chosen}
+            if (gone := self._wait(what, keys, past, advice, at_most_seconds)) is not None:
+                # Others never came. A script that catches the error may meet them here next time.
+                with suppress(RuntimeError), self._lock:
+                    self._store.delete_key(keys[self.me.rank])
+                self._met[chosen], self.begun = n - 1, past
+                raise self.refuse(gone)
+            with self._lock:
+                found = [json.loads(text) for text in self._store.multi_get(list(keys.values()))]
+                # Everyone is here, so everyone has left the meeting before last.
+                self._store.delete_key(f"{name}/{n - 2}/{self.me.rank}")
+                self._store.set(f"{name}/left/{self.me.rank}", str(n))
+            self._last = [f"{name}/left/{rank}" for rank in chosen], n
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise WorldError(
+                f"rank {self.me.rank} called {what}, and the store where ranks meet is gone: rank "
+                "0 or the launcher has ended."
+            ) from error
+        finally:
+            self.doing = before
+        self._check(chosen, found)
+        return [facts for _, facts, _ in found]
+
+    def _wait(
+        self, what: str, keys: dict[int, str], past: int, advice: str, at_most_seconds: float
+    ) -> WorldError | None:
+        """None once all are here, or the error that one never will be."""
+        start = looked = time.monotonic()
+        say_at, pause = start + _SAY_AFTER_SECONDS, 0.0002
+        while True:
+            with self._lock:
+                if self._store.check(list(keys.values())):
+                    return None
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+            now = time.monotonic()
+            if now - looked < _LOOK_SECONDS:
+                continue
+            looked = now
+            with self._lock:
+                missing = [r for r, key in keys.items() if not self._store.check([key])]
+            for rank in missing:
+                if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
+                    return gone
+            if now - start > at_most_seconds:
+                raise WorldError(f"{ranks_text(missing)} did not call {what}.")
+            if now > say_at:
+                say_at = now + _SAY_EVERY_SECONDS
+                print(
+                    f"ronde: rank {self.me.rank} has waited {now - start:.0f} s for "
+                    f"{ranks_text(missing)} to call {what}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _look(self, rank: int, what: str, key: str, past: int, advice: str) -> WorldError | None:
+        """The error that a rank which has not come never will."""
+        with self._lock:
+            if not self._store.check([f"at/{rank}"]):
+                return None
+            begun, doing = json.loads(self._store.get(f"at/{rank}"))
+            if self._store.check([key]):
+                return None  # it came meanwhile
+        if doing == _ENDED or begun > past:
+            went = f"{doing}" if doing == _ENDED else f"went on to {doing or 'later calls'}"
+            return WorldError(
+                f"rank {self.me.rank} called {what}, and rank {rank} {went}. {advice or _ADVICE}"
+            )
+        return None
+
+    def _check(self, ranks: Sequence[int], found: Sequence[Sequence[Any]]) -> None:
+        calls: dict[str, list[int]] = {}
+        for rank, (what, _, _) in zip(ranks, found, strict=True):
+            calls.setdefault(what, []).append(rank)
+        if len(calls) > 1:
+            said = "; ".join(f"{ranks_text(who)} called {what}" for what, who in calls.items())
+            advice = next((a for _, _, a in found if a), _ADVICE)
+            raise self.refuse(WorldError(f"{said}. {advice}"))
+
+    # -- errors ------------------------------------------------------------------------
+
+    def refuse(self, error: E) -> E:
+        """Publish an error that is about to be raised: ranks that wait in an exchange name it,
+        once the exchange breaks.
+        """
+        if self.me.size > 1:
+            with suppress(RuntimeError), self._lock:
+                self._store.set("refused", json.dumps([self.begun, str(error)]))
+        return error
+
+    def explain(self, error: RuntimeError) -> RuntimeError:
+        """The error that made another rank leave, if an exchange broke because of it."""
+        if self.me.size == 1 or isinstance(error, RondeError):
+            return error
+        with suppress(RuntimeError), self._lock:
+            if self._store.check(["refused"]):
+                begun, text = json.loads(self._store.get("refused"))
+                if abs(self.begun - begun) <= 2:
+                    return WorldError(text)
+        return error
+
+
+_ADVICE = (
+    "Every rank must make the same calls, in the same order: look for what depends on the rank."
+)
+_made: Rendezvous | None = None
+
+
+def rendezvous(me: World) -> Rendezvous:
+    """This process's rendezvous, made once. Call it on every rank, after ``connect``."""
+    global _made
+    if _made is None or _made.me != me:
+        _made = Rendezvous(me)
+    return _made
+
+
+class _Meets(Protocol):
+    _rendezvous: Rendezvous
+
+
+M = TypeVar("M", bound=_Meets)
+
+
+def counted(
+    what: str,
+) -> Callable[[Callable[Concatenate[M, P], R]], Callable[Concatenate[M, P], R]]:
+    """Decorator of a method that all ranks call together: counts it, and names broken exchanges."""
+
+    def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+        @wraps(method)
+        def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
+            meeting = self._rendezvous
+            meeting.begun += 1
+            before, meeting.doing = meeting.doing, what
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeError as error:
+                explained = meeting.explain(error)
+                if explained is error:
+                    raise
+                raise explained from error
+            finally:
+                meeting.doing = before
+
+        return call  # type: ignore[return-value]  # a method: self is positional
+
+    return decorate
