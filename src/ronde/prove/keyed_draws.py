@@ -78,6 +78,7 @@ class KeyedDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: dict[str, list[int]] = {}
         self._given = given
+        self._axes: dict[str, int] = {}
         self._place, self._note, self._is_active = place, note, is_active
         self._seeds = itertools.count(_FIRST_SEED)
         self._passes: dict[int, _Pass] = {}
@@ -128,7 +129,7 @@ class KeyedDraws(TorchDispatchMode):
             self.shapes.setdefault(draw, shape)
         without_replacement = size_at is not None and name == "multinomial" and not args[2:3]
         together = name == "randperm" or without_replacement
-        rows = None if together else _rows(shape, before, at)
+        rows = None if together else _rows(shape, before, at, self._axis(draw, before, at))
         # Several elements for each sample may be blocks, or copies of the batch.
         if shape != before and (rows is None or rows.each > 1):
             self._note(f"{name}@{where}")
@@ -142,6 +143,18 @@ class KeyedDraws(TorchDispatchMode):
             return _draw_rows(func, args, kwargs, draw, shape, size_at, rows)
         finally:
             torch.default_generator.set_state(state)
+
+    def _axis(self, draw: str, before: Sequence[int], at: _Pass) -> int | None:
+        """The axis of samples in the shape that a draw has in one process. Where two are as long,
+        it is that of an earlier batch of another size.
+        """
+        divisible = [a for a, length in enumerate(before) if length and length % at.whole == 0]
+        axes = [a for a in divisible if before[a] == at.whole] or divisible
+        place = draw.removeprefix(at.key)
+        if len(axes) == 1:
+            self._axes.setdefault(place, axes[0])
+        known = self._axes.get(place)
+        return known if known in axes else axes[0] if axes else None
 
     def _name(self, at: _Pass) -> tuple[str, str]:
         """A draw's name, the same in every run, and its place in the code."""
@@ -186,19 +199,15 @@ def _shape_of(
     return shape, None
 
 
-def _rows(shape: Sequence[int], before: Sequence[int], at: _Pass) -> _Rows | None:
-    """The axis of samples, by the draw's shape in one process; None if it has none."""
-    whole, here = at.whole, at.high - at.low
-    divisible = [a for a, length in enumerate(before) if length and length % whole == 0]
-    axes = [a for a in divisible if before[a] == whole] or divisible
+def _rows(shape: Sequence[int], before: Sequence[int], at: _Pass, axis: int | None) -> _Rows | None:
+    """The samples along an axis; None if the draw has none."""
+    if axis is None:
+        return None
+    each = before[axis] // at.whole
     if list(shape) == list(before):
-        if not axes:
-            return None
-        return _Rows(axes[0], before[axes[0]] // whole, range(whole))
-    for axis in axes[:1]:
-        each = before[axis] // whole
-        if list(shape) == [*before[:axis], here * each, *before[axis + 1 :]]:
-            return _Rows(axis, each, range(at.low, at.high))
+        return _Rows(axis, each, range(at.whole))
+    if list(shape) == [*before[:axis], (at.high - at.low) * each, *before[axis + 1 :]]:
+        return _Rows(axis, each, range(at.low, at.high))
     return None
 
 
