@@ -7,6 +7,7 @@ A job is a list of cells. A cell is one script, on some workers, under a plan: `
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -38,7 +39,7 @@ from ronde.feed import Order
 from ronde.introspect import seed_all
 from ronde.watch import Evaluated, StepRecorded, read
 
-LIMIT = 60.0  # seconds that a cell may take
+LIMIT = 120.0  # seconds that a cell may take, on a machine with much else to do
 KILLED = 9
 
 
@@ -67,7 +68,7 @@ class Cell:
 
 # What a script owns besides its weights, from its variables: plain and train alike.
 VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "word_lm": lambda g: [_kept(g, "best"), _kept(g, "hidden"), _rate(g)],
+    "word_lm": lambda g: [_kept(g, "best"), _rate(g)],
     "reinforce": lambda g: _kept(g, "average"),
     "glue": lambda g: _rate(g),
     "simclr": lambda g: [_rate(g), g["scheduler"].last_epoch, g["score"]],
@@ -158,10 +159,21 @@ def _play_as_ronde(losses: list[float], counts: dict[str, int]) -> None:
             return torch.stack([randint(*bounds, (), generator=stream) for stream in streams])
         return randint(*bounds, shape, **options)
 
+    begun = True
+
     def noted(self, *arguments, **options):
-        losses.append(float(self.detach()))
+        nonlocal begun
+        if begun:
+            losses.append(0.0)
+        begun = False
+        losses[-1] += float(self.detach())  # of several micro-batches, their sum
         return backward(self, *arguments, **options)
 
+    def stepped(*_):
+        nonlocal begun
+        begun = True
+
+    register_optimizer_step_post_hook(stepped)
     torch.utils.data.DataLoader = KeyedLoader
     torch.randn_like, torch.randn, torch.randint = randn_like, keyed_randn, keyed_randint
     torch.Tensor.backward = noted
@@ -214,6 +226,7 @@ def _train(cell: Cell, rank: int) -> dict[str, Any]:
     g["run"].export(folder / "final.safetensors")
     if "average" in g:
         g["run"].export(folder / "average.safetensors", average=g["average"])
+    atexit._run_exitfuncs()  # the record's last lines
     if rank == 0:
         from safetensors.torch import load_file
 

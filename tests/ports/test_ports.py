@@ -29,7 +29,8 @@ PLANS = {  # spec -> workers
 }
 SAVE_EVERY = 3
 NOT_SPLIT = {"tensor=2": "nothing in the model can be split by 2"}
-FOREIGN = re.compile(r"gloo|NCCL|Connection (closed|reset)|Traceback|DTensor|RuntimeError|\.cpp")
+NOT_TRIED = {"tensor=2": "finding what to split takes a forward pass and a loss"}
+FOREIGN = re.compile(r"gloo|NCCL|Connection (closed|reset)|Traceback|\.cpp")
 
 
 @dataclass
@@ -53,12 +54,45 @@ def _piped(text: str) -> dict[str, str]:
 
 
 CASES = {
+    "word_lm": Port(
+        EXAMPLES / "word_lm",
+        "--epochs 3 --words 800 --vocabulary 20 --columns 6 --bptt 17 --width 6 --dropout 0",
+        3 * 7,
+        (),
+        NOT_TRIED | _piped("A script that owns its loop (run.backward) cannot drive a pipeline"),
+    ),
+    "vae": Port(EXAMPLES / "vae", "--epochs 2 --batch 120", 2 * 12),
+    "reinforce": Port(
+        EXAMPLES / "reinforce",
+        "--updates 12 --episodes 5",
+        12,
+        (),
+        NOT_TRIED | _piped("a batch is a tensor of shape (1,), not (inputs, target)"),
+    ),
+    "glue": Port(
+        EXAMPLES / "glue",
+        "--epochs 2 --pairs 96 --batch 8 --width 8 --layers 2 --dropout 0 --warmup 3",
+        2 * 6,
+        ("transformers",),
+    ),
+    "simclr": Port(
+        EXAMPLES / "simclr",
+        "--epochs 3 --warmup 1 --images 100 --batch 24",
+        3 * 4,
+        refuses=NOT_TRIED | _piped("they cannot use the run"),
+    ),
+    "diffusion": Port(
+        EXAMPLES / "diffusion",
+        "--epochs 2 --images 60 --batch 20 --width 8 --warmup 3",
+        2 * 3,
+        ("sklearn", "diffusers"),
+    ),
     "gpt": Port(
         EXAMPLES / "gpt",
         "--epochs 2 --megabytes 0.01 --batch 32 --context 16 --width 16 --layers 2 --heads 2",
         2 * 19,
         (),
-        _piped("the script calls 'blocks.0.norm1' itself"),
+        _piped("this worker does not hold its weights"),
     ),
     "imagenet": Port(
         PORTS / "imagenet",

@@ -34,5 +34,5 @@ for epoch in run.epochs(args.epochs):
     for batch_idx, batch in enumerate(run.batches()):
         loss = run.step(batch)
         if batch_idx % 10 == 0:
-            print(f"epoch {epoch + 1}  step {batch_idx}  loss {loss.item():.4f}")
+            run.print(f"epoch {epoch + 1}  step {batch_idx}  loss {loss.item():.4f}")
     run.evaluate(test_loader, {"accuracy": accuracy})
