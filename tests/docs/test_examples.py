@@ -5,6 +5,7 @@ one worker and on two.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,30 @@ def test_the_readme_shows_the_difference_as_it_is():
     readme = (EXAMPLES.parent / "README.md").read_text()
     shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
     assert sorted(line for line in shown if line) == sorted(changed)
+
+
+def test_the_page_of_scripts_shows_lines_that_are_there():
+    page = (EXAMPLES.parent / "docs" / "my-script-is.md").read_text()
+    found = re.findall(r'^```diff title="([^"]+)"\n(.*?)^```', page, re.M | re.S)
+    assert len(found) >= 8
+    for place, block in found:
+        folder = EXAMPLES.parent / place
+        plain, train = folder / "plain.py", folder / "train.py"
+        if not folder.is_dir():
+            plain, train = folder.with_name(f"{folder.name}_plain.py"), folder.with_suffix(".py")
+        scripts = {
+            sign: path.read_text().splitlines()
+            for sign, path in (("-", plain), ("+", train), (" ", train))
+        }
+        for line in block.splitlines():
+            assert line[1:] in scripts[line[0]], f"{place} has no line {line[1:]!r}"
+
+
+def test_the_page_of_scripts_counts_lines_as_they_are():
+    root = EXAMPLES.parent
+    counted = python([str(root / "benchmarks" / "diff_lines.py")], root, timeout=60).stdout
+    assert counted.count("\n") >= 10
+    assert counted in (root / "docs" / "my-script-is.md").read_text()
 
 
 def test_digits_is_the_same_training_on_one_worker_and_on_two(tmp_path):
