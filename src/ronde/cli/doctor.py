@@ -298,31 +298,20 @@ def _headline(values: dict[str, Any]) -> Line:
         return [("  NO VERDICT  ", "bold yellow"), values["refused"]]
     cause = values["cause"]
     if values["healthy"] or cause is None:
-        started = (
-            f"; the first batch takes {values['startup_seconds']:.1f} s"
-            if values["startup_seconds"] > 1
-            else ""
-        )
-        return [
-            ("  healthy", "bold green"),
-            f": the input keeps up with the devices, nothing to prescribe{started}",
-        ]
-    gap = 100 * values["gap"]
-    points = cause["points"]
-    where = ""
-    if cause.get("within"):
-        where = f", in {cause['within']}"
-    if "rank" in cause:
-        where += f", rank {cause['rank']}"
+        text = ": the input keeps up with the devices, nothing to prescribe"
+        if values["startup_seconds"] > 1:
+            text += f"; the first batch takes {values['startup_seconds']:.1f} s"
+        return [("  healthy", "bold green"), text]
     name = _NAMES.get(cause["stage"], cause["stage"])
+    name += f", in {cause['within']}" if cause.get("within") else ""
+    name += f", rank {cause['rank']}" if "rank" in cause else ""
+    text = f": {cause['points']:.0f} of {100 * values['gap']:.0f} points"
     if _is_between_workers(cause):
         # Not a part of the gap: synthetic steps lose it too.
+        text = f": {cause['points']:.0f} % of what the workers reach without it"
         alone = values["samples_per_second"].get("alone")
-        lost = f": {points:.0f} % of what the workers reach without it"
-        of = f" ({rate(alone)} samples/s)" if alone and cause["stage"] == "exchange" else ""
-        return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), lost + of]
-    text = f": {points:.0f} of {gap:.0f} points"
-    return [("  CAUSE  ", "bold red"), (f"{name}{where}", "bold"), text]
+        text += f" ({rate(alone)} samples/s)" if alone and cause["stage"] == "exchange" else ""
+    return [("  CAUSE  ", "bold red"), (name, "bold"), text]
 
 
 _NAMES = {
@@ -353,19 +342,13 @@ def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
     lost = r["lost_points"]
     if r["name"] == "read" and values["cold"]:
-        cold = values["cold"]
-        share = (
-            f", {cold['cached_share']:.0%} in memory" if cold["cached_share"] is not None else ""
-        )
-        note = f"cold {cold['cold_bytes_per_second'] / 1e6:,.0f} MB/s{share}" + (
-            f"; {note}" if note else ""
-        )
+        speed, share = values["cold"]["cold_bytes_per_second"], values["cold"]["cached_share"]
+        cold = f"cold {speed / 1e6:,.0f} MB/s"
+        cold += f", {share:.0%} in memory" if share is not None else ""
+        note = f"{cold}; {note}" if note else cold
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
-    return _beside(
-        [f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}", (f"{lost:>10.0f}", style)],
-        note,
-        width,
-    )
+    cells = f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}"
+    return _beside([cells, (f"{lost:>10.0f}", style)], note, width)
 
 
 def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
@@ -376,18 +359,14 @@ def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
 
     neighbour, straggler = values["neighbour"], values["straggler"]
     if neighbour is not None and (neighbour["points"] >= 0.5 or neighbour["slowdown"] > 1.02):
-        text = f"step {100 * (neighbour['slowdown'] - 1):.0f} % slower beside the loaders" + (
-            f": {neighbour['cause']}" if neighbour["cause"] else ""
-        )
+        text = f"step {100 * (neighbour['slowdown'] - 1):.0f} % slower beside the loaders"
+        text += f": {neighbour['cause']}" if neighbour["cause"] else ""
         add("noisy neighbour", neighbour["points"], text)
     if values["workers"] > 1 and values["samples_per_second"]["alone"]:
         add("exchange", values["exchange_points"], "of the ideal, each worker by itself")
     if straggler is not None:
-        text = (
-            f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others, "
-            f"{straggler['stage']}"
-        )
-        add("straggler", straggler["points"], text)
+        slower = f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others"
+        add("straggler", straggler["points"], f"{slower}, {straggler['stage']}")
     return found
 
 
@@ -396,14 +375,11 @@ def _scale(values: dict[str, Any]) -> list[Line]:
     if len(rows) < 2 or values["refused"]:
         return []
     told = "   ".join(f"{r['devices']}: {r['gap']:.0%}" for r in rows)
-    here = next((w for w in values["walls"] if w["devices"] <= values["workers"]), None)
-    wall = next(
-        (w for w in values["walls"] if values["workers"] < w["devices"] <= rows[-1]["devices"]),
-        None,
-    )
-    walls = ([f"{here['stage']} wall here already"] if here else []) + (
-        [f"{wall['stage']} wall at {wall['devices']}"] if wall else []
-    )
+    here, most = values["workers"], rows[-1]["devices"]
+    met_here = [w for w in values["walls"] if w["devices"] <= here][:1]
+    further = [w for w in values["walls"] if here < w["devices"] <= most][:1]
+    walls = [f"{w['stage']} wall here already" for w in met_here]
+    walls += [f"{w['stage']} wall at {w['devices']}" for w in further]
     met = f"   <- {', '.join(walls)}" if walls else ""
     return [["  gap at N devices   ", told, (met, "yellow")]]
 
@@ -412,35 +388,15 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
     found = values["prescriptions"]
     if not found:
         return []
-    here, largest = (
-        values["workers"],
-        values["scale"][-1]["devices"] if values["scale"] else values["workers"],
-    )
-    lines: list[Line] = [
-        [
-            ("  PRESCRIBE", "bold"),
-            (f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}", "dim"),
-        ]
-    ]
+    here = values["workers"]
+    largest = values["scale"][-1]["devices"] if values["scale"] else here
+    gaps = f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}"
+    lines: list[Line] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
     for p in found[:5]:
-        mark = "" if p["tried"] else "~"
-        lines.append(
-            [
-                f"   {p['number']} ",
-                (p["id"], "bold"),
-                f"  {p['text']}  ({p['label']})  ",
-                (f"{mark}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}", "green"),
-            ]
-        )
-    first = next((p for p in found if p["settings"] is not None), None)
-    if first is not None:
-        lines.append(
-            [
-                (
-                    f"  apply and verify: ronde doctor --apply {first['number']} "
-                    f"{values['script']}",
-                    "cyan",
-                )
-            ]
-        )
+        gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
+        text = f"  {p['text']}  ({p['label']})  "
+        lines.append([f"   {p['number']} ", (p["id"], "bold"), text, (gap, "green")])
+    for p in [p for p in found if p["settings"] is not None][:1]:
+        command = f"ronde doctor --apply {p['number']} {values['script']}"
+        lines.append([(f"  apply and verify: {command}", "cyan")])
     return lines

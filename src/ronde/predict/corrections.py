@@ -13,12 +13,12 @@ import json
 import math
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ronde.predict.cluster import Cluster
+from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError
 
 _KEPT = 20  # residuals of one family
@@ -63,25 +63,12 @@ def record(
         rows = everything.setdefault(cluster_name, {}).setdefault(family, [])
         rows.append({"predicted_seconds": predicted_seconds, "measured_seconds": measured_seconds})
         del rows[:-_KEPT]
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".corrections-", suffix=".json")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(everything, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)  # noqa: PTH105
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)  # noqa: PTH108
-            raise
+        write_whole(path, json.dumps(everything, indent=1))
     return _factor(rows)
 
 
 def factors(cluster_name: str) -> dict[str, float]:
-    """Plan family -> median measured
-
-    predicted step time of its last runs on this cluster.
-    """
+    """Plan family -> median of measured over predicted step time, in its last runs here."""
     found = _read(corrections_file()).get(cluster_name, {})
     return {family: _factor(rows) for family, rows in found.items() if rows}
 

@@ -137,17 +137,12 @@ def _scale_advice(f: Findings, lost: float) -> tuple[str, str]:
         )
     if f.full_cores and f.first.device == "cpu":
         return f"full cores cost {lost:.0%}", "more machines, or a GPU"
+    what, cure = "the exchange", "accumulation"
     if f.first.batch == "keep":
-        what, cure = (
-            "the exchange, smaller batches",
-            "a larger batch (or batch='grow'), accumulation",
-        )
-    else:
-        what, cure = "the exchange", "accumulation"
-    return (
-        f"{what} and waiting for the slowest worker cost {lost:.0%}",
-        f"{cure} or a faster connection",
-    )
+        what = "the exchange, smaller batches"
+        cure = "a larger batch (or batch='grow'), accumulation"
+    why = f"{what} and waiting for the slowest worker cost {lost:.0%}"
+    return why, f"{cure} or a faster connection"
 
 
 def describe_limits(f: Findings) -> list[str]:
