@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -27,8 +26,8 @@ from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_sh
 from ronde.introspect import describe_open, preserve_state
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
+from ronde.measure.study import load_study, report_progress, study_target, write_study
 from ronde.run import hooks
-from ronde.watch import MARK
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 
@@ -52,15 +51,7 @@ _ORDER_ABOVE = 0.02  # share of an epoch above which drawing its order is report
 
 def install_doctor() -> None:
     """Attach a doctor to this process if ``RONDE_STUDY=doctor``."""
-    hooks.observer = Doctor(
-        json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}")),
-        Path(os.environ["RONDE_STUDY_FILE"]),
-    )
-
-
-def _tell(text: str) -> None:
-    if os.environ.get("RONDE_LAUNCHER_PID"):
-        os.write(1, (MARK + json.dumps({"study": text}) + "\n").encode())
+    hooks.observer = Doctor(*study_target())
 
 
 class Doctor(hooks.Observer):
@@ -72,11 +63,9 @@ class Doctor(hooks.Observer):
 
     def on_ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
-        values = examine(run, self.options, _tell if run.is_main else _silent)
+        values = examine(run, self.options, report_progress if run.is_main else _silent)
         if run.is_main:
-            temporary = self.file.with_suffix(".writing")
-            temporary.write_text(json.dumps(values))
-            temporary.rename(self.file)
+            write_study(self.file, values)
         raise SystemExit(0)
 
 
@@ -90,13 +79,7 @@ def load_doctor(file: Path) -> dict[str, Any]:
     Raises:
         RondeError: the script ended without calling ``distribute``.
     """
-    try:
-        values: dict[str, Any] = json.loads(file.read_text())
-    except OSError:
-        raise RondeError(
-            "the script ended without calling ronde.distribute: there is nothing to examine."
-        ) from None
-    return values
+    return load_study(file, "examine")
 
 
 def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
