@@ -386,12 +386,12 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
 
 
 def find_valid(
-    folder: Path, check: Callable[[Mapping[str, Any]], None] | None = None
+    folder: Path, check: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest complete checkpoint, and why newer ones were skipped.
 
     Args:
-        check: raises CheckpointError, with a reason, for a state that cannot be one of this run.
+        check: raises CheckpointError, with a reason, for one that cannot be of this run.
     """
     passed: list[str] = []
     for path in list_checkpoints(folder):
@@ -404,7 +404,7 @@ def find_valid(
             if found.state.get("step", found.step) != found.step:
                 raise CheckpointError(f"its state is of step {found.state['step']!r:.60}")
             if check is not None:
-                check(found.state)
+                check(found)
             return found, passed
         except CheckpointError as error:
             passed.append(str(_find_damage(path, str(error))))

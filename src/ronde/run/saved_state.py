@@ -152,14 +152,18 @@ def _numel(value: Any) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
-def check_saved(run: RunParts, saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint's plain values have the form that this run writes.
+def check_saved(run: RunParts, found: checkpoint.Checkpoint) -> None:
+    """Check that a checkpoint has the parts, and its plain values the form, that this run writes.
 
     Raises:
         CheckpointError: names the first value that is wrong.
     """
+    parts = {*found.tensors, *(file.removesuffix(".safetensors") for file in found.files)}
+    for part in ("model", "optimizer", "random"):
+        if part not in parts:
+            raise CheckpointError(f"its manifest lists no file of the part {part!r}")
     try:
-        wrong = next(filter(None, _complaints(run, saved)), None)
+        wrong = next(_complaints(run, found.state), None)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         wrong = f"its values cannot be understood ({type(error).__name__}: {error})"
     if wrong is not None:
