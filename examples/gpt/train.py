@@ -34,4 +34,5 @@ for _ in run.epochs(args.epochs):
         run.step(batch)
     run.evaluate(test_text)
 
-print("\nThe model writes:\n\n" + gpt.sample(model, prompt="def ", length=240))
+with run.whole_model() as model:
+    run.print("\nThe model writes:\n\n" + gpt.sample(model, prompt="def ", length=240))

@@ -40,13 +40,13 @@ def _printed(output: str) -> float:
 
 
 @pytest.mark.parametrize("example", ["gpt", "digits"])
-def test_ronde_changes_at_most_eight_lines(example):
+def test_ronde_changes_at_most_nine_lines(example):
     plain, train = (
         (EXAMPLES / example / name).read_text().splitlines() for name in ("plain.py", "train.py")
     )
     changes = [line for line in difflib.ndiff(plain, train) if line[0] in "+-"]
-    assert len([line for line in changes if line[0] == "-"]) <= 8, "\n".join(changes)
-    assert len([line for line in changes if line[0] == "+"]) <= 8, "\n".join(changes)
+    assert len([line for line in changes if line[0] == "-"]) <= 9, "\n".join(changes)
+    assert len([line for line in changes if line[0] == "+"]) <= 9, "\n".join(changes)
 
 
 def test_the_readme_shows_the_difference_as_it_is():

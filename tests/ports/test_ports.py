@@ -92,7 +92,6 @@ CASES = {
         "--epochs 2 --megabytes 0.01 --batch 32 --context 16 --width 16 --layers 2 --heads 2",
         2 * 19,
         (),
-        _piped("this worker does not hold its weights"),
     ),
     "imagenet": Port(
         PORTS / "imagenet",
