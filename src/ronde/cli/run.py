@@ -371,6 +371,12 @@ def _baseline(command: list[str], feed: str) -> float | None:
     return max(found, default=None)
 
 
+def _numbers(values: dict[str, Any]) -> str:
+    return "  ".join(
+        f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
+    )
+
+
 def print_summary(
     directory: RunDir,
     console: Any,
@@ -442,12 +448,17 @@ def print_summary(
         first = summary.curve[0][1]
         row("loss", f"{first:.4f} → {summary.loss:.4f}")
     for kind, values in summary.evaluations.items():
-        row(
-            "evaluation" if kind == "evaluate" else kind,
-            "  ".join(
-                f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
-            ),
-        )
+        row("evaluation" if kind == "evaluate" else kind, _numbers(values))
+    for name, other in summary.parts.items():
+        if other.start is not None:
+            loss = f", loss {other.curve[0][1]:.4f} → {other.loss:.4f}" if other.curve else ""
+            row(
+                name,
+                f"{other.start.model}, {other.start.parameters:,} parameters, "
+                f"{other.start.optimizer}: {other.step:,} steps{loss}",
+            )
+            for kind, values in other.evaluations.items():
+                row("", f"{'evaluation' if kind == 'evaluate' else kind} {_numbers(values)}")
     if best := summary.best:
         row("best", f"{best.metric} {best.value:.4f} at step {best.step:,}, in {best.path}")
     if kept:

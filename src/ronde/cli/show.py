@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ronde.cli.help_layout import option
 from ronde.cli.run import print_summary
-from ronde.watch import Evaluated, Logged, RunDir, curve, latest, read, summarise
+from ronde.watch import Evaluated, Logged, RunDir, StepRecorded, curve, latest, read, summarise
 from ronde.world import ArgumentError
 
 
@@ -40,13 +40,17 @@ def _series(run: RunDir) -> dict[str, list[tuple[float, float]]]:
     """Evaluated and logged numbers over steps, by name."""
     series: dict[str, list[tuple[float, float]]] = {}
     for event in read(run.record) if run.record.is_file() else ():
-        if isinstance(event, Evaluated):
+        values: dict[str, Any]
+        if isinstance(event, StepRecorded) and event.part:
+            values = {"loss": event.loss}  # the first run's is the curve
+        elif isinstance(event, Evaluated):
             values = {f"{event.name}/{name}": value for name, value in event.metrics.items()}
         elif isinstance(event, Logged):
             values = event.values
         else:
             continue
         for name, value in values.items():
+            name = f"{event.part}/{name}" if event.part else name
             if isinstance(value, int | float) and not isinstance(value, bool):
                 series.setdefault(name, []).append((float(event.step), float(value)))
     return series

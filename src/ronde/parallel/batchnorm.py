@@ -34,9 +34,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _AllReduce.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 _all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllReduce.apply  # type: ignore[assignment]

@@ -77,6 +77,8 @@ _LOSS, _WEIGHT, _UNUSED = 0, 1, 2
 
 # -- the sums around a block (Megatron's f and g) --------------------------------------
 
+# Each one's backward is the other, and can be differentiated again: a gradient penalty does.
+
 
 class _Enter(torch.autograd.Function):
     """Forward the identity, backward the sum over the workers."""
@@ -88,10 +90,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        if ctx.group is not None:
-            dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _Leave.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Leave(torch.autograd.Function):
@@ -100,13 +99,14 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
+        ctx.group = group
         if group is not None:
             dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return _Enter.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _warn_of_norms(run: Run) -> None:
         )
 
 
-def scalar_writer(directory: RunDir | None, asked: bool, me: World) -> Any:
+def scalar_writer(directory: RunDir | None, asked: bool, me: World, part: str = "") -> Any:
     """TensorBoard's writer on rank 0, if asked for."""
     asked = asked or os.environ.get("RONDE_TENSORBOARD") == "1"
     if not asked or not me.is_main or directory is None:
@@ -103,4 +103,4 @@ def scalar_writer(directory: RunDir | None, asked: bool, me: World) -> Any:
             "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' "
             "in a clone of Ronde."
         ) from error
-    return SummaryWriter(str(directory.path / "tensorboard"))
+    return SummaryWriter(str(directory.path / "tensorboard" / part))

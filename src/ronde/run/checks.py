@@ -26,7 +26,9 @@ __all__ = [
     "check_model",
     "check_optimizer",
     "check_same_parameters",
+    "check_same_shares",
     "check_scheduler",
+    "check_shared",
     "is_whole",
     "run_facts",
     "lazy_names",
@@ -278,3 +280,25 @@ def check_arguments(
     )
     fine = clip_norm is None or (not isinstance(clip_norm, bool | str) and clip_norm > 0)
     _require(fine, f"clip_norm={clip_norm!r} must be above 0, or None for no clipping.")
+
+
+def check_shared(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that belong to the run whose batches are shared."""
+    for name, value in given.items():
+        _require(
+            value is None,
+            f"{name}={value!r} cannot be given with data=run: the batches are those of the other "
+            f"run. Leave it out, or give it to that run.",
+        )
+
+
+def check_same_shares(plan: Plan, other: Plan) -> None:
+    """Refuse two plans that divide a shared batch differently."""
+    facts = ("replicas", "pipeline", "tensor", "accumulation")
+    mine, theirs = ({f: getattr(p, f) for f in facts} for p in (plan, other))
+    if mine != theirs:
+        raise PlanError(
+            f"data=run: the plan {plan.spec!r} gives each worker other samples of a batch than "
+            f"{other.spec!r}, the plan of the run whose batches are shared. Use the same pipeline "
+            "and tensor for both."
+        )

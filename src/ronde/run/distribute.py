@@ -28,6 +28,7 @@ from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
+from ronde.run.group import Group, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
@@ -52,13 +53,11 @@ from ronde.world.consensus import agree, broadcast_json
 
 __all__ = ["distribute"]
 
-_runs = 0  # that this process has made
-
 
 def distribute(
     model: nn.Module,
     optimizer: Optimizer,
-    data: Dataset[Any] | DataLoader[Any],
+    data: Dataset[Any] | DataLoader[Any] | Run,
     *,
     loss: Callable[..., Any],
     loss_reduction: Literal["mean", "sum"] = "mean",
@@ -101,8 +100,9 @@ def distribute(
         model: the script's module. It stays the script's own and moves to this worker's device.
         optimizer: a torch optimizer over ``model.parameters()``.
         data: a map-style Dataset, which is shuffled; a DataLoader, whose dataset, batch_size,
-            sampler, collate_fn, drop_last, and loading processes are taken over; or a
-            :class:`ronde.feed.Pipeline`.
+            sampler, collate_fn, drop_last, and loading processes are taken over; a
+            :class:`ronde.feed.Pipeline`; or another Run, whose batches this one shares (a
+            generator those of its discriminator).
         loss: ``loss(output, target)`` -> scalar mean over the given samples, or ``(sum, weight)``
             for a weighted mean (over tokens, say). A loss over the whole global batch gathers
             it, see :meth:`Run.gather`.
@@ -131,7 +131,9 @@ def distribute(
             them. The weights are the same under any plan.
         seed: key of the sample order and of augmentation. The order is a pure function of (seed,
             epoch, position).
-        name: of the run directory, unless ``ronde run`` starts the script and names it.
+        name: of the run directory, unless ``ronde run`` starts the script and names it. A run that
+            is made before the first step of another trains in one loop with it, in the same
+            directory and the same checkpoints: then it is this run's name in them.
         drop_last: drop a shorter last batch.
         shuffle: overrides the DataLoader's setting, or a Dataset's True.
         sync_batchnorm: batch normalization over the global batch instead of each worker's share.
@@ -203,19 +205,27 @@ def distribute(
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
     checks.check_scheduler(scheduler, optimizer)
-    taken = take_over(
-        data,
-        seed=seed,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        shuffle_dataset=True,
-        drop_last=drop_last,
-    )
+    source = data if isinstance(data, Run) else None
+    if source is not None:
+        own = {"batch_size": batch_size, "micro_batch": micro_batch, "shuffle": shuffle}
+        checks.check_shared({**own, "feed": feed, "drop_last": drop_last or None})
+        taken, batch, seed = source._taken, source.plan.batch, source.plan.seed
+        micro_batch = source.plan.micro_batch
+    else:
+        taken = take_over(
+            data,
+            seed=seed,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            shuffle_dataset=True,
+            drop_last=drop_last,
+        )
+        taken = _with_settings(taken, feed, batch, me)
     opening = hooks.Opening(
         model,
         optimizer,
         scheduler,
-        _with_settings(taken, feed, batch, me),
+        taken,
         LossCall(loss, forward, loss_reduction),
         precision,
         batch,
@@ -226,6 +236,8 @@ def distribute(
         seed,
     )
     hooks.observer.on_open(opening)
+    if source is not None:  # as a study may have changed it
+        opening.taken, opening.micro_batch = source._taken, source.plan.micro_batch
     _place(opening, me, on_meta=init is not None)
     chosen = _plan(opening, asked, me, lr_rule, warmup_steps, auto)
     work = _work(opening, chosen, me, tensor_plan, init)
@@ -233,33 +245,55 @@ def distribute(
     forecast: Forecast | None = None
     if auto and hooks.planner is not None:
         chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
-    directory, resumes = _directory(me, name)
+    if source is not None:
+        checks.check_same_shares(chosen, source.plan)
+    group, part = _group(me, name)
+    if part and keep_best is not None:
+        raise ArgumentError(
+            f"keep_best={keep_best!r}: {part!r} trains in one loop with another run, and a "
+            "checkpoint has both. Leave it out, and call run.save() or run.export() after the "
+            "evaluation that was the best."
+        )
+    if source is not None and source._group is not group:
+        raise ArgumentError(
+            "data=run: the run has trained or ended already. Call ronde.distribute for both runs "
+            "before the first step of either."
+        )
+    directory = group.directory
     skeleton = skeleton_of(opening.model, chosen)
     strategy = carry_out(chosen, work, me)
-    record = Record(directory.record) if me.is_main and directory is not None else None
+    if (first := group.first) is None:
+        record = Record(directory.record) if me.is_main and directory is not None else None
+        watcher = Watcher(record, choose_display(me.is_main), me.is_main)
+    else:
+        beside = first._watcher
+        watcher = Watcher(beside.record, beside.display, me.is_main, part, beside)
     run = Run(
         opening,
         chosen,
         work,
         strategy,
         me,
-        watcher=Watcher(record, choose_display(me.is_main), me.is_main),
+        watcher=watcher,
         directory=directory,
         save_every=save_every,
         keep=keep,
         keep_best=keep_best,
         on_nan=on_nan,
-        writer=scalar_writer(directory, tensorboard, me),
+        writer=scalar_writer(directory, tensorboard, me, part),
         in_lists=micro_batch is not None
         # a batch may be larger than any before it
         or (chosen.micro_batch is not None and opening.taken.order.ends(0) is not None),
+        group=group,
+        part=part,
+        source=source,
     )
     if skeleton is not None:
         skeleton.note(run.model)
         run._skeleton = skeleton
     refuse_save_pretrained(run.model, chosen)
     announce(run, left_out)
-    _begin(run, forecast, resumes)
+    _begin(run, forecast, group.resumes)
     return run
 
 
@@ -416,17 +450,24 @@ def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
     if resumes and directory is not None:
         watcher.say(resume(run, run._me, directory))
         strategy.sync_buffers()
-    if run.is_main and directory is not None:
+    if run.is_main and directory is not None and not run._part:
         run.plan.save(directory.plan)  # only now: a refused resume leaves the old one
     if measuring := os.environ.get("RONDE_MEASURE"):
         run.measure(float(measuring))
     hooks.observer.on_ready(run, run.plan)
 
 
+def _group(me: World, name: str | None) -> tuple[Group, str]:
+    """The group that this run joins, or a new one, and its name in it."""
+    group = current()
+    if group is None or not group.takes(name):
+        directory, resumes = _directory(me, name)
+        group = Group(directory, resumes)
+    return group, group.name_part(name)
+
+
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
     """This run's directory, chosen by rank 0 or the launcher, and whether it is resumed."""
-    global _runs
-    _runs += 1
     answer: dict[str, Any] = {"path": None}
     if me.is_main:
         base = os.environ.get("RONDE_RUNS", "runs")
@@ -437,7 +478,8 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
                 answer["resume"] = False
             elif of_launcher:
                 # The launcher made it. Later runs of the same script get directories beside it.
-                path = Path(of_launcher if _runs == 1 else f"{of_launcher}.{_runs}")
+                number = count_groups() + 1
+                path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
                 path.mkdir(exist_ok=True)
                 if _runs > 1:  # the launcher holds the first
                     lock_run(RunDir(path))

@@ -17,7 +17,7 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["export_weights", "holds_all", "restore", "restore_pieces", "save"]
+__all__ = ["export_weights", "file_prefix", "holds_all", "restore", "restore_pieces", "save"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -79,72 +79,100 @@ def _values(
     }
 
 
-def save(run: RunParts, folder: Path, keep: int) -> Path | None:
-    """Write a checkpoint: rank 0 alone if it holds everything, else all workers. Returns its path
-    on rank 0.
+def save(
+    runs: Mapping[str, RunParts], folder: Path, step: int, keep: int | None = None
+) -> Path | None:
+    """Write one checkpoint of all runs of a loop: rank 0 alone if it holds everything, else all
+    workers. Returns its path on rank 0.
+
+    Args:
+        runs: part name -> run; the first one's is empty.
+        step: optimizer steps of all of them.
     """
-    if not holds_all(run) or run._registry.items:
-        run._rendezvous.meet("run.save()")
-    registered, tensors = run._registry.pack(run)
-    own: dict[str, Tensors] = {"registered.safetensors": tensors} if tensors else {}
-    averages, averaged = run._averages.pack()
-    best = run._best.to_dict()
-    more = {"registered": registered, "averages": averages, "best": best}
-    if holds_all(run):
-        if not run.is_main:
-            return None
+    if any(not holds_all(run) or run._registry.items for run in runs.values()):
+        runs[""]._rendezvous.meet("run.save()")
+    own: dict[str, Tensors] = {}
+    more: dict[str, dict[str, Any]] = {}
+    averaged: dict[str, dict[str, checkpoint.Piece]] = {}
+    for part, run in runs.items():
+        registered, tensors = run._registry.pack(run)
+        if tensors:
+            own[f"{file_prefix(part)}registered.safetensors"] = tensors
+        averages, averaged[part] = run._averages.pack()
+        best = run._best.to_dict()
+        more[part] = {"registered": registered, "averages": averages, "best": best}
+    if not all(map(holds_all, runs.values())):
+        return _save_together(runs, folder, step, keep, more, own, averaged)
+    if not runs[""].is_main:
+        return None
+    drawn, randomness = checkpoint.random_state()
+    files: dict[str, Tensors] = {}
+    states = {}
+    for part, run in runs.items():
+        prefix = file_prefix(part)
         weights, same = checkpoint.model_state(run.model)
         moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
-        drawn, randomness = checkpoint.random_state()
-        files: dict[str, Tensors] = {
-            "model.safetensors": weights,
-            "optimizer.safetensors": moments,
-            "random.safetensors": drawn,
-            **own,
-        }
-        if averaged:
-            files["average.safetensors"] = {n: piece.tensor for n, piece in averaged.items()}
-        values = {**_values(run, same, optimizer, randomness), **more}
-        return checkpoint.write(folder, run.state.step, files, values, keep, run._best.step)
-    return _save_together(run, folder, keep, more, own, averaged)
+        files[f"{prefix}model.safetensors"] = weights
+        files[f"{prefix}optimizer.safetensors"] = moments
+        if pieces := averaged[part]:
+            files[f"{prefix}average.safetensors"] = {n: p.tensor for n, p in pieces.items()}
+        states[part] = {**_values(run, same, optimizer, randomness), **more[part]}
+    files = {**files, "random.safetensors": drawn, **own}
+    return checkpoint.write(folder, step, files, _join(states), keep, runs[""]._best.step)
+
+
+def file_prefix(part: str) -> str:
+    """What the names of a run's files begin with; nothing for the first run of a loop."""
+    return f"{part}." if part else ""
+
+
+def _join(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The plain values of all runs: those of the first, and the others' under ``parts``."""
+    others = {part: values for part, values in states.items() if part}
+    return {**states[""], "parts": others} if others else states[""]
 
 
 def _save_together(
-    run: RunParts,
+    runs: Mapping[str, RunParts],
     folder: Path,
-    keep: int,
-    more: Mapping[str, Any],
+    step: int,
+    keep: int | None,
+    more: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Tensors],
-    averaged: dict[str, checkpoint.Piece],
+    averaged: Mapping[str, dict[str, checkpoint.Piece]],
 ) -> Path | None:
-    work = run._work
+    first = runs[""]
     error: str | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
-    state: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
     drawn: dict[str, torch.Tensor] = {}
     mine: dict[str, Any] = {}
     try:
-        weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
-        groups, tied = work.groups, work.tied
-        moments, mine = checkpoint.optimizer_pieces(run.model, run.optimizer, groups, tied)
         drawn, randomness = checkpoint.random_state()
-        parts = {"model": weights, "optimizer": moments}
-        if run._averages.items:
-            parts["average"] = averaged
-        state = {**_values(run, work.tied, {}, randomness), **more}
+        for part, run in runs.items():
+            work, prefix = run._work, file_prefix(part)
+            weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
+            moments, mine[part] = checkpoint.optimizer_pieces(
+                run.model, run.optimizer, work.groups, work.tied
+            )
+            parts |= {f"{prefix}model": weights, f"{prefix}optimizer": moments}
+            if run._averages.items:
+                parts[f"{prefix}average"] = averaged[part]
+            states[part] = {**_values(run, work.tied, {}, randomness), **more[part]}
     except CheckpointError as caught:
-        error = f"rank {run.rank}: {caught}"
-    everyone = gather_json(run._me, {"optimizer": mine, "error": error})
+        error = f"rank {first.rank}: {caught}"
+    everyone = gather_json(first._me, {"optimizer": mine, "error": error})
     for each in everyone:
         if each["error"]:
             raise CheckpointError(each["error"])
-    optimizers = [each["optimizer"] for each in everyone]
-    state["optimizer"] = checkpoint.join_optimizer(work.groups, optimizers)
+    for part, run in runs.items():
+        optimizers = [each["optimizer"][part] for each in everyone]
+        states[part]["optimizer"] = checkpoint.join_optimizer(run._work.groups, optimizers)
     plain = {"random.safetensors": drawn, **own}
     path = checkpoint.write_pieces(
-        run._me, folder, run.state.step, parts, plain, state, keep, run._best.step
+        first._me, folder, step, parts, plain, _join(states), keep, first._best.step
     )
-    return path if run.is_main else None
+    return path if first.is_main else None
 
 
 def export_weights(run: RunParts, path: Path) -> None:

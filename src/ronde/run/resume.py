@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ronde import checkpoint
-from ronde.run.persist import holds_all, restore, restore_pieces
+from ronde.run.group import Choice
+from ronde.run.persist import file_prefix, holds_all, restore, restore_pieces
 from ronde.run.run import Run
 from ronde.run.saved_state import check_saved
 from ronde.watch import Resumed, RunDir
@@ -22,8 +23,8 @@ from ronde.world.consensus import broadcast_json, gather_json
 __all__ = ["resume"]
 
 
-def resume(run: Run, me: World, directory: RunDir) -> str:
-    """Continue from the newest whole checkpoint, verified by rank 0. Returns a note."""
+def choose(run: Run, me: World, directory: RunDir) -> Choice:
+    """Find the newest whole checkpoint, verified by rank 0, for all runs of a loop."""
     answer: dict[str, Any] = {}
     newest = None
     if me.is_main:
@@ -39,16 +40,28 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     answer = broadcast_json(me, answer)
     for text in answer["refused"]:
         run._warn(text)
+    if answer["path"] is None and answer["refused"]:
+        raise CheckpointError(
+            f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. "
+            f"{answer['refused'][0]}"
+        )
+    return Choice(newest, answer)
+
+
+def resume(run: Run, me: World, directory: RunDir) -> str:
+    """Continue from the newest whole checkpoint. Returns a note."""
+    group, part = run._group, run._part
+    if group.choice is None:
+        group.choice = choose(run, me, directory)
+    newest, answer = group.choice.newest, group.choice.answer
+    named = f"{directory.name} ({part})" if part else directory.name
     if answer["path"] is None:
-        if answer["refused"]:
-            raise CheckpointError(
-                f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. "
-                f"{answer['refused'][0]}"
-            )
-        return f"{directory.name} has no checkpoint yet: it starts from the beginning"
+        return f"{named} has no checkpoint yet: it starts from the beginning"
+    state = answer["state"]["parts"][part] if part else answer["state"]
     with _refusing(answer["path"]):
-        _restore(run, me, newest, answer)
-    state = answer["state"]
+        if part:
+            check_saved(run, state)  # as the first run's was, when the checkpoint was chosen
+        _restore(run, me, newest, answer, state, file_prefix(part))
     run._watcher.event(
         Resumed(
             step=state["step"],
@@ -61,7 +74,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     )
     others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
     return (
-        f"resumed {directory.name} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
+        f"resumed {named} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
         f"{state['epoch_samples']}{others}"
     )
 
@@ -81,16 +94,22 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _restore(
-    run: Run, me: World, newest: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
+    run: Run,
+    me: World,
+    newest: checkpoint.Checkpoint | None,
+    answer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    prefix: str,
 ) -> None:
     if holds_all(run):
         tensors = {
-            part: _send_tensors(me, newest.whole(part) if newest else {})
-            for part in ("model", "optimizer", "random", "registered", "average")
+            kind: _send_tensors(me, newest.whole(f"{prefix}{kind}") if newest else {})
+            for kind in ("model", "optimizer", "registered", "average")
         }
-        restore(run, answer["state"], tensors)
+        tensors["random"] = _send_tensors(me, newest.whole("random") if newest else {})
+        restore(run, state, tensors)
     else:
-        _restore_pieces(run, me, newest, answer)
+        _restore_pieces(run, me, newest, answer, state, prefix)
 
 
 def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -114,7 +133,12 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _restore_pieces(
-    run: Run, me: World, newest: checkpoint.Checkpoint | None, answer: Mapping[str, Any]
+    run: Run,
+    me: World,
+    newest: checkpoint.Checkpoint | None,
+    answer: Mapping[str, Any],
+    state: Mapping[str, Any],
+    prefix: str,
 ) -> None:
     """Each worker that sees the verified checkpoint reads its own part of it."""
     if newest is None:
@@ -123,12 +147,13 @@ def _restore_pieces(
         sources = {}
         if newest:
             for part in ("model", "optimizer", "average"):
-                sources[part] = stack.enter_context(newest.source(part))
+                sources[part] = stack.enter_context(newest.source(f"{prefix}{part}"))
         shapes = {
             part: {name: list(e.shape) for name, e in source.entries.items()}
             for part, source in sources.items()
         }
         all_see = all(gather_json(me, newest is not None))
         shapes = shapes if all_see else broadcast_json(me, shapes)
-        registered = _send_tensors(me, newest.whole("registered") if newest and me.is_main else {})
-        restore_pieces(run, answer["state"], shapes, sources, all_see, registered)
+        own = f"{prefix}registered"
+        registered = _send_tensors(me, newest.whole(own) if newest and me.is_main else {})
+        restore_pieces(run, state, shapes, sources, all_see, registered)

@@ -33,6 +33,7 @@ from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
 from ronde.run.gather import gather_batch
+from ronde.run.group import Group
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
@@ -81,6 +82,9 @@ class Run:
         keep_best: str | None,
         on_nan: str,
         in_lists: bool,
+        group: Group,
+        part: str,
+        source: Run | None,
     ) -> None:
         self.model: nn.Module = opening.model
         self.optimizer: Optimizer = opening.optimizer
@@ -132,9 +136,17 @@ class Run:
         if precision in DTYPES:
             self._autocast = partial(torch.autocast, device, DTYPES[precision])
         self._in_lists = in_lists
+        self._group = group  # the runs of this loop
+        self._part = part  # this one's name in checkpoints and record; empty for the first
+        self._source = source  # the run whose batches it takes, None if it has its own
+        self._followers: list[weakref.ref[Run]] = []  # the runs that take this one's
+        self._needs_batch = True  # whether before_batch is due for its next step
+        if source is not None:
+            source._followers.append(weakref.ref(self))
         self._share: Share | None = None  # of the batch handed out and not yet stepped on
         self._backwards = 0
         self._in_epochs = False
+        self._readings = 0  # of all runs of the loop, when this one's epoch began
         self._loops = 0  # calls of run.epochs() so far
         # While a loop reads, the script's own included, loading threads and processes stay.
         self._looping = False
@@ -146,7 +158,6 @@ class Run:
         self._unregistered = Unregistered()
         self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
-        self._save_due = False
         self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
         self._warned_of_save = False
         self._last_saved_step = -1
@@ -154,7 +165,7 @@ class Run:
         self._deadline: float | None = None
         self._comparison: PredictionCheck | None = None
         self._ended = False
-        atexit.register(self._at_exit)
+        group.add(self, part)
 
     # -- who and where -----------------------------------------------------------------
 
@@ -222,33 +233,53 @@ class Run:
         """
         if not checks.is_whole(n) or n < 0:
             raise ArgumentError(f"run.epochs({n!r}): expected a number of epochs, 0 or more.")
+        self._refuse_follower(f"run.epochs({n})")
         n = hooks.observer.on_epochs(self, n)
         self._watcher.epochs = n
         self._watcher.total_steps = n * self.steps_per_epoch
         if self.state.epoch >= n and self.state.step:
-            self._watcher.say(f"nothing left to train: {self.state.epoch} of {n} epochs are done")
+            self._say(f"nothing left to train: {self.state.epoch} of {n} epochs are done")
         self._loops += 1
         this_loop = self._loops
+        group, complete = self._group, False
         self._looping = True
         try:
             while self.state.epoch < n and not hooks.observer.is_over():
                 epoch = self.state.epoch
-                self._in_epochs = True
+                self._in_epochs, self._readings = True, group.readings
                 try:
                     yield epoch
+                except GeneratorExit:
+                    complete = group.ends_with(self._readings)
+                    raise
                 finally:
                     self._in_epochs = False
+                    if complete and self.state.epoch == epoch:
+                        self._end_epoch()
                 if self.state.epoch == epoch:
                     self._end_epoch()
-                self._save_if_due()
                 unsaved = time.monotonic() - self._last_saved_time
-                if self._save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
+                if not group.alone:
+                    group.due = group.due or unsaved >= _SAVE_AT_LEAST_SECONDS
+                elif group.due:
+                    self._save()
+                elif self._save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
                     self._save_or_warn()
+            group.complete()
+            complete = True
         finally:
             # An abandoned loop may be collected later: it must not end another loop's loading.
             if this_loop == self._loops:
                 self._end_loading()
-        if self.state.step != self._last_saved_step:
+            if complete:
+                self._complete()
+
+    def _complete(self) -> None:
+        """The loop over epochs has ended: by itself, or because the one beside it in zip() has."""
+        group = self._group
+        if group.in_epochs():
+            group.due = group.due or group.is_unsaved
+        elif group.is_unsaved:
             self._save_or_warn()
         self._finish("completed")
 
@@ -264,7 +295,8 @@ class Run:
             first. A :class:`MicroBatches` if a step has several micro-batches or the script set
             ``micro_batch``.
         """
-        reading = self._read_batches()
+        self._refuse_follower("run.batches()")
+        reading = self._tracked_batches()
         self._reading = weakref.ref(reading)
         return reading
 
@@ -304,7 +336,8 @@ class Run:
         self._loss_check.begin(self, micros, parts)
         self._stepping = True
         try:
-            self._strategy.step(micros, parts, self._loss_of, self._scale)
+            with self._group.gradients_of(self):
+                self._strategy.step(micros, parts, self._loss_of, self._scale)
         finally:
             self._stepping = False
         self._gathers = bool(self._gathers)
@@ -338,11 +371,13 @@ class Run:
         self._backwards += 1
         summed = self._loss.reduction == "sum"
         part = Part(high - low, share.global_samples, self._backwards == count, summed)
-        strategy.micro(lambda: value, part, self._scale)
+        with self._group.gradients_of(self):
+            strategy.micro(lambda: value, part, self._scale)
         if self._backwards == 1:
             self._passes.begin()
         if part.last:
             self._report_passes()
+            self._group.announce()
         else:
             low, high = share.micro[self._backwards]
             strategy.expect(high > low)
@@ -472,12 +507,12 @@ class Run:
         if not self._ended:
             # Saved before the next batch: what the script does with the result is in it then.
             is_best, warning = self._best.compare(result, name, state)
-            self._save_due |= is_best
+            self._group.due |= is_best
             if warning:
                 self._warn(warning)
         numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
         shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
-        self._watcher.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
+        self._say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
         self._watcher.rate.resume()
         return result
 
@@ -707,7 +742,8 @@ class Run:
 
     def save(self) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
-        in the data. Call it on every worker, last in the body of the loop over batches.
+        in the data, of all runs of the loop. Call it on every worker, last in the body of the loop
+        over batches.
 
         Returns:
             Path: the checkpoint on rank 0, None on other ranks.
@@ -720,27 +756,34 @@ class Run:
         return self._save()
 
     def _save(self) -> Path | None:
-        self._averages.check("run.save()")
-        if self._share is not None and self._backwards:
+        group = self._group
+        runs = group.parts()
+        for run in runs.values():
+            run._averages.check("run.save()")
+        if any(run._share is not None and run._backwards for run in runs.values()):
             raise RondeError(
                 "run.save() was called between run.backward() and run.update(): the gradients "
                 "would be lost. Call it after update()."
             )
-        self._save_due = False
-        self._last_saved_step = self.state.step
-        self._last_saved_time = time.monotonic()
+        group.due = False
+        for run in runs.values():
+            run._last_saved_step = run.state.step
+            run._last_saved_time = time.monotonic()
         if self.dir is None:
             return None
-        self._watcher.rate.pause()
-        self._look_for_unregistered()
+        for run in runs.values():
+            run._watcher.rate.pause()
+            run._look_for_unregistered()
         start = time.perf_counter()
-        path = persist.save(self, self.dir.checkpoints, self._keep)
+        keep = max(run._keep for run in runs.values())
+        path = persist.save(runs, self.dir.checkpoints, group.step, keep)
         if path is not None:
             seconds = time.perf_counter() - start
             size, name = sum(f.stat().st_size for f in path.iterdir()), f"checkpoints/{path.name}"
-            event = Checkpointed(step=self.state.step, path=name, bytes=size, seconds=seconds)
-            self._watcher.event(event, *self._best.event(path))
-        self._watcher.rate.resume()
+            event = Checkpointed(step=group.step, path=name, bytes=size, seconds=seconds)
+            runs[""]._watcher.event(event, *runs[""]._best.event(path))
+        for run in runs.values():
+            run._watcher.rate.resume()
         return path
 
     def export(self, path: str | os.PathLike[str], average: WeightAverage | None = None) -> None:
@@ -773,6 +816,9 @@ class Run:
             raise RondeError(
                 f"{call} was called without a batch: take one from run.batches(), and use each "
                 "once."
+                if self._source is None
+                else f"{call} was called without a batch: this run shares the batches of another, "
+                "so take one from that run's batches() first."
             )
         return self._share
 
@@ -781,6 +827,13 @@ class Run:
             raise RondeError(
                 f"{call} cannot drive the plan {self.plan.spec!r}: a pipeline interleaves forward "
                 "and backward passes. Use run.step(batch), or another plan."
+            )
+
+    def _refuse_follower(self, call: str) -> None:
+        if self._source is not None:
+            raise RondeError(
+                f"{call}: this run shares the batches of another (data=run). Loop over that "
+                "run's epochs and batches, and step this one on what they yield."
             )
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -824,12 +877,19 @@ class Run:
         state.step += 1
         state.samples += samples
         state.epoch_samples = share.stop
-        self._share = None
+        if self._source is not None:
+            state.epoch = share.epoch
+            self._needs_batch, self._backwards = True, 0
+            self._follow(share)  # it may step on the same batch again
+        else:
+            self._share = None
+        self._group.announce()
+        self._group.stepped(self)
         self._watcher.step(state.step, state.epoch, loss, lr * warm, state.samples, samples)
         if self._save_every is not None and state.step % self._save_every == 0:
             # Not here: what the script does after the step (its averages, its scheduler) would be
             # one step behind in the checkpoint.
-            self._save_due = True
+            self._group.due = True
         if self._averaging:
             self._averages.after_step(state.step)
         if state.step == self._watcher.steps_at_start + 1:
@@ -904,13 +964,13 @@ class Run:
                     )
                 if hooks.observer.is_over():
                     return
-                self._save_if_due()
+                self._group.save_if_due(self)
                 ready = self._hand_out(share, micros)
                 if hooks.observer.splits_steps(self):
                     yield from ready
                 else:
                     yield MicroBatches(ready, pipeline) if lists else ready[0]
-        self._save_if_due()
+        self._group.save_if_due(self)
         skipped = gather_skipped(self._feed, plan.layout, self._me)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
             self._warn(f"epoch {epoch + 1}: {report}")
@@ -929,11 +989,40 @@ class Run:
             seed_step(self.device, key)
         low, high = share.micro[0]
         self._strategy.before_batch(high > low)
+        for ref in self._followers:
+            if (follower := ref()) is not None:
+                follower._follow(share)
+        self._group.announce()
         ready = on_device(self._feed, share, micros, self.device)
         return hooks.observer.on_batch(self, share, ready)
 
+    def _tracked_batches(self) -> Generator[Any, None, None]:
+        token = self._group.begin_reading(self)
+        for ref in self._followers:
+            if (follower := ref()) is not None:
+                follower._strategy.start_epoch()
+        try:
+            yield from self._read_batches()
+        finally:
+            self._group.end_reading(token)
+
+    def _follow(self, share: Share) -> None:
+        """Take over the batch that the run this one shares them with has handed out."""
+        if self._share is not None and self._backwards:
+            raise RondeError(
+                f"run.backward() of {self._part!r} was called without run.update(), and the next "
+                "batch is taken: call update() in the same pass of the loop."
+            )
+        self._share, self._backwards = share, 0
+        low, high = share.micro[0]
+        if self._needs_batch:
+            self._needs_batch = False
+            self._strategy.before_batch(high > low)
+        else:
+            self._strategy.refresh()
+
     def _epoch_is_over(self) -> bool:
-        if not self.state.epoch_samples:
+        if self._source is not None or not self.state.epoch_samples:
             return False
         left = self._taken.order.samples_in(self.state.epoch) - self.state.epoch_samples
         return left <= 0 or (self.plan.drop_last and left < self.plan.batch_size)
@@ -967,6 +1056,9 @@ class Run:
             evaluation.feed.close()
 
     # -- notes and files ---------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._watcher.say(f"{self._part}: {text}" if self._part else text)
 
     def _warn(self, text: str) -> None:
         self._watcher.event(Warned(text=text))
@@ -1008,10 +1100,6 @@ class Run:
             for warning in self._unregistered.look(self, self._registry.items.values()):
                 self._warn(warning)
 
-    def _save_if_due(self) -> None:
-        if self._save_due:
-            self._save()
-
     def _save_or_warn(self) -> None:
         """Save without being asked: a full disk must not end the training."""
         try:
@@ -1035,6 +1123,10 @@ class Run:
             return
         self._ended = True
         atexit.unregister(self._at_exit)  # it would hold the model and the data
+        self._group.release()
+        for ref in self._followers:
+            if (follower := ref()) is not None:
+                follower._finish(status)
         if self._deadline is not None:
             self._write_measure()  # the training was shorter than the time asked for
         state = self.state
@@ -1051,7 +1143,8 @@ class Run:
         if self._writer is not None:
             self._writer.close()
         self._watcher.close()
-        if self.dir is not None and self.is_main and not os.environ.get("RONDE_PROGRESS"):
+        shows = self.is_main and not self._part and not os.environ.get("RONDE_PROGRESS")
+        if self.dir is not None and shows:
             self._watcher.display.say(
                 f"run directory {self.dir.path}; 'ronde show {self.dir.name}' draws its curve"
             )
@@ -1065,8 +1158,11 @@ class Run:
         if hasattr(sys, "last_value") or not self.state.step:
             self._watcher.close()
             return
-        if self._epoch_is_over():
-            self._end_epoch()
-        if self.state.step != self._last_saved_step and self._deadline is None:
+        group = self._group
+        for run in [run for run in group.runs if not run._ended]:
+            beside = run._in_epochs and group.ends_with(run._readings)
+            if beside or run._epoch_is_over():
+                run._end_epoch()
+        if group.is_unsaved and self._deadline is None:
             self._save_or_warn()
         self._finish("completed")

@@ -89,6 +89,12 @@ class RunParts(RunView, Protocol):
     _share: Share | None
     _backwards: int
     _last_saved_step: int
+    _last_saved_time: float
+    _part: str
+    _keep: int
+    _ended: bool
+    _in_epochs: bool
+    _readings: int
     _registry: Any
     _averages: Any
     _averaging: bool
@@ -103,6 +109,16 @@ class RunParts(RunView, Protocol):
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def _warn(self, text: str) -> None: ...
+
+    def _save(self) -> Path | None: ...
+
+    def _look_for_unregistered(self) -> None: ...
+
+    def _end_epoch(self) -> None: ...
+
+    def _epoch_is_over(self) -> bool: ...
+
+    def _at_exit(self) -> None: ...
 
 
 class StepPort:

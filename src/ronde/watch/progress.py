@@ -82,6 +82,8 @@ def _describe(state: dict[str, Any]) -> str:
         parts.append(f"{state['samples_per_second']:,.0f} samples/s")
     if state.get("seconds_left") is not None:
         parts.append(f"{clock(state['seconds_left'])} left")
+    for part, step, loss in state.get("others", ()):
+        parts.append(f"{part}: step {step}  loss {loss:.4f}")
     return "  ".join(parts)
 
 

@@ -19,9 +19,12 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``time``: seconds since 1970, UTC."""
+    """Base of all events. ``time``: seconds since 1970, UTC. ``part``: the name of the run, where
+    several share the record; None for the first of them.
+    """
 
     type: ClassVar[str] = "event"
+    part: str | None = field(default=None, kw_only=True)
     time: float = field(default_factory=time.time, kw_only=True)
 
 
@@ -210,6 +213,8 @@ class Record:
                 "type": event.type,
                 **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)},
             }
+            if event.part is None:
+                del values["part"]
             self._file.write(json.dumps(values, default=str) + "\n")
         self._file.flush()
 
@@ -240,6 +245,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
+def _is_void(event: Event, resumed: Resumed) -> bool:
+    """Whether a run trains an earlier event again after it has resumed."""
+    if isinstance(event, Epoch) and event.epoch >= resumed.epoch:
+        return True
+    return isinstance(event, StepRecorded | Evaluated | Logged | Epoch | BestFound) and (
+        event.step > resumed.step
+    )
+
+
 def read(path: Path) -> list[Event]:
     """Read a record's events in order, without those that a resume made void.
 
@@ -258,8 +272,6 @@ def read(path: Path) -> list[Event]:
         except TypeError:
             continue
         if isinstance(event, Resumed):
-            void = (StepRecorded, Evaluated, Logged, Epoch, BestFound)
-            events = [e for e in events if not (isinstance(e, void) and e.step > event.step)]
-            events = [e for e in events if not (isinstance(e, Epoch) and e.epoch >= event.epoch)]
+            events = [e for e in events if e.part != event.part or not _is_void(e, event)]
         events.append(event)
     return events

@@ -27,7 +27,8 @@ from ronde.watch.run_dir import RunDir
 class Summary:
     """What a record says about a run; None if it says nothing.
 
-    ``loss_kind`` is that of the last :class:`LossChecked`.
+    ``loss_kind`` is that of the last :class:`LossChecked`; ``parts`` the other runs that it trains
+    in one loop, by name.
     """
 
     run: str
@@ -48,6 +49,7 @@ class Summary:
     loss_kind: str = "unknown"
     error: str | None = None
     written: float = 0.0
+    parts: dict[str, Summary] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``--json``."""
@@ -71,6 +73,7 @@ class Summary:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
+            **({"parts": {n: p.to_dict() for n, p in self.parts.items()}} if self.parts else {}),
         }
 
 
@@ -86,11 +89,21 @@ def summarise(run: RunDir) -> Summary:
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")
     try:
-        events = read(run.record)
+        every = read(run.record)
     except OSError as error:
         why = f"{run.record} cannot be read ({error.strerror})"
         written = run.record.stat().st_mtime
         return Summary(run.name, str(run.path), "unreadable", error=why, written=written)
+    names = dict.fromkeys(e.part for e in every if e.part is not None)
+    parts = {n: _summarise(run, [e for e in every if e.part == n]) for n in names}
+    first = _summarise(run, [e for e in every if e.part is None], parts)
+    warnings = dict.fromkeys(e.text for e in every if isinstance(e, Warned))
+    return dataclasses.replace(first, warnings=list(warnings))
+
+
+def _summarise(
+    run: RunDir, events: list[Event], parts: dict[str, Summary] | None = None
+) -> Summary:
     start, ended = _last(events, Started), _last(events, Ended)
     evaluations: dict[str, dict[str, Any]] = {}
     for event in events:
@@ -129,4 +142,5 @@ def summarise(run: RunDir) -> Summary:
         loss_kind=checked.kind if (checked := _last(events, LossChecked)) else "unknown",
         error=ended.error if ended else None,
         written=written,
+        parts=parts or {},
     )

@@ -6,6 +6,7 @@ A failure in here never breaks the training: it is counted and reported once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -57,10 +58,26 @@ class Watcher:
         record: where events go, None for nowhere.
         display: what a person sees.
         active: whether this is rank 0.
+        part: the name of the run, where several share record and display.
+        first: the watcher of the first of them, which shows all of them.
     """
 
-    def __init__(self, record: Record | None, display: Display, active: bool) -> None:
+    def __init__(
+        self,
+        record: Record | None,
+        display: Display,
+        active: bool,
+        part: str | None = None,
+        first: Watcher | None = None,
+    ) -> None:
         self.record = record
+        self.part = part
+        self.closed = False
+        self._first = first
+        self._others: list[Watcher] = []
+        self._last: tuple[int, torch.Tensor] | None = None
+        if first is not None:
+            first._others.append(self)
         self.active = active
         self.display = display
         self.rate = Rate()
@@ -82,6 +99,7 @@ class Watcher:
             return
         if self.record is not None and recorded(step):
             self._held.append((step, epoch, loss, lr, samples, time.time()))
+        self._last = (step, loss)
         if now - self._shown >= self.display.interval_seconds:
             self._show(step, epoch, loss, now)
         if now - self._flushed >= _FLUSH_SECONDS or len(self._held) >= _MOST_HELD:
@@ -90,6 +108,8 @@ class Watcher:
     @_guarded
     def _show(self, step: int, epoch: int, loss: torch.Tensor, now: float) -> None:
         self._shown = now
+        if self._first is not None and not self._first.closed:
+            return
         rate = self.rate
         left = None
         if self.total_steps and rate.seconds and step > self.steps_at_start:
@@ -104,6 +124,11 @@ class Watcher:
                 "loss": float(loss),
                 "samples_per_second": rate.samples_per_second,
                 "seconds_left": left,
+                "others": [
+                    [other.part, other._last[0], float(other._last[1])]
+                    for other in self._others
+                    if other._last is not None
+                ],
             }
         )
 
@@ -119,7 +144,13 @@ class Watcher:
             self.record.write(
                 *(
                     StepRecorded(
-                        step=step, epoch=epoch, loss=value, lr=lr, samples=samples, time=when
+                        step=step,
+                        epoch=epoch,
+                        loss=value,
+                        lr=lr,
+                        samples=samples,
+                        time=when,
+                        part=self.part,
                     )
                     for (step, epoch, _, lr, samples, when), value in zip(held, losses, strict=True)
                 )
@@ -130,7 +161,7 @@ class Watcher:
         """Write events, after the steps before them."""
         if self.record is not None:
             self.flush()
-            self.record.write(*events)
+            self.record.write(*(dataclasses.replace(e, part=self.part) for e in events))
 
     @_guarded
     def say(self, text: str) -> None:
@@ -141,7 +172,9 @@ class Watcher:
     def close(self) -> None:
         """Write pending losses and take the display down."""
         self.flush()
-        self._close_display()
+        self.closed = True
+        if self._first is None or self._first.closed:
+            self._close_display()
         self._close_record()
 
     @_guarded

@@ -1,0 +1,34 @@
+"""Actor-critic: learn to balance a pole on a cart."""
+
+import argparse
+
+import cartpole
+import torch
+from torch.utils.data import DataLoader
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--episodes", type=int, default=128, help="in an epoch")
+parser.add_argument("--batch", type=int, default=16, help="episodes in a training step")
+args = parser.parse_args()
+
+torch.manual_seed(0)
+loader = DataLoader(cartpole.Episodes(args.episodes), batch_size=args.batch)
+actor, critic = cartpole.network(2), cartpole.network(1)
+optimizer_a = torch.optim.Adam(actor.parameters(), lr=0.01)
+optimizer_c = torch.optim.Adam(critic.parameters(), lr=0.02)
+
+for epoch in range(args.epochs):
+    for start, dice in loader:
+        states, actions, alive, returns = cartpole.play(actor, start, dice)
+        values = critic(states)
+        total, steps = cartpole.critic_loss(values, returns, alive)
+        optimizer_c.zero_grad()
+        (total / steps).backward()
+        optimizer_c.step()
+        advantage = returns - values.detach().squeeze(-1)
+        total, steps = cartpole.actor_loss(actor(states), actions, advantage, alive)
+        optimizer_a.zero_grad()
+        (total / steps).backward()
+        optimizer_a.step()
+    print(f"epoch {epoch + 1}  stands {alive.sum(1).mean():.0f} of {cartpole.STEPS} steps")

@@ -1,0 +1,271 @@
+"""Runs that train in one loop: one run directory, one checkpoint for all, one after the other's
+gradients kept apart.
+
+A run that ``distribute`` makes before the first step of the one before it joins its group. A run
+that is made later is a training of its own, in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ronde.watch import RunDir, check_name
+from ronde.world import ArgumentError, CheckpointError, RondeError
+
+if TYPE_CHECKING:
+    from ronde import checkpoint
+    from ronde.run.step_port import RunParts
+
+__all__ = ["Choice", "Group", "count_groups", "current"]
+
+_groups = 0  # that this process has made
+_latest: weakref.ref[Group] | None = None
+_stepped = 0  # number of the last group that took a step
+
+
+class Choice:
+    """The checkpoint that a group resumes from, chosen once.
+
+    Attributes:
+        newest: on rank 0, the checkpoint; None if there is none.
+        answer: the same facts on every rank: path, folder, digest and state.
+    """
+
+    def __init__(self, newest: checkpoint.Checkpoint | None, answer: Mapping[str, Any]) -> None:
+        self.newest = newest
+        self.answer = answer
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the runs in it after the first."""
+        return list(self.answer["state"].get("parts", {})) if self.answer["path"] else []
+
+
+class Group:
+    """The runs of one loop.
+
+    Args:
+        directory: where all of them write; None for nowhere.
+        resumes: whether they resume from it.
+
+    Attributes:
+        choice: the checkpoint to resume from, once it is chosen.
+        due: whether a checkpoint is written as soon as the loop's body has ended.
+    """
+
+    def __init__(self, directory: RunDir | None, resumes: bool) -> None:
+        global _groups, _latest
+        _groups += 1
+        _latest = weakref.ref(self)
+        self.number = _groups
+        self.directory = directory
+        self.resumes = resumes
+        self.choice: Choice | None = None
+        self.due = False
+        # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
+        # several holds them until all have ended, because each checkpoint has all of them.
+        self._members: dict[str, weakref.ref[RunParts]] = {}
+        self._held: list[RunParts] = []
+        self._leading: tuple[weakref.ref[RunParts], object] | None = (
+            None  # the outermost open reading
+        )
+        self.readings = 0
+        self._completed_at = -1  # readings begun when a loop over epochs ended
+        self._checked = False
+        self._warned = False
+
+    # -- members -----------------------------------------------------------------------
+
+    @property
+    def runs(self) -> list[RunParts]:
+        """The runs, in the order of their ``distribute``."""
+        return [run for ref in self._members.values() if (run := ref()) is not None]
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has one run."""
+        return len(self._members) < 2
+
+    @property
+    def first(self) -> RunParts | None:
+        """The run that owns the directory."""
+        return self.runs[0] if self._members else None
+
+    def name_part(self, name: str | None) -> str:
+        """The name of the next run in checkpoints and in the record; empty for the first."""
+        if not self._members:
+            return ""
+        part = name or str(len(self._members) + 1)
+        check_name(part)
+        if any(run._best.metric for run in self.runs):
+            raise ArgumentError(
+                "keep_best cannot be used by runs that train in one loop: a checkpoint has all of "
+                "them, and the best of one is not the best of another. Leave it out, and call "
+                "run.save() or run.export() after the evaluation that was the best."
+            )
+        if part in self._members:
+            raise ArgumentError(f"name={part!r}: another run of this loop has this name already.")
+        return part
+
+    def takes(self, name: str | None) -> bool:
+        """Whether a new run joins: no run has trained yet, or the checkpoint has its part."""
+        runs = self.runs
+        if len(runs) < len(self._members) or not runs or any(run._ended for run in runs):
+            return False
+        if self.choice is not None and self.choice.answer["path"]:
+            return (name or str(len(runs) + 1)) in self.choice.parts
+        return not any(run.state.step for run in runs)
+
+    def add(self, run: RunParts, part: str) -> None:
+        """Take in a run."""
+        self._members[part] = weakref.ref(run)
+        if not self.alone:
+            self._held = self.runs
+        atexit.register(run._at_exit)
+
+    def parts(self) -> dict[str, RunParts]:
+        """Part name -> run, for a checkpoint of all."""
+        found = {part: ref() for part, ref in self._members.items()}
+        if any(run is None for run in found.values()):
+            raise RondeError(
+                "run.save(): another run of this loop is gone, and a checkpoint has all of them. "
+                "Keep its variable until the last save."
+            )
+        return {part: run for part, run in found.items() if run is not None}
+
+    def release(self) -> None:
+        """Let go of the runs after all of them have ended."""
+        if all(run._ended for run in self.runs):
+            self._held = []
+
+    # -- gradients ---------------------------------------------------------------------
+
+    @contextmanager
+    def gradients_of(self, run: RunParts) -> Iterator[None]:
+        """Within it, a backward pass leaves gradients in the parameters of ``run`` only.
+
+        A generator's loss flows through the discriminator. Plain loops zero what that leaves there.
+        Here it would differ between workers: nothing exchanges it.
+        """
+        if self.alone:
+            yield
+            return
+        own = {id(p) for p in run._strategy.parameters}
+        others = [p for r in self.runs if r is not run for p in r._strategy.parameters]
+        kept = [(p, p.grad) for p in others if id(p) not in own]
+        for p, _ in kept:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in kept:
+                p.grad = grad
+
+    def announce(self) -> None:
+        """Tell synchronized batch normalization whether the next forward pass has samples here."""
+        if self.alone:
+            return
+        runs = [r for r in self.runs if getattr(r._strategy, "run_empty", False)]
+        present = {r._share.samples > 0 for r in self.runs if r._share is not None}
+        if len(present) > 1 and any(r.plan.sync_batchnorm for r in runs):
+            raise RondeError(
+                "sync_batchnorm=True: this worker has samples of one run's batch and none of "
+                "another's, so the statistics would count the wrong ones. Give the runs the same "
+                "batch sizes, or let one share the other's batches: ronde.distribute(…, data=run)."
+            )
+        for run in runs:
+            run._strategy.expect(False not in present)
+
+    # -- the loop ----------------------------------------------------------------------
+
+    def begin_reading(self, run: RunParts) -> object:
+        """A loop over ``run.batches()`` begins; returns a token for :meth:`end_reading`."""
+        self.readings += 1
+        self._check_parts()
+        token = object()
+        if self._leading is None or self._leading[0]() in (run, None):
+            self._leading = (weakref.ref(run), token)
+        return token
+
+    def end_reading(self, token: object) -> None:
+        """The loop has ended, or was left."""
+        if self._leading is not None and self._leading[1] is token:
+            self._leading = None
+
+    def _check_parts(self) -> None:
+        """Refuse a checkpoint with runs that the script has not made."""
+        if self._checked:
+            return
+        self._checked = True
+        missing = [p for p in self.choice.parts if p not in self._members] if self.choice else []
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint cannot be continued: it holds {len(missing)} more run"
+                f"{'s' if len(missing) > 1 else ''} of this loop ({', '.join(map(repr, missing))}) "
+                "than ronde.distribute has made. Make all of them before the first step, under "
+                "their names then and in their order, or start a new run."
+            )
+
+    def complete(self) -> None:
+        """A loop over epochs has ended by itself."""
+        self._completed_at = self.readings
+
+    def ends_with(self, readings: int) -> bool:
+        """Whether a loop that is closed now, and began its epoch at ``readings``, ends because the
+        one beside it in ``zip`` has.
+        """
+        return self._completed_at == self.readings > readings
+
+    def stepped(self, run: RunParts) -> None:
+        """Note a step, and warn if a separate training has taken one in between."""
+        global _stepped
+        if self.number < _stepped and not self._warned and self.directory is not None:
+            self._warned = True
+            run._warn(
+                "this run goes on after a later one has trained, in one loop with it: each has its "
+                "own run directory, and a resume may bring them back at different points. Call "
+                "ronde.distribute for both before the first step of either"
+            )
+        _stepped = max(_stepped, self.number)
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of all runs: the number of a checkpoint."""
+        return sum(run.state.step for run in self.runs)
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether a run has trained since the last checkpoint."""
+        return any(run.state.step != run._last_saved_step for run in self.runs)
+
+    def save_if_due(self, run: RunParts) -> None:
+        """Write a due checkpoint where the body of the loop has ended: when its outermost reading
+        takes the next batch, or has no further one.
+        """
+        if not self.due:
+            return
+        if not self.alone:
+            leads = self._leading is not None and self._leading[0]() is run
+            if not leads or any(r._backwards and r._share for r in self.runs):
+                return
+        run._save()
+
+    def in_epochs(self) -> bool:
+        """Whether a run is inside its loop over epochs."""
+        return any(run._in_epochs for run in self.runs)
+
+
+def current() -> Group | None:
+    """The group of the last ``distribute``."""
+    return _latest() if _latest is not None else None
+
+
+def count_groups() -> int:
+    """How many groups this process has made."""
+    return _groups
