@@ -1,8 +1,9 @@
-"""Run by every rank: two trainings in one loop. ``several_worker.py KIND OUT [KILL]``; without
-workers and with ``PLAIN=1``, the same loop in plain PyTorch.
+"""Run by every rank: two trainings in one loop, with Ronde or in plain PyTorch.
 
-KILL is ``step:N`` (after N steps of both runs) or ``save:N`` (inside the Nth checkpoint, between
-the files of the first run and those of the second).
+``several_worker.py CASES FOLDER [KILL]``: CASES are kinds of loops, separated by ``/``, each with a
+plan after ``@`` or ``plain``; each writes its losses and weights to FOLDER. KILL is ``step:N``
+(after N steps of both runs) or ``save:N`` (inside the Nth checkpoint, between the files of the
+first run and those of the second).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.utils.data import Dataset
 
 import ronde
 
-KIND, OUT = sys.argv[1], Path(sys.argv[2])
+FOLDER = Path(sys.argv[2])
 KILL = sys.argv[3] if len(sys.argv) > 3 else ""
-PLAIN = bool(os.environ.get("PLAIN"))
+KIND, OUT = "", FOLDER
 EPOCHS = 3
 losses: dict[str, dict[int, float]] = {"D": {}, "G": {}}
 
@@ -214,17 +215,27 @@ def main() -> None:
                 for _ in range(2 if KIND == "twice" else 1):
                     step_g(D, G, z, None if KIND == "twice" else fake)
                 stop()
-    D.export(OUT.with_suffix(".D"))
-    G.export(OUT.with_suffix(".G"))
+    files = {name: FOLDER / f"{KIND}.{name}" for name in "DG"}
+    D.export(files["D"])
+    G.export(files["G"])
     if D.is_main:
         from safetensors.torch import load_file
 
         weights = {}
         for name, model in (("D", D.model), ("G", G.model)):
-            named = load_file(OUT.with_suffix(f".{name}"))
+            named = load_file(files[name])
             weights[name] = [named[n].tolist() for n in model.state_dict()]
         OUT.write_text(json.dumps({"losses": losses, "weights": weights}))
 
 
 if __name__ == "__main__":
-    plain() if PLAIN else main()
+    for case in sys.argv[1].split("/"):
+        KIND, _, plan = case.partition("@")
+        OUT = FOLDER / case
+        losses = {"D": {}, "G": {}}
+        if plan == "plain":
+            plain()
+            continue
+        if plan:
+            os.environ["RONDE_PLAN"] = plan
+        main()

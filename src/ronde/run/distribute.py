@@ -261,7 +261,8 @@ def distribute(
         )
     directory = group.directory
     skeleton = skeleton_of(opening.model, chosen)
-    strategy = carry_out(chosen, work, me)
+    with group.buffers_kept():
+        strategy = carry_out(chosen, work, me)
     if (first := group.first) is None:
         record = Record(directory.record) if me.is_main and directory is not None else None
         watcher = Watcher(record, choose_display(me.is_main), me.is_main)
@@ -481,7 +482,7 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
                 number = count_groups() + 1
                 path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
                 path.mkdir(exist_ok=True)
-                if _runs > 1:  # the launcher holds the first
+                if number > 1:  # the launcher holds the first
                     lock_run(RunDir(path))
                 answer["path"] = str(path)
             else:

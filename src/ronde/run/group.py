@@ -180,6 +180,16 @@ class Group:
         for run in runs:
             run._strategy.expect(False not in present)
 
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Within it, trial passes of a new run may call the other runs' models: a generator's
+        loss calls the discriminator, whose batch normalization counts.
+        """
+        kept = [(b, b.clone()) for run in self.runs for b in run.model.buffers()]
+        yield
+        for buffer, value in kept:
+            buffer.data.copy_(value)
+
     # -- the loop ----------------------------------------------------------------------
 
     def begin_reading(self, run: RunParts) -> object:
