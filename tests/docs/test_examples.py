@@ -39,14 +39,38 @@ def _printed(output: str) -> float:
     return float([line for line in output.splitlines() if "evaluate" in line][-1].split()[-1])
 
 
-@pytest.mark.parametrize("example", ["gpt", "digits"])
-def test_ronde_changes_at_most_nine_lines(example):
-    plain, train = (
-        (EXAMPLES / example / name).read_text().splitlines() for name in ("plain.py", "train.py")
+@pytest.mark.parametrize(
+    ("plain", "train", "most"),
+    [
+        ("gpt/plain", "gpt/train", 9),
+        ("digits/plain", "digits/train", 9),
+        ("gan/dcgan_plain", "gan/dcgan", 14),
+        ("gan/wgan_gp_plain", "gan/wgan_gp", 19),
+        ("actor_critic/plain", "actor_critic/train", 14),
+    ],
+)
+def test_ronde_changes_few_lines(plain, train, most):
+    before, after = ((EXAMPLES / f"{n}.py").read_text().splitlines() for n in (plain, train))
+    changes = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
+    assert len([line for line in changes if line[0] == "-"]) <= most, "\n".join(changes)
+    assert len([line for line in changes if line[0] == "+"]) <= most, "\n".join(changes)
+
+
+@pytest.mark.parametrize("script", ["gan/dcgan", "gan/wgan_gp", "actor_critic/train"])
+def test_two_models_in_one_loop(tmp_path, script):
+    """As the plain script, on two workers."""
+    if script.startswith("gan"):
+        pytest.importorskip("sklearn")
+    done = ronde_run(
+        ["run", "-n", "2", "--name", "two", str(EXAMPLES / f"{script}.py"), "--epochs", "1"],
+        tmp_path,
+        timeout=80,
     )
-    changes = [line for line in difflib.ndiff(plain, train) if line[0] in "+-"]
-    assert len([line for line in changes if line[0] == "-"]) <= 9, "\n".join(changes)
-    assert len([line for line in changes if line[0] == "+"]) <= 9, "\n".join(changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {e.part for e in _events(tmp_path, "two", StepRecorded)} in (
+        {None, "generator"},
+        {None, "critic"},
+    )
 
 
 def test_the_readme_shows_the_difference_as_it_is():
