@@ -385,6 +385,15 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
     return _checkpoint(path, body) if same else None
 
 
+def _step_of(state: Mapping[str, Any], default: int) -> Any:
+    """The optimizer steps of all runs in it; ``default`` if it does not say."""
+    first, parts = state.get("step", default), state.get("parts", {})
+    if not isinstance(parts, dict) or not all(isinstance(p, dict) for p in parts.values()):
+        raise CheckpointError("the runs in its parts are not mappings")
+    steps = [first, *(p.get("step") for p in parts.values())]
+    return sum(steps) if len(steps) > 1 and all(isinstance(s, int) for s in steps) else first
+
+
 def find_valid(
     folder: Path, check: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
@@ -401,8 +410,8 @@ def find_valid(
             passed.append(str(error))
             continue
         try:
-            if found.state.get("step", found.step) != found.step:
-                raise CheckpointError(f"its state is of step {found.state['step']!r:.60}")
+            if (step := _step_of(found.state, found.step)) != found.step:
+                raise CheckpointError(f"its state is of step {step!r:.60}")
             if check is not None:
                 check(found)
             return found, passed
