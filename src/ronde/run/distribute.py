@@ -28,7 +28,7 @@ from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
-from ronde.run.group import Group, count_groups, current
+from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
@@ -458,12 +458,12 @@ def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
     hooks.observer.on_ready(run, run.plan)
 
 
-def _group(me: World, name: str | None) -> tuple[Group, str]:
+def _group(me: World, name: str | None) -> tuple[RunGroup, str]:
     """The group that this run joins, or a new one, and its name in it."""
     group = current()
     if group is None or not group.takes(name):
         directory, resumes = _directory(me, name)
-        group = Group(directory, resumes)
+        group = RunGroup(directory, resumes)
     return group, group.name_part(name)
 
 

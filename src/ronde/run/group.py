@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ronde import checkpoint
     from ronde.run.step_port import RunParts
 
-__all__ = ["Choice", "Group", "count_groups", "current"]
+__all__ = ["Choice", "RunGroup", "count_groups", "current"]
 
 _groups = 0  # that this process has made
-_latest: weakref.ref[Group] | None = None
+_latest: weakref.ref[RunGroup] | None = None
 _stepped = 0  # number of the last group that took a step
 
 
@@ -45,7 +45,7 @@ class Choice:
         return list(self.answer["state"].get("parts", {})) if self.answer["path"] else []
 
 
-class Group:
+class RunGroup:
     """The runs of one loop.
 
     Args:
@@ -271,7 +271,7 @@ class Group:
         return any(run._in_epochs for run in self.runs)
 
 
-def current() -> Group | None:
+def current() -> RunGroup | None:
     """The group of the last ``distribute``."""
     return _latest() if _latest is not None else None
 

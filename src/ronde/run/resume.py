@@ -23,7 +23,7 @@ from ronde.world.consensus import broadcast_json, gather_json
 __all__ = ["resume"]
 
 
-def choose(run: Run, me: World, directory: RunDir) -> Choice:
+def _choose(run: Run, me: World, directory: RunDir) -> Choice:
     """Find the newest whole checkpoint, verified by rank 0, for all runs of a loop."""
     answer: dict[str, Any] = {}
     newest = None
@@ -52,7 +52,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     """Continue from the newest whole checkpoint. Returns a note."""
     group, part = run._group, run._part
     if group.choice is None:
-        group.choice = choose(run, me, directory)
+        group.choice = _choose(run, me, directory)
     newest, answer = group.choice.newest, group.choice.answer
     named = f"{directory.name} ({part})" if part else directory.name
     if answer["path"] is None:

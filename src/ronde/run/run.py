@@ -33,7 +33,7 @@ from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
 from ronde.run.gather import gather_batch
-from ronde.run.group import Group
+from ronde.run.group import RunGroup
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
@@ -82,7 +82,7 @@ class Run:
         keep_best: str | None,
         on_nan: str,
         in_lists: bool,
-        group: Group,
+        group: RunGroup,
         part: str,
         source: Run | None,
     ) -> None:
