@@ -15,7 +15,7 @@ from ronde import checkpoint
 from ronde.run.group import Choice
 from ronde.run.persist import file_prefix, holds_all, restore, restore_pieces
 from ronde.run.run import Run
-from ronde.run.saved_state import check_saved
+from ronde.run.saved_state import check_saved, check_values
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
@@ -60,7 +60,7 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     state = answer["state"]["parts"][part] if part else answer["state"]
     with _refusing(answer["path"]):
         if part:
-            check_saved(run, state)  # as the first run's was, when the checkpoint was chosen
+            check_values(run, state)  # as the first run's was, when the checkpoint was chosen
         _restore(run, me, newest, answer, state, file_prefix(part))
     run._watcher.event(
         Resumed(

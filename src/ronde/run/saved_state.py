@@ -18,7 +18,7 @@ from ronde.world import CheckpointError
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["check_saved"]
+__all__ = ["check_saved", "check_values"]
 
 _COUNTS = ("epoch", "step", "samples", "epoch_samples")
 # Settings and counters that torch's optimizers and schedulers cannot go on without. None of them
@@ -162,8 +162,17 @@ def check_saved(run: RunParts, found: checkpoint.Checkpoint) -> None:
     for part in ("model", "optimizer", "random"):
         if part not in parts:
             raise CheckpointError(f"its manifest lists no file of the part {part!r}")
+    check_values(run, found.state)
+
+
+def check_values(run: RunParts, saved: Mapping[str, Any]) -> None:
+    """Check that plain values have the form that this run writes.
+
+    Raises:
+        CheckpointError: names the first value that is wrong.
+    """
     try:
-        wrong = next(_complaints(run, found.state), None)
+        wrong = next(_complaints(run, saved), None)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         wrong = f"its values cannot be understood ({type(error).__name__}: {error})"
     if wrong is not None:
