@@ -83,7 +83,7 @@ CASES = {
     ),
     "diffusion": Port(
         EXAMPLES / "diffusion",
-        "--epochs 2 --images 60 --batch 20 --width 8 --warmup 3",
+        "--epochs 2 --images 30 --batch 10 --width 8 --warmup 3",
         2 * 3,
         ("sklearn", "diffusers"),
     ),
@@ -138,7 +138,8 @@ def sampled(chains: dict[str, list[dict]], turn: int) -> dict[str, list[dict]]:
         return chains
     keys = list(chains)
     sizes, plans, kills = keys[2:4], keys[4:-3], keys[-3:]
-    kept = ["plain", "1", sizes[turn % 2], plans[turn % len(plans)], kills[turn % 3]]
+    kept = ["plain", "1", plans[turn % len(plans)], kills[turn % 3]]
+    kept += sizes[turn // 3 % 2 :][:1] if turn % 3 == 0 else []
     return {key: chains[key] for key in kept}
 
 
