@@ -9,17 +9,20 @@ import difflib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KINDS = {
-    "word_lm": "language model with a hidden state",
-    "imagenet": "image classifier, best accuracy kept",
-    "horovod": "Horovod's MNIST",
-    "gpt": "GPT",
-    "glue": "fine-tuning of a BERT",
-    "vae": "VAE",
-    "diffusion": "diffusion with EMA",
-    "simclr": "SimCLR",
-    "gcn": "graph network",
-    "reinforce": "REINFORCE",
+SCRIPTS = {  # plain script, and with Ronde -> title
+    ("tests/ports/imagenet/plain.py", "train.py"): "image classifier, best accuracy kept",
+    ("tests/ports/horovod/plain.py", "train.py"): "Horovod's MNIST",
+    ("examples/gpt/plain.py", "train.py"): "GPT",
+    ("examples/glue/plain.py", "train.py"): "fine-tuning of a BERT",
+    ("examples/word_lm/plain.py", "train.py"): "language model with a hidden state",
+    ("examples/gan/dcgan_plain.py", "dcgan.py"): "DCGAN",
+    ("examples/gan/wgan_gp_plain.py", "wgan_gp.py"): "WGAN with gradient penalty",
+    ("examples/vae/plain.py", "train.py"): "VAE",
+    ("examples/diffusion/plain.py", "train.py"): "diffusion with EMA",
+    ("examples/reinforce/plain.py", "train.py"): "REINFORCE",
+    ("examples/actor_critic/plain.py", "train.py"): "actor–critic",
+    ("tests/ports/gcn/plain.py", "train.py"): "graph network",
+    ("examples/simclr/plain.py", "train.py"): "SimCLR",
 }
 
 
@@ -33,13 +36,11 @@ def changed(plain: Path, other: Path) -> tuple[int, int]:
 def rows() -> list[tuple[str, str, str, str]]:
     """For each script: its title, its lines, and the lines that Ronde and Accelerate change."""
     found = []
-    for kind, title in KINDS.items():
-        folder = ROOT / "examples" / kind
-        if not folder.exists():
-            folder = ROOT / "tests" / "ports" / kind
-        plain = folder / "plain.py"
+    for (path, train), title in SCRIPTS.items():
+        plain = ROOT / path
+        kind = plain.parent.name if train == "train.py" else train.removesuffix(".py")
         lines = sum(bool(line.strip()) for line in plain.read_text().splitlines())
-        others = (folder / "train.py", ROOT / "benchmarks" / "ports" / f"{kind}_accelerate.py")
+        others = (plain.with_name(train), ROOT / "benchmarks" / "ports" / f"{kind}_accelerate.py")
         ronde, accelerate = ("+{} −{}".format(*changed(plain, other)) for other in others)
         found.append((title, str(lines), ronde, accelerate))
     return found
