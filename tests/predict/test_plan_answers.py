@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -236,6 +237,8 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
         "cluster.yaml",
         "--json",
         "answer.json",
+        "--svg",
+        "schedule.svg",
         "--save",
         "plan.yaml",
         "train.py",
@@ -246,6 +249,8 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     assert answer["workers"] == 8 and answer["batch_size"] == 64
     kept = yaml.safe_load((tmp_path / "plan.yaml").read_text())
     assert (kept["workers"], kept["batch_size"], kept["batch"]) == (8, 64, "grow")
+    title = ElementTree.parse(tmp_path / "schedule.svg").getroot()[0].text
+    assert title and f"one step of {title}:" in done.stdout
 
 
 @long
@@ -269,9 +274,10 @@ def test_a_batch_that_grows_does_so_where_the_workers_change():
 
 def test_nothing_is_saved_where_nothing_fits(tmp_path):
     (tmp_path / "train.py").write_text(GROWS)
-    wired(memory=1024.0, devices_per_node=2).save(tmp_path / "cluster.yaml")
+    wired(memory=1024.0, devices_per_node=1).save(tmp_path / "cluster.yaml")
     done = ronde_run(
-        ["plan", "--accept-noise", "--cluster", "cluster.yaml", "--save", "plan.yaml", "train.py"],
+        ["plan", "--accept-noise", "--cluster", "cluster.yaml", "--save", "plan.yaml"]
+        + ["--svg", "schedule.svg", "train.py"],
         tmp_path,
         150,
     )
@@ -279,8 +285,9 @@ def test_nothing_is_saved_where_nothing_fits(tmp_path):
         done.returncode == 2
         and "Nothing fits" in done.stdout
         and "there is no plan to write" in done.stderr
+        and "--svg schedule.svg: no plan here has a pipeline" in done.stderr
     )
-    assert not (tmp_path / "plan.yaml").exists()
+    assert not (tmp_path / "plan.yaml").exists() and not (tmp_path / "schedule.svg").exists()
 
 
 def test_a_gap_below_the_noise_of_measurement_decides_nothing():

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import threading
+from xml.etree import ElementTree
 
 import pytest
 
@@ -36,7 +37,7 @@ from ronde.predict.datasheets import cluster_of, device_named, speed_of
 from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
-from ronde.predict.schedule_picture import terminal
+from ronde.predict.schedule_picture import svg, terminal
 from ronde.predict.search import _climb, candidates, rank_key, search, unsupported
 from ronde.predict.simulate import Times, run_step, simulate
 from ronde.predict.unit_arrays import chain
@@ -559,14 +560,22 @@ def test_lists_that_wait_for_each_other_are_refused():
         simulate(lists, Times((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)))
 
 
-def test_the_picture_is_readable_without_colour():
+def test_the_picture_is_readable_without_colour_and_valid():
     times = Times((0.01,) * 4, (0.02,) * 4, (0.0,) * 4, (0.0,) * 4)
     timeline = run_step("zbv", 2, 2, 4, times, keep_events=True)
     shown = terminal(timeline, 80).plain.splitlines()
     assert shown[0].startswith("worker 0  00") and all(len(line) <= 80 for line in shown[:3])
     assert "A" in shown[0] and "a" in shown[0]
-    with pytest.raises(ArgumentError, match="keep_events"):
-        terminal(run_step("1f1b", 2, 1, 2, Times((1.0,) * 2, (1.0,) * 2, (0.0,) * 2, (0.0,) * 2)))
+    root = ElementTree.fromstring(svg(timeline, 'a <b> & "c"'))
+    boxes = [e for e in root.iter() if e.tag.endswith("rect") and len(e)]
+    assert len(boxes) == len(timeline.events)
+    assert root[0].text == 'a <b> & "c"'
+    tips = [box[0].text for box in boxes]
+    assert "forward, micro-batch 0, stage 0: 0 s to 10 ms" in tips
+    bare = run_step("1f1b", 2, 1, 2, Times((1.0,) * 2, (1.0,) * 2, (0.0,) * 2, (0.0,) * 2))
+    for draw in (terminal, svg):
+        with pytest.raises(ArgumentError, match="keep_events"):
+            draw(bare)
 
 
 # -- links -----------------------------------------------------------------------------
