@@ -97,10 +97,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize(
-    "decoder",
-    [d for d in ("auto", "simplejpeg", "pillow") if d == "auto" or d in image_decoders.available()],
-)
+@pytest.mark.parametrize("decoder", ["auto", *image_decoders.available()])
 @pytest.mark.parametrize("kind", FILES)
 def test_every_decoder_gives_pillows_pixels(kind, decoder):
     data = FILES[kind](photo())
@@ -158,16 +155,26 @@ def test_a_truncated_file_in_a_pipeline_names_the_file(folder, tmp_path):
         data[0]
 
 
+def test_opencv_decodes_by_itself_and_leaves_cmyk_to_pillow():
+    pytest.importorskip("cv2")
+    before = image_decoders.counts()
+    for kind in ("jpeg", "jpeg CMYK"):
+        data = FILES[kind](photo())
+        assert np.array_equal(image_decoders.decode_image(data, "opencv"), by_pillow(data))
+    after = image_decoders.counts()
+    assert after.decoded["opencv"] - before.decoded.get("opencv", 0) == 1
+    assert after.fallbacks["opencv"] - before.fallbacks.get("opencv", 0) == 1
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_left_alone_unless_asked_for(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photo(), exif=exif)
-    assert np.array_equal(image_decoders.decode_image(data), by_pillow(data))
-    assert np.array_equal(
-        image_decoders.decode_image(data, orient=True),
-        np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))),
-    )
+    turned = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    for decoder in image_decoders.available():
+        assert np.array_equal(image_decoders.decode_image(data, decoder), by_pillow(data))
+        assert np.array_equal(image_decoders.decode_image(data, decoder, orient=True), turned)
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
@@ -175,7 +182,7 @@ def test_decoding_to_a_fraction_is_pillows_draft(shrink):
     data = encoded(photo(413, 311))
     drafted = Image.open(io.BytesIO(data))
     drafted.draft("RGB", (413 // shrink, 311 // shrink))
-    for decoder in set(image_decoders.available()) & {"simplejpeg", "pillow"}:
+    for decoder in set(image_decoders.available()) & {"simplejpeg", "opencv", "pillow"}:
         found = image_decoders.decode_image(data, decoder, shrink=shrink)
         assert found.shape == (-(-311 // shrink), -(-413 // shrink), 3)
         assert np.array_equal(found, np.asarray(drafted))

@@ -809,7 +809,8 @@ class CachedDataset(_Cache, Dataset[Any]):
 
 def _describe(step: Step, version: str, folders: set[str]) -> str:
     # Which decoder is used may depend on what is installed.
-    codecs = [installed_version(name) for name in ("simplejpeg", "pillow")]
+    names = "simplejpeg torchcodec opencv-python-headless opencv-python pillow"
+    codecs = [installed_version(name) for name in names.split()]
     try:
         return digest(
             step.name,

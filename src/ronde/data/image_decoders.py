@@ -2,8 +2,8 @@
 
 The result equals ``numpy.asarray(PIL.Image.open(file).convert("RGB"))``: height × width × 3,
 ``uint8``. The one exception is 16-bit gray, which ``convert`` would clip: its upper 8 bits are
-kept, as Pillow does for 16-bit color. simplejpeg uses the same libjpeg-turbo as Pillow; its
-pixels were found equal bit for bit. Images that another decoder rejects (broken files, CMYK)
+kept, as Pillow does for 16-bit color. simplejpeg and OpenCV use the same libjpeg-turbo as Pillow;
+their pixels were found equal bit for bit. Images that another decoder rejects (broken files, CMYK)
 go to Pillow and are counted; if Pillow rejects one too, the error names the file.
 """
 
@@ -37,6 +37,12 @@ def _reject_cmyk(data: bytes) -> None:
         at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
 
 
+def _check_end(data: bytes) -> None:
+    """Reject truncated JPEGs for decoders that fill in missing data silently."""
+    if data.rfind(b"\xff\xd9", len(data) - 64) < 0:
+        raise ValueError("no end of image")
+
+
 def _simplejpeg(data: bytes, shrink: int) -> Pixels:
     import simplejpeg
 
@@ -51,6 +57,33 @@ def _simplejpeg(data: bytes, shrink: int) -> Pixels:
         data, min_height=-(-height // shrink), min_width=-(-width // shrink), min_factor=shrink
     )
     return found
+
+
+def _torchcodec(data: bytes, shrink: int) -> Pixels:
+    from torchcodec.decoders import decode_jpeg
+
+    _reject_cmyk(data)
+    _check_end(data)
+    if _orientation(data) != 1:  # torchcodec turns the image, asked or not
+        raise ValueError("EXIF orientation")
+    return np.ascontiguousarray(decode_jpeg(data, mode="RGB").permute(1, 2, 0).numpy())
+
+
+def _opencv(data: bytes, shrink: int) -> Pixels:
+    import cv2
+
+    _reject_cmyk(data)
+    _check_end(data)
+    flags = {
+        1: cv2.IMREAD_COLOR,
+        2: cv2.IMREAD_REDUCED_COLOR_2,
+        4: cv2.IMREAD_REDUCED_COLOR_4,
+        8: cv2.IMREAD_REDUCED_COLOR_8,
+    }[shrink]
+    found = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    if found is None:
+        raise ValueError("OpenCV cannot read it")
+    return np.asarray(cv2.cvtColor(found, cv2.COLOR_BGR2RGB), dtype=np.uint8)
 
 
 def _pillow(data: bytes, shrink: int) -> Pixels:
@@ -85,11 +118,17 @@ class Decoder:
 
 DECODERS: dict[str, Decoder] = {
     "simplejpeg": Decoder(_simplejpeg, "simplejpeg"),
+    "torchcodec": Decoder(
+        _torchcodec,
+        "torchcodec.decoders",
+        install="pip install torchcodec, in the build for your torch",
+    ),
+    "opencv": Decoder(_opencv, "cv2", install="pip install opencv-python-headless"),
     "pillow": Decoder(_pillow, "PIL.Image", frozenset({"jpeg", "png", "webp"})),
 }
 """All decoders, by name. ``DECODERS["mine"] = Decoder(function, "package")`` adds one."""
 
-AUTO = ("simplejpeg", "pillow")
+AUTO = ("simplejpeg", "torchcodec", "pillow")
 """What ``decoder="auto"`` tries, in this order, until one can be imported."""
 
 _loads: dict[str, str | None] = {}
@@ -126,7 +165,7 @@ def check_decoder(decoder: str) -> str:
             if _why_not(name) is None:
                 return name
         raise ArgumentError(
-            "decoder='auto': neither simplejpeg nor Pillow can be imported: "
+            "decoder='auto': none of simplejpeg, torchcodec and Pillow can be imported: "
             "pip install 'ronde[images]'."
         )
     if decoder not in DECODERS:
@@ -225,14 +264,19 @@ def image_size(data: bytes, name: str = "") -> tuple[int, int]:
         raise _error(name, data, error) from None
 
 
-def _apply_orientation(pixels: Pixels, data: bytes) -> Pixels:
-    """Apply the EXIF orientation, as ``PIL.ImageOps.exif_transpose`` does."""
+def _orientation(data: bytes) -> Any:
+    """The EXIF orientation; 1 is as stored."""
     from PIL import Image
 
+    with Image.open(io.BytesIO(data)) as image:
+        # A TIFF is turned by Pillow itself, asked or not, as it loads.
+        return 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
+
+
+def _apply_orientation(pixels: Pixels, data: bytes) -> Pixels:
+    """Apply the EXIF orientation, as ``PIL.ImageOps.exif_transpose`` does."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            # A TIFF is turned by Pillow itself, asked or not, as it loads.
-            orientation = 1 if image.format == "TIFF" else image.getexif().get(0x0112, 1)
+        orientation = _orientation(data)
     except Exception:  # the pixels could be decoded: an EXIF that cannot says nothing
         return pixels
     turns: dict[int, Callable[[Any], Any]] = {

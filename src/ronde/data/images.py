@@ -475,7 +475,7 @@ def images(
                 that are random ask :func:`ronde.feed.rng`.
         normalize: ``"imagenet"``, ``(mean, std)`` in [0, 1], or None for bytes. A
             :class:`Normalize` at the end of ``augment`` counts instead.
-        decoder: of JPEG files: ``auto``, ``simplejpeg`` or ``pillow``;
+        decoder: of JPEG files: ``auto``, ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``;
             see :func:`ronde.data.image_decoders.decode`.
         on_device: the device resizes, flips and colours; the CPU only decodes and cuts out. Random
             numbers are the same, and so are the pixels up to 1 of 255, before colours.

@@ -31,7 +31,7 @@ class FeedSettings:
         prefetch: batches that each of them may be ahead.
         threads: compute threads (OpenMP, BLAS, OpenCV) inside each of them.
         pin_memory: page-locked batches, for a GPU.
-        decoder: of JPEG images: ``simplejpeg`` or ``pillow``.
+        decoder: of JPEG images: ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``.
         decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller,
             in ``feed.images``. It changes pixels slightly.
         cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain
