@@ -35,7 +35,7 @@ from ronde.parallel.strategy import Flags, Work, trainable
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import worker_of
-from ronde.world import ArgumentError, PlanError, RondeError, World
+from ronde.world import ArgumentError, LossError, PlanError, RondeError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of
 from ronde.world.rendezvous import rendezvous
@@ -153,6 +153,11 @@ class StageOwnership:
     def _first_pass(self, batch: Any) -> Trace:
         try:
             return self._follow(self.work.compute, batch)
+        except LossError as error:
+            raise LossError(
+                f"{error} A script that owns its loop (run.backward) cannot drive "
+                f"plan={self.plan.spec!r}: use another plan for it."
+            ) from error
         except RondeError:
             raise
         except Exception as error:
