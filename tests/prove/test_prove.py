@@ -194,8 +194,8 @@ CARRIED = [
         "early",
         ["replicate", "pipeline=2"],
         {
-            "pipeline=2": "laying a pipeline out takes a forward pass and a loss over a "
-            "micro-batch, which failed (NameError: name 'run' is not defined). Give ronde.distribute"
+            "pipeline=2": "forward or loss uses a name without a value: name 'run' is not defined. "
+            "plan='pipeline=2"
         },
     ),
     ("lists", ["replicate", SPLIT, "shard=parameters", "pipeline=2", "recompute=full"], {}),
