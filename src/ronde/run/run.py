@@ -1154,6 +1154,14 @@ class Run:
         # one that failed.
         if self._ended:
             return
+        try:
+            self._end_unasked()
+        finally:
+            # An abandoned loop that is collected later finds no modules left.
+            self._end_loading()
+            self._loops += 1
+
+    def _end_unasked(self) -> None:
         self._watcher.flush()
         if hasattr(sys, "last_value") or not self.state.step:
             self._watcher.close()
