@@ -6,7 +6,6 @@ script owns schedulers, optimizers, averages, and values; killed, and resumed el
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -28,9 +27,8 @@ from torch.utils.data import TensorDataset
 
 import ronde
 from forked import fork
+from ronde.run import group
 from tiny_models import UnevenNet
-
-entry = importlib.import_module("ronde.run.distribute")  # the function has the module's name
 
 PLANS = {
     "single": (1, "replicate"),
@@ -63,7 +61,8 @@ def begin(plan: str, where: Path, resume: bool, **options):
     quiet = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "1" if resume else "0"}
     os.environ.update({"RONDE_RUN_DIR": str(where), **quiet})
     where.mkdir(parents=True, exist_ok=True)
-    entry._runs = 0
+    # each run is the first of its process
+    group._groups, group._latest, group._stepped = 0, None, 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

@@ -8,7 +8,6 @@ was never stopped, by (from, to).
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import os
 import shutil
@@ -28,10 +27,9 @@ from torch.utils.data import TensorDataset
 import ronde
 from forked import fork
 from ronde.checkpoint import find_valid
+from ronde.run import group
 from sampling import ALL
 from tiny_models import UnevenNet
-
-entry = importlib.import_module("ronde.run.distribute")  # the function has the module's name
 
 # plan -> (workers, what --plan says)
 PLANS = {
@@ -95,7 +93,8 @@ def start(plan: str, norm: bool, where: Path, resume: bool, **options):
         }
     )
     where.mkdir(parents=True, exist_ok=True)
-    entry._runs = 0
+    # each run is the first of its process
+    group._groups, group._latest, group._stepped = 0, None, 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = options.pop("model", None) or UnevenNet(norm).double()
     named = dict(model.named_parameters())
