@@ -773,6 +773,7 @@ class Run:
             return None
         for run in runs.values():
             run._watcher.rate.pause()
+            run._watcher.flush()  # a resume from this checkpoint does not record these steps again
             run._look_for_unregistered()
         start = time.perf_counter()
         keep = max(run._keep for run in runs.values())
