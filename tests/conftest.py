@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 from multiprocessing.util import get_temp_dir
@@ -156,9 +157,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """Nothing that a test began may leave a temporary file behind, whichever of its processes were
-    killed.
+    killed. A run that it did not train is none of the next test's loop.
     """
     yield
+    if group := sys.modules.get("ronde.run.group"):
+        group._latest = None
     # a fixture's pool goes with the fixture
     if left := {name for name in _temporary() - _known if f"-{os.getpid()}-" not in name}:
         _known.update(left)
