@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -106,6 +107,7 @@ def _begin(request: dict, descriptors: list[int]) -> None:
     _prctl(_PR_SET_PDEATHSIG, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # an import may have asked for it, under another TMPDIR
     # the variables that /proc shows are the first process's: processes.marked looks at the name
     _prctl(_PR_SET_NAME, os.environ.get(MARK, "python")[:15].encode())
     os.chdir(request["folder"])
