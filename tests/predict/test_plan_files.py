@@ -189,3 +189,16 @@ def test_a_plan_is_taken_from_a_file_of_any_name(tmp_path, monkeypatch):
     assert Plan.file_of("none.json") == Path("none.json")
     with pytest.raises(ArgumentError, match="cannot be read"):
         Plan.load("none.json")
+
+
+def test_sequence_parallel_is_a_word_of_a_plan():
+    plan = Plan.parse("pipeline=2,tensor=2,sequence")
+    assert plan.spec == "pipeline=2,tensor=2,sequence_parallel" and plan.sequence_parallel
+    assert Plan.parse(plan.spec) == plan == Plan.from_dict(plan.to_dict())
+    for text, said in (
+        ("sequence_parallel", "add tensor=N, 2 or more"),
+        ("tensor=2,sequence_parallel=yes", "must be true or false, found 'yes'"),
+        ("tensor=2,sequence_paralel", "Did you mean 'sequence_parallel'?"),
+    ):
+        with pytest.raises(ArgumentError, match=re.escape(said)):
+            Plan.parse(text)

@@ -23,6 +23,8 @@ _ALIASES = {
     "zero3": "shard=parameters",
     "fsdp": "shard=parameters",
     "shard": "shard=parameters",
+    "sequence": "sequence_parallel=true",
+    "sequence_parallel": "sequence_parallel=true",
 }
 
 
@@ -115,6 +117,8 @@ class Plan:
         split_at: names of the modules that begin a stage; empty: chosen.
         optimize: whether the cut evens out time (``"speed"``) or memory (``"memory"``).
         tensor: workers that hold each layer together.
+        sequence_parallel: whether these workers also divide the activations between the layers
+            (norms, dropout, residuals) along the sequence.
         recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` or
             ``"full"``.
         offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or
@@ -151,6 +155,7 @@ class Plan:
     split_at: tuple[str, ...] = ()
     optimize: Literal["speed", "memory"] = "speed"
     tensor: int = 1
+    sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "optimizer", "parameters"] = "none"
 
@@ -180,6 +185,8 @@ class Plan:
                 parts.append(f"optimize={self.optimize}")
         if self.tensor > 1:
             parts.append(f"tensor={self.tensor}")
+            if self.sequence_parallel:
+                parts.append("sequence_parallel")
         if self.shard != "none":
             parts.append(f"shard={self.shard}")
             if self.shard_within:
@@ -233,8 +240,8 @@ class Plan:
                     "plan's file, or words joined by commas: replicate, "
                     "shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, "
                     f"virtual=N, schedule={'|'.join(get_args(Schedule))}, "
-                    "tensor=N, recompute=selective|full, offload=optimizer|parameters, "
-                    "micro_batch=N."
+                    "tensor=N, sequence_parallel, recompute=selective|full, "
+                    "offload=optimizer|parameters, micro_batch=N."
                 )
             if name in values:
                 raise ArgumentError(f"plan={text!r}: {name} is given twice.")
@@ -247,6 +254,12 @@ class Plan:
                     raise ArgumentError(
                         f"plan={text!r}: {name} must be a whole number, found {value!r}."
                     ) from None
+            elif kinds[name] == "bool":
+                if value not in ("true", "false"):
+                    raise ArgumentError(
+                        f"plan={text!r}: {name} must be true or false, found {value!r}."
+                    )
+                values[name] = value == "true"
             else:
                 values[name] = value
         plan = cls(**values)
@@ -270,6 +283,15 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+        if not isinstance(self.sequence_parallel, bool):
+            raise ArgumentError(
+                f"plan: sequence_parallel={self.sequence_parallel!r} must be true or false."
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ArgumentError(
+                "plan: sequence_parallel divides activations over the workers that hold a layer "
+                "together: add tensor=N, 2 or more."
+            )
         for name in ("shard_within", "micro_batch"):
             value = getattr(self, name)
             if value is not None and (
@@ -422,7 +444,16 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "parameters"),
 }
-_SPLITS = (*_CHOICES, "shard_within", "pipeline", "virtual", "tensor", "split_at", "micro_batch")
+_SPLITS = (
+    *_CHOICES,
+    "shard_within",
+    "pipeline",
+    "virtual",
+    "tensor",
+    "sequence_parallel",
+    "split_at",
+    "micro_batch",
+)
 
 SPLIT_FIELDS = (
     "shard",
@@ -433,6 +464,7 @@ SPLIT_FIELDS = (
     "split_at",
     "optimize",
     "tensor",
+    "sequence_parallel",
     "recompute",
     "offload",
 )
