@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,46 @@ def _wait_for(folder: Path) -> None:
         time.sleep(0.1)
 
 
+def _is_shared() -> bool:
+    """Whether all workers see the run directory; the launcher has tried it."""
+    return os.environ.get("RONDE_RUN_DIR_SHARED") != "0"
+
+
+def _write_all(
+    me: World, path: Path, parts: Parts, owners: Mapping[str, _Owners]
+) -> dict[str, Any]:
+    """Rank 0 writes the files of all ranks, one after another, from what they send it."""
+    entries: dict[str, Any] = {}
+    error: OSError | SafetensorError | None = None
+    for part, pieces in parts.items():
+        for rank in range(me.size):
+            owner = owners[part]
+            boxes = {n: b for n, by in owner.boxes.items() for b, r in by.items() if r == rank}
+            tensors: dict[str, torch.Tensor] = {}
+            for name, box in boxes.items():
+                dtype = getattr(torch, owner.kinds[name][0])
+                if rank == me.rank and me.is_main:
+                    tensors[name] = pieces[name].tensor
+                elif rank == me.rank and box.numel:
+                    dist.send(_bits(pieces[name].tensor).to(me.device), 0)
+                elif me.is_main:
+                    size = box.numel * dtype.itemsize
+                    bits = torch.empty(size, dtype=torch.uint8, device=me.device)
+                    if size:
+                        dist.recv(bits, rank)
+                    tensors[name] = bits.cpu().view(dtype).view(box.sizes)
+            if not me.is_main or not boxes or error is not None:
+                continue
+            file = _file(part, rank, me.size)
+            try:
+                entries[file] = files.add(path, file, tensors, boxes)
+            except (OSError, SafetensorError) as caught:
+                error = caught  # the others still send
+    if error is not None:
+        raise error
+    return entries
+
+
 def write_pieces(
     me: World,
     folder: Path,
@@ -152,6 +193,11 @@ def write_pieces(
             return path
 
         def mine() -> dict[str, Any]:
+            if not _is_shared():
+                entries = _write_all(me, path, parts, owners)
+                if me.is_main:
+                    entries |= {name: files.add(path, name, t) for name, t in whole.items()}
+                return entries
             _wait_for(path)
             entries = {}
             for part, pieces in parts.items():

@@ -10,6 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.hosts import (
+    EnvOption,
+    HostfileOption,
+    HostsOption,
+    MpiOption,
+    OutputOption,
+    PythonOption,
+    SlurmOption,
+    SshConfigOption,
+    chosen,
+    gathered,
+)
 from ronde.cli.script import (
     ArgumentsOption,
     FeedOption,
@@ -50,6 +62,8 @@ Examples:
   ronde run --resume --name big -m my.train     resume, on any number of workers
 
   ronde run --feed none train.py                ignore train.feed.yaml
+
+  ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
 """
 
 _MEASURE_SECONDS = 10.0
@@ -116,67 +130,83 @@ def register(app: typer.Typer) -> None:
         tensorboard: Annotated[
             bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
+        output: OutputOption = "main",
         quiet: Annotated[
             bool,
             typer.Option(
                 "--quiet", "-q", help="No progress and no summary; the script's own output only."
             ),
         ] = False,
+        hosts: HostsOption = None,
+        hostfile: HostfileOption = None,
+        slurm: SlurmOption = False,
+        mpi: MpiOption = False,
+        ssh_config: SshConfigOption = None,
+        env: EnvOption = None,
+        python: PythonOption = None,
     ) -> None:
-        from ronde.launch import Job, check_workers, launch, resolve_workers
+        from ronde.launch import Job
 
         command = command_of(module, arguments or [])
         if name is not None:
             check_name(name)
-        count = resolve_workers(workers)
-        check_workers(count)
+        if output not in ("main", "all"):
+            raise ArgumentError(f"--output {output}: expected main or all.")
+        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python)
         fetched, told_feed = feed_of(feed, module or command[0])
         temporary = (
             tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
         )
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
-        planned = None if plan is None else _plan(plan, count)
-        directory = claim_run_dir(
-            Path(temporary.name) if temporary else runs,
-            name,
-            script_stem(module or command[0]),
-            resume,
-        )
-        lock_run(directory)
         console = _console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
-        show = _shower(bar, console)
-        environment = {
-            "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
-            "RONDE_RESUME": "1" if resume else "0",
-            "RONDE_FEED": fetched,
-        }
-        if tensorboard:
-            environment["RONDE_TENSORBOARD"] = "1"
-        if planned is not None:
-            environment["RONDE_PLAN"] = planned
-        if not quiet:
-            shown = " ".join(command)
-            from rich.text import Text
-
-            # A Text, not markup: arguments may hold brackets.
-            told = (
-                f" {shown}  ·  {count} worker{'s' if count > 1 else ''}  ·  "
-                f"{'nothing is kept' if temporary else short(directory.path)}"
+        kept = None if temporary else runs
+        with gathered(places, command, workers, kept, bar.begin if bar else _ignore) as group:
+            count = group.workers
+            planned = None if plan is None else _plan(plan, count)
+            directory = claim_run_dir(
+                Path(temporary.name) if temporary else runs,
+                name,
+                script_stem(module or command[0]),
+                resume,
             )
-            console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
-            if told_feed:
-                console.print(Text(told_feed), soft_wrap=True)
-        if bar:
-            bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
-        outcome = launch(
-            Job(command, count, directory.path, environment), show, bar.update if bar else _ignore
-        )
-        if bar:
-            bar.close()
-            show(b"")
+            lock_run(directory)
+            show = _shower(bar, console)
+            environment = {
+                "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
+                "RONDE_RESUME": "1" if resume else "0",
+                "RONDE_FEED": fetched,
+            }
+            if tensorboard:
+                environment["RONDE_TENSORBOARD"] = "1"
+            if planned is not None:
+                environment["RONDE_PLAN"] = planned
+            if not quiet:
+                shown = " ".join(command)
+                from rich.text import Text
+
+                # A Text, not markup: arguments may hold brackets.
+                told = (
+                    f" {shown}  ·  {count} worker{'s' if count > 1 else ''}{group.where}  ·  "
+                    f"{'nothing is kept' if temporary else short(directory.path)}"
+                )
+                console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
+                for told in (told_feed, *(f"note: {n}" for n in group.notes)):
+                    if told:
+                        console.print(Text(told), soft_wrap=True)
+            if bar:
+                bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
+            outcome = group.launch(
+                Job(command, count, directory.path, environment),
+                show,
+                bar.update if bar else _ignore,
+                group.names if output == "all" else None,
+            )
+            if bar:
+                bar.close()
+                show(b"")
         if outcome.status:
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
             _tell_failure(outcome, directory, kept=temporary is None)
@@ -231,7 +261,7 @@ def _console() -> Any:
     return Console()
 
 
-def _ignore(_: dict[str, Any]) -> None:
+def _ignore(_: Any) -> None:
     return None
 
 
@@ -300,6 +330,13 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
             + (f". Go on with: {again}" if again else ""),
             highlight=False,
             soft_wrap=True,
+        )
+        return
+    if outcome.rank is None:
+        console.print(Text(outcome.error or "", style="bold red"), soft_wrap=True)
+        again = again and f"   go on with: {again}"
+        console.print(
+            f"its output: {short(directory.logs)}{again}", highlight=False, soft_wrap=True
         )
         return
     if outcome.traceback:

@@ -16,20 +16,21 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import psutil
 
 from ronde.watch import MARK
+from ronde.world.temporary import pid_space, temporary_prefix
 
-__all__ = ["Router"]
+__all__ = ["Output", "Router", "Sink"]
 
 _MARK = MARK.encode()
 
 
 def _sweep() -> None:
     """Remove this user's folders left by launchers that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob("ronde-*-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"ronde-*-{pid_space()}-*"):
         pid = folder.name.split("-")[1]
         with contextlib.suppress(OSError):
             if (
@@ -40,14 +41,28 @@ def _sweep() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class Router:
-    """Reads the FIFOs of ``workers`` ranks until closed.
+class Sink(Protocol):
+    """Takes what workers write, by rank."""
+
+    def out(self, rank: int, data: bytes) -> None:
+        """Bytes that a worker printed."""
+
+    def log(self, rank: int, data: bytes) -> None:
+        """Bytes for its log only."""
+
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        """A progress message."""
+
+
+class Output:
+    """The launcher's sink: each rank's output to its own log, rank 0's also to the terminal.
 
     Args:
+        workers: how many.
         logs: folder for ``rank-K.log``, appended to; None keeps nothing.
         show: called with bytes that rank 0 printed.
-        message: called with each progress message of rank 0. A message ``{"log": text}`` of any
-            rank goes to its log only.
+        message: called with progress messages of rank 0.
+        names: a prefix for each rank's lines; then the lines of all ranks are shown.
     """
 
     def __init__(
@@ -56,18 +71,65 @@ class Router:
         logs: Path | None,
         show: Callable[[bytes], None],
         message: Callable[[dict[str, Any]], None],
+        names: list[str] | None = None,
     ) -> None:
-        _sweep()
-        self._folder = tempfile.TemporaryDirectory(prefix=f"ronde-{os.getpid()}-")
-        self._show = show
-        self._message = message
-        self._rest: dict[int, bytes] = {}
-        self._selector = selectors.DefaultSelector()
-        self._logs: dict[int, BinaryIO] = {}
-        self._fds: dict[int, int] = {}
-        self.paths: dict[int, str] = {}
+        self._show, self._message, self._names = show, message, names
+        self._files: list[BinaryIO] = []
+        self._lines = [b""] * workers
+        self._lock = threading.Lock()  # nodes write at the same time
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
+            for rank in range(workers):
+                self._files.append((logs / f"rank-{rank}.log").open("ab", buffering=0))
+
+    def out(self, rank: int, data: bytes) -> None:
+        """Log bytes that a worker printed, and show them if they are to be seen."""
+        self.log(rank, data)
+        if self._names is not None:
+            with self._lock:
+                *lines, self._lines[rank] = (self._lines[rank] + data).split(b"\n")
+                prefix = self._names[rank].encode()
+                if lines:
+                    self._show(b"".join(prefix + line + b"\n" for line in lines))
+        elif rank == 0:
+            self._show(data)
+
+    def log(self, rank: int, data: bytes) -> None:
+        """Append bytes to a worker's log."""
+        if self._files:
+            with contextlib.suppress(OSError):  # a full disk must not stop the training
+                self._files[rank].write(data)
+
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        """Hand over a progress message of rank 0; those of others are dropped."""
+        if rank == 0:
+            self._message(message)
+
+    def close(self) -> None:
+        """Show unfinished lines and close the logs."""
+        for rank, rest in enumerate(self._lines):
+            if rest and self._names is not None:
+                self._show(self._names[rank].encode() + rest + b"\n")
+        for file in self._files:
+            file.close()
+
+
+class Router:
+    """Reads the FIFOs of this node's ``workers`` until closed.
+
+    Args:
+        sink: takes what they write. A message ``{"log": text}`` goes to the log only.
+        first: global rank of the first of them.
+    """
+
+    def __init__(self, workers: int, sink: Sink, first: int = 0) -> None:
+        _sweep()
+        self._folder = tempfile.TemporaryDirectory(prefix=temporary_prefix())
+        self._sink, self._first = sink, first
+        self._rest: dict[int, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._fds: dict[int, int] = {}
+        self.paths: dict[int, str] = {}
         for rank in range(workers):
             path = Path(self._folder.name) / f"rank-{rank}"
             os.mkfifo(path, 0o600)
@@ -76,8 +138,6 @@ class Router:
             self._fds[rank] = fd
             self.paths[rank] = str(path)
             self._selector.register(fd, selectors.EVENT_READ, rank)
-            if logs is not None:
-                self._logs[rank] = (logs / f"rank-{rank}.log").open("ab", buffering=0)
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._loop, name="ronde-console", daemon=True)
@@ -106,15 +166,11 @@ class Router:
             self._take(rank, data)
 
     def _take(self, rank: int, data: bytes) -> None:
-        data = self._messages(rank, data)
-        self._log(rank, data)
-        if data and rank == 0:
-            self._show(data)
+        self._out(rank, self._messages(rank, data))
 
-    def _log(self, rank: int, data: bytes) -> None:
-        if data and rank in self._logs:
-            with contextlib.suppress(OSError):  # a full disk must not stop the training
-                self._logs[rank].write(data)
+    def _out(self, rank: int, data: bytes) -> None:
+        if data:
+            self._sink.out(self._first + rank, data)
 
     def _messages(self, rank: int, data: bytes) -> bytes:
         """Handle the messages in a rank's output and return the rest."""
@@ -133,12 +189,11 @@ class Router:
             if not isinstance(message, dict):
                 plain += data[start : end + 1]  # it was the script's own
             elif "log" in message:
-                self._log(rank, plain + str(message["log"]).encode())
-                if rank == 0 and plain:
-                    self._show(plain)
+                self._out(rank, plain)
+                self._sink.log(self._first + rank, str(message["log"]).encode())
                 plain = b""
-            elif rank == 0:
-                self._message(message)
+            else:
+                self._sink.message(self._first + rank, message)
             data = data[end + 1 :]
         return plain + data
 
@@ -149,11 +204,9 @@ class Router:
         for rank in self._fds:
             self._drain(rank)
         for rank, rest in self._rest.items():
-            self._log(rank, rest)
+            self._sink.log(self._first + rank, rest)
         for fd in (*self._fds.values(), self._wake_read, self._wake_write):
             os.close(fd)
-        for log in self._logs.values():
-            log.close()
         self._selector.close()
         self._folder.cleanup()
 

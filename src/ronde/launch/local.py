@@ -1,102 +1,20 @@
-"""Run workers on this machine under TorchElastic's agent."""
+"""Run workers on this machine."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import json
-import logging
-import math
-import os
 import shutil
-import signal
-import socket
 import sys
-import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
+from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers
+from ronde.launch.console import Output, Router
+from ronde.world import ArgumentError
 
-from ronde.launch.console import Router
-from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
-
-__all__ = ["Job", "Outcome", "check_workers", "launch", "resolve_workers"]
+__all__ = ["check_workers", "launch", "resolve_workers"]
 
 _MOST_PER_CORE = 8
-_SHUTDOWN_SECONDS = 10
-
-# Errors a rank raises because another one is gone: consequences, not causes.
-_CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "connectFullMesh",
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-    "Socket closed",
-    "Timed out waiting",
-    "DistNetworkError",
-    "The client socket has failed",
-)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to launch.
-
-    Attributes:
-        command: script path and arguments, or ``-m``, module and arguments.
-        workers: how many.
-        directory: the run directory; None leaves nothing behind.
-        environment: further variables for the workers.
-    """
-
-    command: list[str]
-    workers: int
-    directory: Path | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the launch ended.
-
-    Attributes:
-        status: exit status for the shell: 0 only if every worker ended well.
-        rank: the rank that failed first.
-        error: its error, one line.
-        before: where the error is only that another rank was gone: what is known of that one, which
-            ended early with status 0; else empty.
-        traceback: its traceback, empty where it was killed or ended by itself.
-        exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
-        left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
-        interrupted: whether a signal to the launcher ended it.
-    """
-
-    status: int
-    rank: int | None = None
-    error: str | None = None
-    traceback: str = ""
-    exited: bool = False
-    interrupted: bool = False
-    before: str = ""
-    left: str = ""
-    seconds: float = 0.0
-
-
-def devices() -> tuple[int, str]:
-    """Count this machine's devices and name their kind; without a GPU, its usable cores."""
-    if os.environ.get("RONDE_DEVICE") != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.device_count(), "cuda"
-    return usable_cores(), "cpu"
 
 
 def resolve_workers(asked: str) -> int:
@@ -134,281 +52,23 @@ def check_workers(workers: int) -> None:
         )
 
 
-def _worker_environment(job: Job) -> dict[str, str]:
-    """Environment variables for the workers; what the user set is kept."""
-    _, kind = devices()
-    wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
-    if kind == "cpu":
-        threads = (
-            job.environment.get("OMP_NUM_THREADS")
-            or os.environ.get("OMP_NUM_THREADS")
-            or wanted["OMP_NUM_THREADS"]
-        )
-        wanted.update(openmp_waits(job.workers, int(threads) if threads.isdecimal() else 1))
-    if job.workers > 1 and "lo" in dict(psutil.net_if_addrs()):
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    found = {k: v for k, v in wanted.items() if not os.environ.get(k)}
-    found.update(
-        PYTHONUNBUFFERED="1",
-        RONDE_LAUNCHER="ronde run",
-        RONDE_LAUNCHER_PID=str(os.getpid()),
-        **job.environment,
-    )
-    if job.directory is not None:
-        found["RONDE_RUN_DIR"] = str(job.directory.absolute())
-    return found
-
-
-def _register_rendezvous() -> str:
-    """Register a rendezvous on a free loopback port; torch's own listens on every address."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-    )
-    from torch.distributed.elastic.rendezvous.registry import handler_registry  # type: ignore[attr-defined]
-
-    class Loopback(RendezvousHandler):
-        def __init__(self, parameters: RendezvousParameters) -> None:
-            self._run_id = parameters.run_id
-            self._socket = socket.create_server(("127.0.0.1", 0))
-            self._port = int(self._socket.getsockname()[1])
-            # The store takes the descriptor over and closes it.
-            self._store = TCPStore(
-                "127.0.0.1",
-                self._port,
-                None,
-                True,
-                datetime.timedelta(seconds=60),
-                wait_for_workers=False,
-                master_listen_fd=self._socket.detach(),
-            )
-            self._round = 0
-
-        def get_backend(self) -> str:
-            return "ronde-loopback"
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            self._round += 1  # keys of an earlier attempt must not be read again
-            store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    name = "ronde-loopback"
-    if name not in handler_registry._registry:
-        handler_registry.register(name, Loopback)
-    return name
-
-
-def _logs_specs(router: Router, workers: int) -> Any:
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    class ToRouter(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            errors = {rank: str(router.error_folder / f"error-{rank}.json") for rank in envs}
-            for rank, env in envs.items():
-                env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
-            return LogsDest(
-                stdouts=dict(router.paths),
-                stderrs=dict(router.paths),
-                tee_stdouts={},
-                tee_stderrs={},
-                error_files=errors,
-            )
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(router.error_folder)
-
-    return ToRouter(None, local_ranks_filter=set(range(workers)))
-
-
-def _noted(folder: Path, kind: str, when: float = math.inf) -> str:
-    """The ranks that noted an end of a kind before a time: ``rank 1``, ``ranks 1, 2``; or empty."""
-    ranks = []
-    for file in folder.glob(f"error-*.{kind}"):
-        with contextlib.suppress(OSError, ValueError):
-            if int(file.read_text()) < when:
-                ranks.append(int(file.stem.removeprefix("error-")))
-    if not ranks:
-        return ""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
-
-
-def _ended_before(folder: Path, when: float) -> str:
-    """Name the ranks that ended with status 0 before a time."""
-    if named := _noted(folder, "left", when):
-        return f"{named} left with status 0 in the middle of the training (os._exit)"
-    named = _noted(folder, "ended", when)
-    return named and f"{named} had ended, with status 0, before the others"
-
-
-def _first_failure(failures: dict[int, Any], folder: Path) -> tuple[int, str, str, int, bool, str]:
-    """Return the first failure that is not a consequence of another.
-
-    The tuple holds rank, error, traceback, exit code, whether it called ``sys.exit``, and, if all
-    failures are consequences, which ranks had ended earlier.
-    """
-    told = []
-    for rank, failure in failures.items():
-        text, trace, exited, when = "", "", False, float(failure.timestamp) * 1e9
-        try:
-            body = json.loads(Path(failure.error_file).read_text())["message"]
-            text, trace = body["message"], body["extraInfo"]["py_callstack"]
-            when, exited = (
-                float(body["extraInfo"]["time_ns"]),
-                bool(body["extraInfo"].get("exited")),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                text = f"killed by signal {-failure.exitcode} ({name})"
-                if name == "SIGKILL":
-                    text += ": by hand, by the system when memory ran out, or by a scheduler"
-            else:
-                text = f"ended with exit status {failure.exitcode}"
-        consequence = (
-            any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
-        )
-        told.append((consequence, when, rank, text, trace, failure.exitcode, exited))
-    consequence, when, rank, text, trace, code, exited = min(told)
-    return rank, text, trace, code, exited, _ended_before(folder, when) if consequence else ""
-
-
-def _reap() -> None:
-    """Kill this process's remaining descendants: workers' children that outlived them."""
-    left = [
-        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
-    ]
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=3)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that they can be found."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
-def _free_caches() -> None:
-    """Free the in-memory sample caches of killed workers."""
-    memory, name = Path(os.environ.get("RONDE_SHM") or "/dev/shm"), f"ronde-cache-{os.geteuid()}-*"
-    limit = time.monotonic() + 2.0
-    with contextlib.suppress(Exception):
-        while any(memory.glob(name)):
-            from ronde.cache import clear_cache
-
-            clear_cache()
-            # A killed process stays a zombie, and holds its cache files open, until its last thread
-            # has ended.
-            if time.monotonic() > limit or not psutil.Process().children(recursive=True):
-                return
-            time.sleep(0.05)
-
-
 def launch(
-    job: Job, show: Callable[[bytes], None], message: Callable[[dict[str, Any]], None]
+    job: Job,
+    show: Callable[[bytes], None],
+    message: Callable[[dict[str, Any]], None],
+    names: list[str] | None = None,
 ) -> Outcome:
-    """Start workers, watch them, and return when all have ended.
+    """Start workers on this machine, watch them, and return when all have ended.
 
     Args:
         show: called with bytes that rank 0 printed.
         message: called with progress messages of rank 0.
+        names: a prefix for each rank's lines; then those of all ranks are shown.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for logger in list(logging.root.manager.loggerDict):
-        # each has its own level; the failure is reported once, below
-        if logger.startswith("torch.distributed"):
-            logging.getLogger(logger).setLevel(logging.CRITICAL)
-    start = time.monotonic()
     if shutil.which(sys.executable) is None:
         raise ArgumentError(f"this Python ({sys.executable}) cannot be started again")
-    _adopt_orphans()
-    router = Router(job.workers, job.directory / "logs" if job.directory else None, show, message)
-    before = {k: os.environ.get(k) for k in _worker_environment(job)}
-    os.environ.update(_worker_environment(job))
-    handlers = {
-        s: signal.getsignal(s)
-        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
+    output = Output(job.workers, job.directory and job.directory / "logs", show, message, names)
     try:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=job.workers,
-            logs_specs=_logs_specs(router, job.workers),
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=_register_rendezvous(),
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.05,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-            local_addr="127.0.0.1",
-        )
-        elastic_launch(config, sys.executable)(
-            "-u", str(Path(__file__).with_name("worker.py")), *job.command
-        )
-        left = _noted(router.error_folder, "left")
-        return Outcome(0, left=left, seconds=time.monotonic() - start)
-    except ChildFailedError as error:
-        rank, text, trace, code, exited, gone = _first_failure(error.failures, router.error_folder)
-        text = f"{gone}: {text}" if gone else text
-        return Outcome(
-            code if code > 0 else 1,
-            rank,
-            text,
-            trace,
-            exited,
-            before=gone,
-            seconds=time.monotonic() - start,
-        )
-    except (SignalException, KeyboardInterrupt) as error:
-        number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
-        return Outcome(
-            128 + int(number),
-            error=f"stopped by {signal.Signals(number).name}",
-            interrupted=True,
-            seconds=time.monotonic() - start,
-        )
+        return run_workers(job, Router(job.workers, output), Nodes(), uuid.uuid4().hex)
     finally:
-        for s in handlers:
-            signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
-        _reap()
-        _free_caches()
-        router.close()
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+        output.close()

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ronde.world import RondeError, threads_per_worker
+from ronde.world.temporary import temporary_prefix
 
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
@@ -81,7 +82,7 @@ class Pool:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._temporary = tempfile.TemporaryDirectory(prefix=f"ronde-{os.getpid()}-")
+        self._temporary = tempfile.TemporaryDirectory(prefix=temporary_prefix())
         self.folder = Path(self._temporary.name)
         threads = str(threads_per_worker(workers))
         self._environment = {

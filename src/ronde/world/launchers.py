@@ -16,7 +16,7 @@ from typing import Any
 
 from ronde.world.errors import WorldError
 
-__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify"]
+__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify", "repeated"]
 
 Env = Mapping[str, str]
 
@@ -163,8 +163,8 @@ def expand_nodelist(text: str) -> list[str]:
     return hosts
 
 
-def _tasks_on_node(text: str, node: int) -> int | None:
-    """``2(x3),1`` at node 3 -> 1."""
+def repeated(text: str, node: int) -> int | None:
+    """A node's number in a list of Slurm's: ``2(x3),1`` at node 3 -> 1; None if it has none."""
     for item in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if not found:
@@ -197,7 +197,7 @@ def _slurm(env: Env) -> Identity | None:
         _number(env, "SLURM_PROCID"),
         size,
         _optional(env, "SLURM_LOCALID"),
-        _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
+        repeated(env.get("SLURM_STEP_TASKS_PER_NODE", ""), node),
         node,
         address,
         # Every rank derives the same port from job and step, below the ephemeral range.

@@ -1,0 +1,233 @@
+"""Options of ``ronde run`` that name hosts, and the launch on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.world import ArgumentError
+
+__all__ = [
+    "EnvOption",
+    "HostfileOption",
+    "HostsOption",
+    "OutputOption",
+    "Places",
+    "MpiOption",
+    "PythonOption",
+    "SlurmOption",
+    "SshConfigOption",
+    "chosen",
+    "gathered",
+]
+
+_PANEL = "Several hosts"
+
+HostsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="a:8,b:8",
+        help="Run on these hosts over ssh, with so many workers each; without a number, one per "
+        "device. The first one holds rank 0.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--hostfile",
+        metavar="FILE",
+        help="The same from a file with a line 'host slots=8' for each.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+SshConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssh-config",
+        metavar="FILE",
+        help="A configuration of ssh in place of yours.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+SlurmOption = Annotated[
+    bool,
+    typer.Option(
+        "--slurm",
+        help="Inside sbatch or salloc: on all nodes of the allocation, over srun.",
+        rich_help_panel=_PANEL,
+    ),
+]
+MpiOption = Annotated[
+    bool,
+    typer.Option(
+        "--mpi",
+        help="Reach --hosts through the mpirun at hand, not over ssh.",
+        rich_help_panel=_PANEL,
+    ),
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME",
+        help="Pass this environment variable to the other hosts too. Repeat it for more.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+PythonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--python",
+        metavar="PATH",
+        help="Python on the hosts. Default: the path of this one.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+OutputOption = Annotated[
+    str,
+    typer.Option(
+        "--output",
+        metavar="main|all",
+        help="Whose output to show: rank 0's, or all ranks', each line with its rank.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Hosts to run on, and what starts an agent there."""
+
+    hosts: Sequence[Any]
+    engine: Any
+    python: str | None
+    environment: dict[str, str]
+
+
+def chosen(
+    hosts: str | None,
+    hostfile: Path | None,
+    slurm: bool,
+    mpi: bool,
+    ssh_config: Path | None,
+    env: Sequence[str],
+    python: str | None,
+) -> Places | None:
+    """Check the options; None if they name no host.
+
+    Raises:
+        ArgumentError: they contradict each other, or name what is not there.
+    """
+    from ronde.launch import (
+        Mpi,
+        Slurm,
+        Ssh,
+        allocation,
+        environment_for,
+        parse_hostfile,
+        parse_hosts,
+    )
+
+    named = {"--hosts": hosts, "--hostfile": hostfile, "--slurm": slurm}
+    given = [option for option, value in named.items() if value]
+    if len(given) > 1:
+        raise ArgumentError(f"{' and '.join(given)} both say which hosts: give one of them.")
+    over_ssh = bool(hosts or hostfile)
+    if mpi and not over_ssh:
+        raise ArgumentError("--mpi says how to reach hosts: name them with --hosts.")
+    others = (
+        ("--ssh-config", ssh_config and not over_ssh),
+        ("--env", env and not given),
+        ("--python", python and not given),
+    )
+    for option, wrong in others:
+        if wrong:
+            raise ArgumentError(f"{option} is for other hosts: name them with --hosts.")
+    if not given:
+        return None
+    passed = environment_for(env)
+    if slurm:
+        return Places(allocation(), Slurm(), python, passed)
+    found = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or Path())
+    return Places(found, Mpi(ssh_config) if mpi else Ssh(ssh_config), python, passed)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What will run the workers: this machine, or agents that have answered.
+
+    Attributes:
+        workers: how many, on all hosts.
+        where: a phrase for the first line of output: `` on a and b``; empty on this machine.
+        names: a prefix for each rank's lines.
+        notes: what may hurt.
+    """
+
+    workers: int
+    where: str
+    names: list[str]
+    notes: list[str]
+    launch: Callable[..., Any]
+
+
+@contextlib.contextmanager
+def gathered(
+    places: Places | None,
+    command: list[str],
+    workers: str,
+    runs: Path | None,
+    say: Callable[[str], None],
+) -> Iterator[Gathered]:
+    """Check what is there, on this machine or on hosts, before anything starts.
+
+    Args:
+        workers: ``auto`` or how many.
+        runs: the folder of runs; None where nothing is kept.
+        say: called with a line about each phase.
+    """
+    from ronde.launch import Fleet, Output, check_workers, launch, notes, resolve_workers, share
+
+    if places is None:
+        count = resolve_workers(workers)
+        check_workers(count)
+        yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], launch)
+        return
+    if runs is not None:
+        runs.mkdir(parents=True, exist_ok=True)
+    with Fleet(places.hosts, places.engine, places.python, say) as fleet:
+        facts = fleet.ask(command, places.environment, runs)
+        counts = share(places.hosts, facts, workers)
+        used = [h.name for h, n in zip(places.hosts, counts, strict=True) if n]
+        counts = counts[: len(used)]
+        said = notes(facts, dict(zip(used, counts, strict=True)))
+        if len(used) < len(places.hosts):
+            spare = ", ".join(h.name for h in places.hosts[len(used) :])
+            said.append(f"{', '.join(used)} has slots enough: {spare} is not used")
+            fleet.keep(len(used))
+
+        def on_hosts(job: Any, show: Any, message: Any, names: Any = None) -> Any:
+            output = Output(
+                job.workers, job.directory and job.directory / "logs", show, message, names
+            )
+            try:
+                return fleet.run(job, counts, output)
+            finally:
+                output.close()
+
+        hosts = [host for host, n in zip(used, counts, strict=True) for _ in range(n)]
+        names = [f"[{host} {rank}] " for rank, host in enumerate(hosts)]
+        where = " on " + ", ".join(f"{h}:{n}" for h, n in zip(used, counts, strict=True))
+        yield Gathered(sum(counts), where, names, said, on_hosts)

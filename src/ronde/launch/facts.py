@@ -1,0 +1,214 @@
+"""What a host is and has, asked before anything starts, and what differs between hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ronde.launch.agent import devices
+from ronde.launch.engine import Host
+from ronde.world import ArgumentError, usable_cores
+from ronde.world.version import VERSION
+
+__all__ = ["Facts", "collect", "compare", "digest_of", "notes", "share", "table"]
+
+Facts = Mapping[str, Any]
+
+_CLOCKS_APART_SECONDS = 5.0
+_LEAST_SHARED = 64 << 20
+_LEAST_MEMORY = 300 << 20
+
+# What must be alike on all hosts: fact -> how it is called.
+_ALIKE = {
+    "python": "Python",
+    "torch": "torch",
+    "ronde": "ronde",
+    "kind": "device",
+    "digest": "script (SHA-256)",
+}
+
+
+def digest_of(command: Sequence[str]) -> str:
+    """The digest of a worker's script or module; a short sentence where there is none."""
+    if command[0] == "-m":
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(command[1])
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None or not found.origin:
+            return "no such module"
+        path = Path(found.origin)
+    else:
+        path = Path(command[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return (error.strerror or "cannot be read").lower()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _free(path: str) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Interface and IPv4 address, loopback last; the one that ssh came in by first."""
+    found = [
+        (name, each.address)
+        for name, several in psutil.net_if_addrs().items()
+        for each in several
+        if each.family == socket.AF_INET
+    ]
+    by_ssh = (os.environ.get("SSH_CONNECTION") or "").split()[2:3]
+    return sorted(
+        found,
+        key=lambda f: (f[1].startswith("127."), f[1] not in by_ssh, f[0].startswith("docker")),
+    )
+
+
+def collect(command: Sequence[str], token: str | None) -> dict[str, Any]:
+    """The facts of this host, in its working directory.
+
+    Args:
+        command: the worker's command.
+        token: a file that the launcher made in the run directory.
+    """
+    count, kind = devices()
+    # of a container too: its network is its own
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    machine = f"{boot.read_text().strip()} {network.readlink()}"
+    return {
+        "host": socket.gethostname(),
+        "machine": machine,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "ronde": VERSION,
+        "digest": digest_of(command),
+        "devices": count,
+        "kind": kind,
+        "cores": usable_cores(),
+        "memory": psutil.virtual_memory().available,
+        "disk": _free("."),
+        "shared_memory": _free(os.environ.get("RONDE_SHM") or "/dev/shm"),
+        "addresses": addresses(),
+        "sees": token is not None and Path(token).exists(),
+        "time": time.time(),
+    }
+
+
+def compare(found: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
+    """What must be alike and is not, as lines of one table; empty if nothing differs.
+
+    Args:
+        found: host -> its facts.
+        command: the worker's command, whose digest here counts as the right one.
+    """
+    here = digest_of(command)
+    rows: list[list[str]] = []
+    for fact, name in _ALIKE.items():
+        values = [str(f[fact]) for f in found.values()]
+        right = {here} if fact == "digest" else {values[0]}
+        if set(values) != right:
+            rows.append([name, *(v if v != here else "as here" for v in values)])
+    machines: dict[str, list[str]] = {}
+    for host, facts in found.items():
+        machines.setdefault(facts["machine"], []).append(host)
+    lines = table(["differs", *found], rows) if rows else []
+    for hosts in machines.values():
+        if len(hosts) > 1:
+            lines.append(f"{' and '.join(hosts)} are one machine: name it once, with all its slots")
+    return lines
+
+
+def share(hosts: Sequence[Host], found: Mapping[str, Facts], asked: str) -> list[int]:
+    """How many workers each host gets: its slots, filled in order.
+
+    Args:
+        asked: ``auto`` for all slots, or how many workers.
+
+    Raises:
+        ArgumentError: fewer slots than workers, or more slots than devices.
+    """
+    slots = []
+    for host in hosts:
+        facts = found[host.name]
+        gpus = facts["kind"] == "cuda"
+        count = host.slots or (facts["devices"] if gpus else min(facts["devices"], 8))
+        if gpus and count > facts["devices"]:
+            raise ArgumentError(
+                f"{host.name} has {facts['devices']} GPUs, not {count}: name "
+                f"{host.name}:{facts['devices']}, or set RONDE_DEVICE=cpu to train on the CPU."
+            )
+        slots.append(count)
+    if asked == "auto":
+        return slots
+    wanted = int(asked) if asked.isdecimal() else 0
+    if wanted < 1:
+        raise ArgumentError(f"--workers {asked!r}: expected a whole number above 0, or auto.")
+    if wanted > sum(slots):
+        had = ", ".join(f"{h.name}:{n}" for h, n in zip(hosts, slots, strict=True))
+        raise ArgumentError(
+            f"fewer slots than workers: {wanted} asked, {sum(slots)} there ({had}). Add hosts, or "
+            "give them more slots."
+        )
+    counts = []
+    for count in slots:
+        counts.append(min(count, wanted))
+        wanted -= counts[-1]
+    return counts
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a plain table, left-aligned."""
+    every = [head, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
+    return [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in every
+    ]
+
+
+def notes(found: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:
+    """What will not stop the start, but may hurt.
+
+    Args:
+        workers: host -> how many it will have.
+    """
+    said = []
+    for host, facts in found.items():
+        count = workers.get(host, 0)
+        apart = facts["time"] - facts["received"]
+        if abs(apart) > _CLOCKS_APART_SECONDS:
+            said.append(f"the clock of {host} is {apart:+.0f} s off: times in the record will be")
+        if facts["shared_memory"] < _LEAST_SHARED * count:
+            said.append(
+                f"{host} has {facts['shared_memory'] >> 20} MB of shared memory (/dev/shm) for "
+                f"{count} workers: loading processes may fail"
+            )
+        if facts["memory"] < _LEAST_MEMORY * count:
+            said.append(f"{host} has {facts['memory'] >> 20} MB of free memory for {count} workers")
+    return said

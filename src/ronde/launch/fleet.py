@@ -1,0 +1,478 @@
+"""Run workers on several hosts: one agent on each, led over its pipes.
+
+Before anything starts, every host says what it is and has. Node 0 listens on its addresses, the
+others try them, and the first one that all reach is the meeting point: no host name is resolved.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ronde.launch.agent import Job, Outcome
+from ronde.launch.console import Output
+from ronde.launch.engine import Engine, Host
+from ronde.launch.facts import Facts, compare
+from ronde.launch.frames import MARKER, receive
+from ronde.launch.mirror import Receiver, folder_files
+from ronde.world import ArgumentError, WorldError
+
+__all__ = ["Fleet", "environment_for"]
+
+_ANSWER_SECONDS = 25.0
+_SILENCE_SECONDS = 30.0
+_PING_SECONDS = 1.0
+_STOP_SECONDS = 2.5
+_LINES = 20
+_PART = 3 << 20
+
+_PASSED = re.compile(
+    r"(RONDE|TORCH|TORCHINDUCTOR|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS|TOKENIZERS|FI)_\w+"
+    r"|PYTHON(PATH|HASHSEED|WARNINGS|OPTIMIZE)|LANG|LC_\w+|TZ"
+)
+"""Environment variables that reach the workers on other hosts; ``--env`` adds further ones."""
+_OWN = re.compile(r"RONDE_(LAUNCHER.*|RUN_DIR|GENERATION)")
+
+
+def environment_for(names: Sequence[str]) -> dict[str, str]:
+    """The variables that go to other hosts: the allow-list, and these.
+
+    Raises:
+        ArgumentError: one is not set here.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise ArgumentError(f"--env {name}: it is not set here.")
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if k in names or (_PASSED.fullmatch(k) and not _OWN.fullmatch(k))
+    }
+
+
+class _Link:
+    """One host's agent: its process, what it sent, and how it ended."""
+
+    def __init__(
+        self, host: Host, argv: list[str], arrived: Callable[[_Link, dict[str, Any], bytes], None]
+    ) -> None:
+        self.host = host
+        self._arrived = arrived
+        self.printed: list[str] = []
+        self.up = False
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C comes to the launcher alone
+            )
+        except OSError as error:
+            raise ArgumentError(f"{argv[0]} cannot be started: {error}") from None
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors.start()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def order(self, order: str, **values: Any) -> None:
+        """Send an order; one that cannot be sent any more is told by the end of the output."""
+        assert self.process.stdin is not None
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(json.dumps({"order": order, **values}).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.printed = [*self.printed[-_LINES:], line.decode(errors="replace").rstrip()]
+
+    def _read(self) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        seen = b""
+        while not seen.endswith(MARKER) and (byte := stream.read(1)):
+            seen += byte
+        self.up = seen.endswith(MARKER)
+        if not self.up:
+            self.printed += seen.decode(errors="replace").splitlines()[-_LINES:]
+        while self.up and (frame := receive(stream)) is not None:
+            self._arrived(self, *frame)
+        self._errors.join(2.0)
+        status = self.process.wait()
+        self._arrived(self, {"kind": "closed", "status": status}, b"")
+
+    def close(self, seconds: float) -> None:
+        """End the process, by force after some seconds."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class _Interrupted(Exception):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Fleet:
+    """Agents on several hosts, from the first question to the last answer.
+
+    Args:
+        hosts: node 0 first.
+        engine: what starts the agents.
+        python: the interpreter on the hosts; None: as here.
+        say: called with a line about each phase.
+
+    Example::
+
+        with Fleet(parse_hosts("a:2,b:2"), Ssh()) as fleet:
+            facts = fleet.ask(["train.py"], {}, None)
+            outcome = fleet.run(job, output)
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        engine: Engine,
+        python: str | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._hosts, self._engine, self._say = list(hosts), engine, say
+        self._python = python or sys.executable
+        self._frames: queue.Queue[tuple[_Link, dict[str, Any], bytes]] = queue.Queue()
+        self._links: list[_Link] = []
+        self._token: Path | None = None
+        self._handlers: dict[int, Any] = {}
+        self._done = threading.Event()
+        self.facts: dict[str, Facts] = {}
+
+    def __enter__(self) -> Fleet:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, self._interrupt)
+        agent = [self._python, "-P", "-u", "-m", "ronde.launch.node"]
+        try:
+            for host in self._hosts:
+                argv = self._engine.command(host, agent)
+                self._links.append(_Link(host, argv, lambda *f: self._frames.put(f)))
+        except BaseException:
+            self.__exit__()
+            raise
+        threading.Thread(target=self._ping, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        for link in self._links:
+            link.order("end")
+        limit = time.monotonic() + _STOP_SECONDS
+        for link in self._links:
+            link.close(max(0.1, limit - time.monotonic()))
+        if self._token is not None:
+            self._token.unlink(missing_ok=True)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, _: object) -> None:
+        raise _Interrupted(number)
+
+    def _ping(self) -> None:
+        while not self._done.wait(_PING_SECONDS):
+            for link in self._links:
+                link.order("ping")
+
+    def _answers(self, kind: str) -> dict[str, dict[str, Any]]:
+        """One frame of a kind from each host that is asked; all problems at once.
+
+        Raises:
+            WorldError: hosts that did not come up, refused or did not answer.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        problems: dict[str, str] = {}
+        limit = time.monotonic() + _ANSWER_SECONDS
+        while len(found) + len(problems) < len(self._links):
+            try:
+                link, frame, _ = self._frames.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                for each in self._links:
+                    if each.host.name not in found:
+                        problems.setdefault(
+                            each.host.name, f"no answer within {_ANSWER_SECONDS:.0f} s"
+                        )
+                break
+            name = link.host.name
+            if frame["kind"] == kind:
+                found[name] = {**frame, "received": time.time()}
+            elif frame["kind"] == "refused":
+                problems[name] = frame["why"]
+            elif frame["kind"] == "closed":
+                problems.setdefault(name, self._why(link, int(frame["status"])))
+        if problems:
+            order = {host.name: i for i, host in enumerate(self._hosts)}
+            told = [f"{h}: {problems[h]}" for h in sorted(problems, key=order.__getitem__)]
+            raise WorldError("\n".join([*told, "Nothing was started."]))
+        return found
+
+    def _why(self, link: _Link, status: int) -> str:
+        printed = "\n".join(line for line in link.printed if line.strip())
+        if meant := self._engine.meaning(link.host, status, printed):
+            return meant
+        for package in ("ronde", "torch"):
+            if f"No module named '{package}" in printed or f"No module named {package}" in printed:
+                return (
+                    f"{package} is not installed for {self._python} there. Install it, or name "
+                    "another Python with --python."
+                )
+        if status == 127 or (self._python in printed and "not found" in printed):
+            return f"there is no {self._python}. Name the Python there with --python."
+        last = printed.splitlines()[-1] if printed else "it said nothing"
+        return f"{self._engine.name} ended with status {status}: {last}"
+
+    def ask(
+        self, command: Sequence[str], environment: Mapping[str, str], directory: Path | None
+    ) -> dict[str, Facts]:
+        """Ask every host what it is and has.
+
+        Args:
+            command: the workers' command.
+            environment: what the hosts get of this environment.
+            directory: the run directory here.
+
+        Returns:
+            dict[str, Facts]: host -> facts.
+
+        Raises:
+            WorldError: a host cannot take part, or hosts differ in what must be alike.
+        """
+        self._say("asking " + ", ".join(h.name for h in self._hosts))
+        if directory is not None:
+            self._token = directory / f".here-{secrets.token_hex(8)}"
+            self._token.touch()
+        for link in self._links:
+            link.order(
+                "hello",
+                folder=str(Path.cwd()),
+                command=list(command),
+                environment=dict(environment),
+                token=None if self._token is None else str(self._token.absolute()),
+                silence=_SILENCE_SECONDS,
+            )
+        answers = self._answers("facts")
+        self.facts = {
+            h.name: {**answers[h.name]["facts"], "received": answers[h.name]["received"]}
+            for h in self._hosts
+        }
+        if lines := compare(self.facts, command):
+            raise WorldError("\n".join(["the hosts differ:", *lines, "Nothing was started."]))
+        return self.facts
+
+    def keep(self, count: int) -> None:
+        """Let all hosts but the first ``count`` go."""
+        for link in self._links[count:]:
+            link.order("end")
+            link.close(_STOP_SECONDS)
+        del self._links[count:], self._hosts[count:]
+
+    def _meet(self) -> tuple[str, int, dict[str, str]]:
+        """Choose the meeting point: address and port on node 0, and the address by which each host
+        reaches it.
+        """
+        first, *others = self._links
+        first.order("listen")
+        ports: dict[str, int] = {}
+        limit = time.monotonic() + _ANSWER_SECONDS
+        waiting: set[str] = {first.host.name}
+        reached: dict[str, dict[str, str]] = {}
+        while waiting:
+            try:
+                link, frame, _ = self._frames.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                raise WorldError(f"{', '.join(waiting)}: no answer. Nothing was started.") from None
+            name = link.host.name
+            if frame["kind"] == "closed":
+                raise WorldError(
+                    f"{name}: {self._why(link, frame['status'])}. Nothing was started."
+                )
+            if frame["kind"] == "listening":
+                ports = dict(map(tuple, frame["ports"]))
+                # loopback leads nowhere but for agents on one machine
+                away = [a for a in ports if not a.startswith("127.") or not others]
+                for other in others:
+                    other.order("reach", candidates=[[a, ports[a]] for a in away])
+                waiting |= {other.host.name for other in others}
+            if frame["kind"] == "reached":
+                reached[name] = frame["by"]
+            waiting.discard(name)
+        for address in ports:
+            if all(address in by for by in reached.values()) and (
+                others or address.startswith("127.")
+            ):
+                own = {name: by[address] for name, by in reached.items()}
+                return address, ports[address], own
+        worst = [name for name, by in reached.items() if not by] or list(reached)
+        raise WorldError(
+            f"{', '.join(worst)}: cannot connect to {first.host.name} on "
+            f"{', '.join(a for a in ports if not a.startswith('127.')) or 'any address'}. Open the "
+            "ports between the hosts (a firewall may close them). Nothing was started."
+        )
+
+    def run(self, job: Job, counts: Sequence[int], output: Output) -> Outcome:
+        """Start the workers and return when all have ended.
+
+        Args:
+            job: what to run; its ``workers`` is the number on all hosts.
+            counts: how many on each host.
+            output: takes what they print.
+        """
+        start = time.monotonic()
+        try:
+            address, port, own = self._meet()
+            shared = all(facts["sees"] for facts in self.facts.values())
+            environment = dict(job.environment)
+            if not os.environ.get("TORCH_CPP_LOG_LEVEL"):
+                environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts need no names
+            if job.directory is not None and not shared:
+                environment["RONDE_RUN_DIR_SHARED"] = "0"
+            receiver = None
+            first, run_id = 0, uuid.uuid4().hex
+            for node, (link, count) in enumerate(zip(self._links, counts, strict=True)):
+                sees = bool(self.facts[link.host.name]["sees"])
+                mirrored = node == 0 and job.directory is not None and not sees
+                if mirrored and job.directory is not None:
+                    receiver = Receiver(job.directory)
+                    self._send_directory(link, job.directory)
+                link.order(
+                    "run",
+                    command=job.command,
+                    workers=count,
+                    first=first,
+                    rank=node,
+                    count=len(counts),
+                    address=address,
+                    port=port,
+                    own=own.get(link.host.name, address),
+                    id=run_id,
+                    directory=None if job.directory is None else str(job.directory.absolute()),
+                    mirror=mirrored,
+                    environment=environment,
+                )
+                first += count
+            return self._watch(output, receiver, start)
+        except _Interrupted as caught:
+            return self._stop(caught.number, output, start)
+
+    def _send_directory(self, link: _Link, directory: Path) -> None:
+        """Send a resumed run to a node that does not share its directory."""
+        path = str(directory.absolute())
+        for name in folder_files(directory):
+            with (directory / name).open("rb") as file:
+                while data := file.read(_PART):
+                    link.order(
+                        "files", directory=path, name=name, data=base64.b64encode(data).decode()
+                    )
+
+    def _take(
+        self,
+        frame: dict[str, Any],
+        data: bytes,
+        output: Output,
+        receiver: Receiver | None,
+    ) -> None:
+        kind = frame["kind"]
+        if kind == "out":
+            output.out(frame["rank"], data)
+        elif kind == "log":
+            output.log(frame["rank"], data)
+        elif kind == "message":
+            output.message(frame["rank"], frame["message"])
+        elif receiver is not None:
+            if kind == "file":
+                receiver.file(frame["name"], frame["first"], data)
+            elif kind == "gone":
+                receiver.gone(frame["name"])
+            elif kind == "settled":
+                receiver.settled()
+
+    def _watch(self, output: Output, receiver: Receiver | None, start: float) -> Outcome:
+        """Pass on what comes until every node has ended; the first that fails ends the others."""
+        ended: dict[str, Outcome] = {}
+        while len(ended) < len(self._links):
+            link, frame, data = self._frames.get()
+            name = link.host.name
+            if frame["kind"] == "outcome":
+                outcome = Outcome(**frame["outcome"])
+            elif frame["kind"] in ("closed", "refused") and name not in ended:
+                why = (
+                    frame["why"]
+                    if frame["kind"] == "refused"
+                    else self._why(link, int(frame["status"]))
+                )
+                outcome = Outcome(1, error=f"host {name} is lost: {why}")
+            else:
+                self._take(frame, data, output, receiver)
+                continue
+            if outcome.status and not any(o.status for o in ended.values()):
+                for other in self._links:
+                    if other is not link:
+                        other.order("stop")
+            ended.setdefault(name, outcome)
+        if receiver is not None:
+            receiver.close()
+        failed = [o for o in ended.values() if o.status and not o.interrupted]
+        if not failed:
+            failed = [o for o in ended.values() if o.status]
+        seconds = time.monotonic() - start
+        if failed:
+            # the first to fail, but rather one that did not fail because another was gone
+            worst = min(failed, key=lambda o: o.consequence)
+            return _with_seconds(worst, seconds)
+        left = ", ".join(o.left for o in ended.values() if o.left)
+        return Outcome(0, left=left, seconds=seconds)
+
+    def _stop(self, number: int, output: Output, start: float) -> Outcome:
+        """End every worker after a signal to the launcher; a second one does not wait."""
+        told = Outcome(
+            128 + number,
+            error=f"stopped by {signal.Signals(number).name}",
+            interrupted=True,
+            seconds=time.monotonic() - start,
+        )
+        try:
+            for link in self._links:
+                link.order("stop")
+            open_ones = {link.host.name for link in self._links}
+            limit = time.monotonic() + _STOP_SECONDS
+            while open_ones and (left := limit - time.monotonic()) > 0:
+                with contextlib.suppress(queue.Empty):
+                    link, frame, data = self._frames.get(timeout=left)
+                    if frame["kind"] in ("outcome", "closed", "refused"):
+                        open_ones.discard(link.host.name)
+                    else:
+                        self._take(frame, data, output, None)
+        except _Interrupted:
+            pass
+        return told
+
+
+def _with_seconds(outcome: Outcome, seconds: float) -> Outcome:
+    import dataclasses
+
+    return dataclasses.replace(outcome, seconds=seconds)

@@ -1,0 +1,136 @@
+"""A run directory that the launcher does not share: the node of rank 0 sends what changes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import shutil
+import threading
+from pathlib import Path
+
+from ronde.launch.frames import Sender
+from ronde.world import CheckpointError
+
+__all__ = ["Mirror", "Receiver", "folder_files", "unpack"]
+
+_PART = 1 << 22
+_EVERY_SECONDS = 1.0
+_APART = ("logs", ".lock")  # the launcher writes these itself
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A path in a folder, refused if it leads out of it."""
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{name!r} is not a file of the run directory: nothing was written")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def unpack(folder: Path, name: str, data: str) -> None:
+    """Append base64 data to a file of a folder."""
+    with _inside(folder, name).open("ab") as file:
+        file.write(base64.b64decode(data))
+
+
+def folder_files(folder: Path) -> list[str]:
+    """Names of the files of a run directory that travel with it."""
+    found = [
+        str(p.relative_to(folder))
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.relative_to(folder).parts[0] not in _APART
+    ]
+    return [n for n in found if not any(part.startswith(".") for part in Path(n).parts)]
+
+
+class Mirror:
+    """Sends what appears in a folder: grown files by what was added, others whole."""
+
+    def __init__(self, folder: Path, sender: Sender) -> None:
+        self._folder, self._sender = folder, sender
+        self._known = {name: self._state(name) for name in folder_files(folder)}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _state(self, name: str) -> tuple[int, int]:
+        try:
+            stat = (self._folder / name).stat()
+        except OSError:
+            return 0, 0
+        return stat.st_size, stat.st_mtime_ns
+
+    def _loop(self) -> None:
+        while not self._stop.wait(_EVERY_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        now = {name: self._state(name) for name in folder_files(self._folder)}
+        for name, state in now.items():
+            before = self._known.get(name)
+            if state != before:
+                grown = name.endswith(".jsonl") and before is not None and state[0] > before[0]
+                self._send(name, before[0] if grown and before else 0)
+                self._known[name] = state
+        for name in self._known.keys() - now.keys():
+            self._sender.send("gone", name=name)
+            del self._known[name]
+        self._sender.send("settled")
+
+    def _send(self, name: str, start: int) -> None:
+        with contextlib.suppress(OSError), (self._folder / name).open("rb") as file:
+            file.seek(start)
+            first = start == 0
+            while (data := file.read(_PART)) or first:
+                self._sender.send("file", data, name=name, first=first)
+                first = False
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._stop.set()
+        self._thread.join()
+        self._look()
+
+
+class Receiver:
+    """Writes what a mirror sends. New folders below ``checkpoints`` appear when they are whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parts: set[Path] = set()
+
+    def _place(self, name: str) -> Path:
+        path = _inside(self._folder, name)
+        parts = Path(name).parts
+        if parts[0] != "checkpoints" or len(parts) < 3:
+            return path
+        if (self._folder / parts[0] / parts[1]).is_dir():
+            return path
+        part = self._folder / parts[0] / f".{parts[1]}.arriving"
+        self._parts.add(part)
+        return _inside(part, str(Path(*parts[2:])))
+
+    def file(self, name: str, first: bool, data: bytes) -> None:
+        """Take a part of a file; the first one replaces what was there, and ``first`` is False for
+        what was added to a growing one.
+        """
+        with self._place(name).open("wb" if first else "ab") as file:
+            file.write(data)
+
+    def gone(self, name: str) -> None:
+        """A file is not there any more."""
+        path = _inside(self._folder, name)
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+    def settled(self) -> None:
+        """Everything that there was has come: new checkpoints are whole."""
+        for part in self._parts:
+            part.rename(part.with_name(part.name.removeprefix(".").removesuffix(".arriving")))
+        self._parts.clear()
+
+    def close(self) -> None:
+        """Remove what came in part only."""
+        for part in self._parts:
+            shutil.rmtree(part, ignore_errors=True)

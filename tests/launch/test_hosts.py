@@ -1,0 +1,320 @@
+"""``ronde run --hosts`` on real hosts: the same training, one end for all, and errors by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lab import lab, missing, no_slurm, slurm
+from processes import child, ronde, ronde_run
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+TRAIN = """
+import os, sys, time
+import torch
+from torch import nn
+import ronde
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn(14, 4, generator=generator), torch.randn(14, 1, generator=generator)
+data = torch.utils.data.TensorDataset(x, y)
+run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, batch_size=5,
+                       shuffle=False)
+for epoch in run.epochs(int(sys.argv[2])):
+    for batch in run.batches():
+        loss = run.step(batch)
+    if sys.argv[3:4] == ["forever"]:
+        run.print("begun", flush=True) if epoch == 0 else None
+        time.sleep(0.05)
+run.export(sys.argv[1])
+me = ronde.world()
+print("I am", me.rank, me.size, me.local_rank, me.local_size, me.node, me.host, sys.argv[3:])
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """The working directory, the same path on all hosts; ``private`` in it is each host's own."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "private").mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(place):
+    with lab(place / "lab", 2, place / "private") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def one(place) -> dict[str, torch.Tensor]:
+    done = launched(["--workers", "1", "train.py", "one.st", "4"], place)
+    assert done.returncode == 0, done.stderr
+    return load_file(place / "one.st")
+
+
+def launched(words: list[str], cwd: Path):
+    return ronde_run(["run", *words], cwd)
+
+
+def on(hosts, *words: str) -> list[str]:
+    first, second = hosts.names
+    return ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:1", *words]
+
+
+def equal(found: Path, one) -> None:
+    values = load_file(found)
+    for name, value in one.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=1e-12)
+
+
+def test_same_training_and_hostile_arguments(hosts, place, one):
+    odd = ["a $(touch caught)", "q'\"", "two\nlines", "-x", "--hosts=b"]
+    done = launched([*on(hosts), "--output", "all", "train.py", "two.st", "4", *odd], place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal(place / "two.st", one)
+    first, second = hosts.names
+    for rank, local, node, host in ((0, 0, 0, first), (1, 1, 0, first), (2, 0, 1, second)):
+        told = f"[{host} {rank}] I am {rank} 3 {local} {2 - node} {node} {host} {odd!r}"
+        assert told in done.stdout.splitlines()
+    assert not (place / "caught").exists()
+    assert f"3 workers on {first}:2, {second}:1" in done.stdout
+    assert "completed" in done.stdout
+    run = max((place / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
+    assert sorted(p.name for p in (run / "logs").iterdir()) == [f"rank-{r}.log" for r in range(3)]
+    assert not [p for p in (place / "runs").iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("plan", ["replicate", "shard=parameters"])
+def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
+    """Checkpoints come here, whole, and go on from here, on hosts and on one machine."""
+    own = place / "private"
+    for name in hosts.names:
+        hosts.ssh(name, f"cp {place}/train.py {own}/")
+    shutil.copy(place / "train.py", own)
+    named = ["--name", f"n-{plan[:5]}"]
+    done = launched([*on(hosts), *named, "--plan", plan, "train.py", "half.st", "2"], own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "completed" in done.stdout
+    run = own / "runs" / named[1]
+    assert sorted(p.name for p in run.iterdir() if p.name[0] != ".") == [
+        "checkpoints",
+        "logs",
+        "plan.yaml",
+        "record.jsonl",
+    ]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000000006"]
+    assert not (own / "half.st").exists()
+    hosts.ssh(hosts.names[0], f"test -f {own}/half.st && rm -r {own}/runs")
+    on_hosts = [*on(hosts), "--resume", *named, "--plan", plan, "train.py", "here.st", "3"]
+    done = launched(on_hosts, own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout
+    done = launched(["--workers", "2", "--resume", *named, "train.py", "here.st", "4"], own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal(own / "here.st", one)
+
+
+def of_run(mark: str) -> list[psutil.Process]:
+    """Processes of a run on all hosts; their namespaces are below this one."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+            if mark in words or "ronde.launch.node" in words:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "launcher", "agent", "ssh"])
+def test_one_end_for_all(hosts, place, end):
+    """Nothing of the run is alive on any host 2 s after it ended anywhere."""
+    mark = f"end-{end}"
+    words = [*on(hosts), "--name", mark, "train.py", "x.st", "100000", "forever", mark]
+    with child(ronde("run", *words), place) as started:
+        started.wait_for("begun", 60)
+        workers = [p for p in of_run(mark) if "worker.py" in " ".join(p.cmdline())]
+        assert len(workers) == 3
+        if end == "ctrl-c":
+            started.process.send_signal(signal.SIGINT)
+        elif end == "launcher":
+            started.process.kill()
+        else:
+            wanted = "ronde.launch.node" if end == "agent" else "ssh"
+            victims = [
+                p
+                for p in psutil.process_iter()
+                if _is(p, wanted) and hosts.names[1] in _where(p, end)
+            ]
+            assert len(victims) == 1, victims
+            victims[0].kill()
+        limit = time.monotonic() + 2.0
+        while (left := of_run(mark)) and time.monotonic() < limit:
+            time.sleep(0.05)
+        left = [p for p in left if p.pid != started.pid]
+        assert not [" ".join(p.cmdline()) for p in left]
+        done = started.done(10)
+        if end == "ctrl-c":
+            assert done.returncode == 130
+            assert "stopped by SIGINT; every worker has ended" in done.stderr
+        elif end != "launcher":
+            assert done.returncode == 1
+            assert f"host {hosts.names[1]} is lost" in done.stderr
+
+
+def _is(process: psutil.Process, wanted: str) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    if wanted == "ssh":
+        return words[:1] == ["ssh"] and "-T" in words
+    return wanted in words and words[0] != "ssh"
+
+
+def _where(process: psutil.Process, end: str) -> str:
+    if end == "ssh":
+        return " ".join(process.cmdline())
+    return subprocess.run(
+        ["nsenter", "-t", str(process.pid), "-u", "hostname"], capture_output=True, text=True
+    ).stdout
+
+
+def refused(hosts, place, words: list[str], *told: str) -> None:
+    begun = time.monotonic()
+    before = sorted((place / "runs").iterdir()) if (place / "runs").exists() else []
+    done = launched(["--ssh-config", str(hosts.ssh_config), *words], place)
+    assert done.returncode != 0
+    said = re.sub(r"\s+", " ", done.stdout + done.stderr)
+    for text in told:
+        assert text in said, said
+    assert "Traceback" not in said
+    assert time.monotonic() - begun < 30
+    assert before == (sorted((place / "runs").iterdir()) if (place / "runs").exists() else [])
+
+
+def test_errors_name_the_host_and_the_cure(hosts, place):
+    first, second = hosts.names
+    both = f"{first}:1,{second}:1"
+    train = ["train.py", "x.st", "1"]
+    refused(
+        hosts,
+        place,
+        ["--hosts", f"{first}:1,nowhere.invalid:1", *train],
+        "nowhere.invalid: no such host",
+        "Nothing was started.",
+    )
+    refused(hosts, place, ["--hosts", "-oProxyCommand=touch caught:1", *train], "is not a host")
+    refused(hosts, place, ["--hosts", f"{first}:1,{first}:1", *train], "is there twice")
+    refused(
+        hosts, place, ["--hosts", both, "-n", "5", *train], "fewer slots than workers: 5 asked, 2"
+    )
+    refused(
+        hosts,
+        place,
+        ["--hosts", both, "--python", "/no/python", *train],
+        f"{first}: there is no /no/python",
+    )
+    refused(hosts, place, ["--hosts", both, "--env", "NO_SUCH", *train], "it is not set here")
+    refused(hosts, place, ["--hosts", "a:x", *train], "'x' is not a number of workers")
+    file = place / "hostfile"
+    file.write_text(f"# two\n{first} slots=1\n{second} slots=none\n")
+    refused(hosts, place, ["--hostfile", str(file), *train], "line 3", "'none'")
+    # a host key that changed, a key that is refused, a host that is off
+    known = hosts.known_hosts.read_text()
+    kept = hosts.folder / "id"
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / "other")], check=True
+    )
+    try:
+        other = " ".join((place / "other.pub").read_text().split()[:2])
+        lines = known.splitlines()
+        hosts.known_hosts.write_text(f"{lines[0]}\n{second},{hosts.address(second)} {other}\n")
+        refused(hosts, place, ["--hosts", both, *train], f"{second}: its host key is another one")
+        hosts.known_hosts.write_text(lines[0] + "\n")
+        refused(hosts, place, ["--hosts", both, *train], f"{second}: its host key is not known")
+    finally:
+        hosts.known_hosts.write_text(known)
+    kept.rename(hosts.folder / "hidden")
+    try:
+        (place / "other").rename(kept)
+        refused(hosts, place, ["--hosts", both, *train], f"{first}: it does not accept your key")
+    finally:
+        (hosts.folder / "hidden").rename(kept)
+    # another script there
+    own = place / "private"
+    shutil.copy(place / "train.py", own)
+    hosts.ssh(first, f"cp {place}/train.py {own}/")
+    hosts.ssh(second, f"echo 'print(1)' > {own}/train.py")
+    refused(
+        hosts, own, ["--hosts", both, *train], "the hosts differ", "script (SHA-256)", "as here"
+    )
+    hosts.cut(second)
+    refused(hosts, place, ["--hosts", both, *train], f"{second}: it does not answer")
+    hosts.heal(second)
+
+
+def test_a_failing_rank_is_named_with_its_host(hosts, place):
+    (place / "fails.py").write_text(
+        TRAIN.replace("run.export", "if run.rank == 2: raise ValueError('on purpose')\nrun.export")
+    )
+    done = launched([*on(hosts), "fails.py", "x.st", "1"], place)
+    assert done.returncode == 1
+    assert "rank 2 failed first" in done.stderr
+    assert "ValueError: on purpose" in done.stderr
+
+
+@pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
+def test_inside_an_allocation_of_slurm(hosts, place, one):
+    with slurm(hosts) as made:
+        words = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", *ronde("run", "--slurm")]
+        with child(["salloc", "-Q", *words, "train.py", "slurm.st", "4"], place, made.env) as began:
+            done = began.done(60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        equal(place / "slurm.st", one)
+        first, second = hosts.names
+        assert f"4 workers on {first}:2, {second}:2" in done.stdout
+        mark = "cancelled"
+        words = [*ronde("run", "--slurm", "train.py", "x.st", "100000", "forever", mark)]
+        with child(["salloc", "-Q", "--nodes=2", *words], place, made.env) as began:
+            began.wait_for("begun", 60)
+            scancel = ["scancel", "--state=RUNNING", "--user=root"]
+            subprocess.run(scancel, env={**os.environ, **made.env}, check=True, timeout=20)
+            done = began.done(30)
+            assert done.returncode != 0
+        left = [p for p in of_run(mark) if "ronde" in " ".join(p.cmdline())]
+        assert not left
+    done = launched(["--slurm", "train.py", "x.st", "1"], place)
+    assert done.returncode == 2
+    assert "this is not inside an allocation of Slurm" in done.stderr
+
+
+@pytest.mark.parametrize("which", ["mpirun.openmpi", "mpirun.mpich"])
+def test_over_mpirun(hosts, place, one, which, tmp_path):
+    if shutil.which(which) is None:
+        pytest.skip(f"{which} not found")
+    (tmp_path / "mpirun").symlink_to(shutil.which(which))
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [*on(hosts), "--mpi", "train.py", "mpi.st", "4"]
+    done = ronde_run(["run", *words], place, env=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal(place / "mpi.st", one)
+    (place / "mpi.st").unlink()
