@@ -72,7 +72,8 @@ class Lab:
             "  LogLevel ERROR\n"
         )
         lines = "".join(f"{self.address(n)} {n}\n" for n in self.names)
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + lines)
+        here = f"{self.net}.1 {os.uname().nodename}\n"
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{here}{lines}")
         _do("ip", "link", "add", f"{self.tag}b", "type", "bridge")
         _do("ip", "addr", "add", f"{self.net}.1/24", "dev", f"{self.tag}b")
         _do("ip", "link", "set", f"{self.tag}b", "up")

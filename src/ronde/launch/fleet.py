@@ -212,11 +212,11 @@ class Fleet:
             try:
                 link, frame, _ = self._frames.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
+                late = f"no answer within {_ANSWER_SECONDS:.0f} s"
                 for each in self._links:
                     if each.host.name not in found:
-                        problems.setdefault(
-                            each.host.name, f"no answer within {_ANSWER_SECONDS:.0f} s"
-                        )
+                        meant = self._engine.meaning(each.host, 255, "\n".join(each.printed))
+                        problems.setdefault(each.host.name, meant or late)
                 break
             name = link.host.name
             if frame["kind"] == kind:
