@@ -22,7 +22,7 @@ from ronde.launch.engine import Host
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.version import VERSION
 
-__all__ = ["Facts", "collect", "compare", "digest_of", "notes", "share", "table"]
+__all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "aligned"]
 
 Facts = Mapping[str, Any]
 
@@ -120,7 +120,7 @@ def collect(command: Sequence[str], token: str | None) -> dict[str, Any]:
     }
 
 
-def compare(found: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
+def differences(found: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
     """What must be alike and is not, as lines of one table; empty if nothing differs.
 
     Args:
@@ -137,7 +137,7 @@ def compare(found: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
     machines: dict[str, list[str]] = {}
     for host, facts in found.items():
         machines.setdefault(facts["machine"], []).append(host)
-    lines = table(["differs", *found], rows) if rows else []
+    lines = aligned(["differs", *found], rows) if rows else []
     for hosts in machines.values():
         if len(hosts) > 1:
             lines.append(f"{' and '.join(hosts)} are one machine: name it once, with all its slots")
@@ -182,7 +182,7 @@ def share(hosts: Sequence[Host], found: Mapping[str, Facts], asked: str) -> list
     return counts
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a plain table, left-aligned."""
     every = [head, *rows]
     widths = [max(len(row[i]) for row in every) for i in range(len(head))]

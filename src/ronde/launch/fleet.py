@@ -26,9 +26,9 @@ from typing import Any
 from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.engine import Engine, Host
-from ronde.launch.facts import Facts, compare
+from ronde.launch.facts import Facts, differences
 from ronde.launch.frames import MARKER, receive
-from ronde.launch.mirror import Receiver, folder_files
+from ronde.launch.mirror import Mirrored, folder_files
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["Fleet", "environment_for"]
@@ -280,7 +280,7 @@ class Fleet:
             h.name: {**answers[h.name]["facts"], "received": answers[h.name]["received"]}
             for h in self._hosts
         }
-        if lines := compare(self.facts, command):
+        if lines := differences(self.facts, command):
             raise WorldError("\n".join(["the hosts differ:", *lines, "Nothing was started."]))
         return self.facts
 
@@ -357,7 +357,7 @@ class Fleet:
                 sees = bool(self.facts[link.host.name]["sees"])
                 mirrored = node == 0 and job.directory is not None and not sees
                 if mirrored and job.directory is not None:
-                    receiver = Receiver(job.directory)
+                    receiver = Mirrored(job.directory)
                     self._send_directory(link, job.directory)
                 link.order(
                     "run",
@@ -394,7 +394,7 @@ class Fleet:
         frame: dict[str, Any],
         data: bytes,
         output: Output,
-        receiver: Receiver | None,
+        receiver: Mirrored | None,
     ) -> None:
         kind = frame["kind"]
         if kind == "out":
@@ -411,7 +411,7 @@ class Fleet:
             elif kind == "settled":
                 receiver.settled()
 
-    def _watch(self, output: Output, receiver: Receiver | None, start: float) -> Outcome:
+    def _watch(self, output: Output, receiver: Mirrored | None, start: float) -> Outcome:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
         while len(ended) < len(self._links):

@@ -11,7 +11,7 @@ from pathlib import Path
 from ronde.launch.frames import Sender
 from ronde.world import CheckpointError
 
-__all__ = ["Mirror", "Receiver", "folder_files", "unpack"]
+__all__ = ["Mirror", "Mirrored", "folder_files", "unpack"]
 
 _PART = 1 << 22
 _EVERY_SECONDS = 1.0
@@ -92,7 +92,7 @@ class Mirror:
         self._look()
 
 
-class Receiver:
+class Mirrored:
     """Writes what a mirror sends. New folders below ``checkpoints`` appear when they are whole."""
 
     def __init__(self, folder: Path) -> None:
