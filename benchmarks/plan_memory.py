@@ -823,8 +823,8 @@ def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, 
 
 
 def plan_rows(names: list[str], families: list[str], output: Path) -> None:
+    from ronde.predict.candidates import unsupported
     from ronde.predict.cluster import Cluster
-    from ronde.predict.search import unsupported
 
     rows: list[dict[str, Any]] = []
     print(

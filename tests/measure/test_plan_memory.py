@@ -18,10 +18,10 @@ from ronde.measure.memory_account import account
 from ronde.measure.unit_memory import weigh
 from ronde.plan import Plan
 from ronde.predict.answer import stretched
+from ronde.predict.candidates import unsupported
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
-from ronde.predict.search import unsupported
 from ronde.run.losses import LossCall
 from sampling import long, some
 from tiny_models import TiedGPT

@@ -15,10 +15,11 @@ import yaml
 from processes import ronde_run
 from ronde.plan import Plan
 from ronde.predict.answer import answer_text, explain, flips
+from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
-from ronde.predict.search import candidates, search
+from ronde.predict.search import search
 from ronde.run.plan_arguments import accumulate
 from sampling import long
 

@@ -18,6 +18,7 @@ import pytest
 
 from ronde import ArgumentError
 from ronde.plan import Layout, Plan
+from ronde.plan.combinations import not_carried_out
 from ronde.plan.schedules import (
     Action,
     actions,
@@ -29,6 +30,7 @@ from ronde.plan.schedules import (
     worker_of,
 )
 from ronde.predict.answer import answer_text, explain, find_flip, flips, stretched
+from ronde.predict.candidates import candidates, unsupported
 from ronde.predict.cluster import Added, Cluster, LinkFit
 from ronde.predict.collectives import Group, collective, groups, scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
@@ -38,7 +40,7 @@ from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
 from ronde.predict.schedule_picture import svg, terminal
-from ronde.predict.search import _climb, candidates, rank_key, search, unsupported
+from ronde.predict.search import _climb, rank_key, search
 from ronde.predict.simulate import Times, run_step, simulate
 from ronde.predict.unit_arrays import chain
 
@@ -1336,6 +1338,71 @@ def test_a_pruned_search_has_the_same_winner(seed):
         assert pruned.plan.family == whole.plan.family and pruned.step_seconds == pytest.approx(
             whole.step_seconds
         )
+
+
+def test_bounds_that_leave_plans_out_are_never_above_what_is_predicted():
+    costs, cluster = transformer(layers=12, batch=96), machines(nodes=2)
+    predictor = Predictor(costs, cluster)
+    ladders = list(candidates(Plan(16, 96), costs, cluster))
+    plans = [
+        p for ladder in ladders for p in ladder if p.pipeline > 1 and p.pipeline * p.virtual <= 12
+    ]
+    shapes = [
+        dataclasses.replace(p, tensor=2) for p in plans if p.replicas > 1 and p.replicas % 2 == 0
+    ]
+    for plan in random.Random(3).sample([*plans, *shapes], 150):
+        for quick in (True, False):
+            made = predictor(plan, quick=quick, split_waits=False)
+            assert predictor.floor_seconds(plan) <= made.step_seconds * 1.0001, plan.spec
+            assert predictor.floor_bytes(plan) <= made.memory_bytes * 1.0001, plan.spec
+
+
+def test_what_the_bounds_leave_out_would_not_have_been_chosen():
+    """Against a search that predicts every plan by closed form, and simulates as many."""
+    costs = transformer(layers=12, batch=96)
+    for memory in (8e9, 80e9):
+        cluster = machines(nodes=2, memory=memory)
+        predictor = Predictor(costs, cluster)
+        every = [p for ladder in candidates(Plan(16, 96), costs, cluster) for p in ladder]
+        every = [p for p in every if p.pipeline * p.virtual <= 12 or p.recompute == "none"]
+        quick = sorted((predictor(p, quick=True) for p in every), key=rank_key)
+        nearest = min((predictor(p.plan) for p in quick[:60]), key=rank_key)
+        found = search(costs, cluster, 16)
+        assert rank_key(found.best) <= rank_key(nearest)
+        assert sum(found.left_out.values()) > 100
+
+
+def test_three_dimensions_are_searched_where_they_are_carried_out(monkeypatch):
+    costs = transformer(layers=96, batch=512, hidden=8192, heads=64)
+    monkeypatch.setattr("ronde.predict.candidates.not_carried_out", lambda plan: None)
+    found = search(costs, machines(nodes=64), 512, simulate=20)
+    assert {"pipeline × tensor × replicate", "pipeline × tensor × shard"} <= set(found.families)
+    made = found.families["pipeline × tensor × replicate"]
+    assert made.plan.pipeline * made.plan.tensor * made.plan.replicas == 512
+    assert made.plan.tensor <= 8  # inside a node
+    assert any(p.plan.tensor > 1 and p.plan.virtual > 1 for p in found.plans)
+    assert found.considered > 2000
+
+
+def test_only_combinations_that_are_carried_out_are_searched():
+    plans = [
+        p
+        for ladder in candidates(Plan(16, 96), transformer(layers=12, batch=96), machines())
+        for p in ladder
+    ]
+    assert all(not_carried_out(p) is None for p in plans)
+
+
+def test_the_search_tells_what_it_does():
+    told = []
+    costs, cluster = transformer(layers=4, batch=32), machines(nodes=1)
+    explain(search(costs, cluster, 8, tell=told.append), costs, cluster, tell=told.append)
+    begins = [text.partition(":")[0] for text in told]
+    assert list(dict.fromkeys(begins)) == [
+        "searching plans",
+        "simulating the best",
+        "looking for when the answer would flip",
+    ]
 
 
 def test_a_ladder_whose_smallest_micro_batch_is_too_slow_is_climbed_all_the_same():

@@ -122,7 +122,8 @@ def register(app: typer.Typer) -> None:
                 "--device and --cluster both name the devices to plan for: give one of them."
             )
         console = terminal()
-        with Doing(console) as say:
+        with Doing(console, lines=True) as say:
+            say(f"starting {command[0] if command[0] != '-m' else command[1]}")
             if device is not None:
                 target, costs, like = _estimate(command, device, devices, accept_noise, say)
             else:
@@ -134,10 +135,10 @@ def register(app: typer.Typer) -> None:
                     target = default_cluster(target.devices, tell=say)
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
-            say("searching")
+            say("searching plans")
             from ronde.measure import answer
 
-            explanation = answer(costs, target, target.devices, like, optimize)
+            explanation = answer(costs, target, target.devices, like, optimize, tell=say)
         spec, timeline = _best_pipeline(explanation, costs, target)
         try:
             # First, because standard output may be a closed pipe.
@@ -210,8 +211,17 @@ def _target(file: Path | None, devices: int | None) -> Any:
     return dataclasses.replace(cluster, nodes=devices // per_node, devices_per_node=per_node)
 
 
-def _measure(command: list[str], target: Any, devices: int, accept_noise: bool, say: Any) -> Any:
-    """Measure the script's costs in other processes, for the batch that ``devices`` train."""
+def _measure(
+    command: list[str],
+    target: Any,
+    devices: int,
+    accept_noise: bool,
+    say: Any,
+    counted: bool = False,
+) -> Any:
+    """Measure the script's costs in other processes, for the batch that ``devices`` train; or only
+    count its work.
+    """
     from ronde.measure import load_costs, threads_on
 
     def failed(error: str) -> str:
@@ -219,14 +229,15 @@ def _measure(command: list[str], target: Any, devices: int, accept_noise: bool, 
             return f"{error.partition(': ')[2]} Or plan with these times: --accept-noise."
         return f"the script failed before its model was measured: {error}"
 
-    say(f"starting {command[0] if command[0] != '-m' else command[1]}")
     threads = threads_on(target)
     environment = {"RONDE_PLAN": "replicate"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    options = json.dumps({"threads": threads, "accept_noise": accept_noise, "devices": devices})
+    told = {"threads": threads, "accept_noise": accept_noise, "devices": devices}
+    options = json.dumps({**told, "counted": counted})
     # CPUs of this machine measure together, as they will train.
     here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
+    here = here and not counted
     workers = max(1, min(target.devices_per_node, usable_cores())) if here else 1
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
         place = Path(folder)

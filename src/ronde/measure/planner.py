@@ -34,8 +34,9 @@ from ronde.measure.study import (
     write_study,
 )
 from ronde.measure.tensor_units import divisible
-from ronde.measure.time_units import measure
+from ronde.measure.time_units import autocast_of, device_name, measure, sequence_of
 from ronde.measure.under_load import under_load
+from ronde.measure.unit_memory import weigh
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan
@@ -61,7 +62,8 @@ class Gauge(hooks.Observer):
     """Measures at ``distribute``, writes the costs and the batch contract, and ends the process.
 
     Args:
-        options: ``threads``, ``accept_noise``, and ``devices`` to plan for.
+        options: ``threads``, ``accept_noise``, ``devices`` to plan for, and ``counted`` if only
+            the model's work is counted, because the devices are not these.
         file: for the result, as JSON.
     """
 
@@ -80,7 +82,10 @@ class Gauge(hooks.Observer):
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         threads, accept_noise = self.options.get("threads"), bool(self.options.get("accept_noise"))
-        costs = gauge(work, plan, calls, threads, accept_noise, report_progress)
+        if self.options.get("counted"):
+            costs = count(work, plan, calls, report_progress)
+        else:
+            costs = gauge(work, plan, calls, threads, accept_noise, report_progress)
         if me.is_main:
             write_study(self.file, {"costs": costs.to_dict(), "plan": plan.to_dict()})
         raise SystemExit(0)
@@ -113,6 +118,25 @@ def gauge(
     costs = replace(costs, script_bytes=script_bytes)
     costs = _with_real_cuts(_with_fixed_costs(costs, work, plan), work, plan)
     return divisible(under_load(costs, work, plan, calls), work, calls, plan.precision)
+
+
+def count(work: Work, plan: Plan, calls: Any, tell: Callable[[str], None]) -> Costs:
+    """Count a script's model without timing it, for devices that are not here: their times follow
+    from its work, so a busy machine disturbs nothing.
+    """
+    model = work.model
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    autocast = autocast_of(device, plan.precision)
+    tell("counting the work and memory of layers")
+    with untouched(model):
+        model.train()
+        costs = weigh(model, work.optimizer, calls, work.sample, plan.batch_size, autocast=autocast)
+    sequence = sequence_of(work.sample(1), 1)
+    costs = replace(costs, device=device_name(device), sequence=sequence)
+    tell("looking for places to cut the model")
+    costs = _with_real_cuts(_with_tensors(costs, model), work, plan)
+    tell("counting one worker's part of divided layers")
+    return divisible(costs, work, calls, plan.precision, timed=False)
 
 
 def _host_bytes(work: Work) -> float:
@@ -160,27 +184,30 @@ def _why_uncut(work: Work, plan: Plan) -> str | None:
 
 def _with_fixed_costs(costs: Costs, work: Work, plan: Plan) -> Costs:
     """Add the tensors that each unit trains, and costs that do not depend on their size."""
-    holders = {unit.name: i for i, unit in enumerate(costs.units)}
-    sizes: list[list[int]] = [[] for _ in costs.units]
-    for name, p in work.model.named_parameters():
-        path = name.rpartition(".")[0]
-        while path and path not in holders:
-            path = path.rpartition(".")[0]
-        if p.requires_grad:
-            sizes[holders.get(path, 0)].append(p.numel() * p.element_size())
     fixed = optimizer_fixed_seconds(work.model, work.optimizer)
     clip_fixed = clip_fixed_seconds(work.model) if plan.clip_norm is not None else 0.0
     return replace(
-        costs,
-        units=tuple(
-            replace(u, tensors=len(each), tensor_bytes=tuple(each))
-            for u, each in zip(costs.units, sizes, strict=True)
-        ),
+        _with_tensors(costs, work.model),
         optimizer_fixed_seconds=min(fixed, costs.optimizer_seconds),
         clip_fixed_seconds=min(clip_fixed, costs.clip_seconds),
         action_seconds=action_seconds(work),
         split_seconds=split_seconds(work, costs.batch_size),
     )
+
+
+def _with_tensors(costs: Costs, model: torch.nn.Module) -> Costs:
+    """Add the tensors that each unit trains."""
+    holders = {unit.name: i for i, unit in enumerate(costs.units)}
+    sizes: list[list[int]] = [[] for _ in costs.units]
+    for name, p in model.named_parameters():
+        path = name.rpartition(".")[0]
+        while path and path not in holders:
+            path = path.rpartition(".")[0]
+        if p.requires_grad:
+            sizes[holders.get(path, 0)].append(p.numel() * p.element_size())
+    pairs = zip(costs.units, sizes, strict=True)
+    units = (replace(u, tensors=len(each), tensor_bytes=tuple(each)) for u, each in pairs)
+    return replace(costs, units=tuple(units))
 
 
 def load_costs(file: Path) -> tuple[Costs, Plan]:
@@ -200,11 +227,12 @@ def answer(
     like: Plan,
     optimize: Any = "speed",
     with_flips: bool = True,
+    tell: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """Search for the best plan and explain it."""
+    """Search for the best plan and explain it; ``tell`` shows progress."""
     cluster = corrected(cluster)
-    found = search(costs, cluster, workers, optimize=optimize, like=like)
-    return explain(found, costs, cluster, with_flips=with_flips)
+    found = search(costs, cluster, workers, optimize=optimize, like=like, tell=tell)
+    return explain(found, costs, cluster, with_flips=with_flips, tell=tell)
 
 
 def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecast]:

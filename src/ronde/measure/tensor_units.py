@@ -29,13 +29,18 @@ _ROUNDS = 6
 
 
 def divisible(
-    costs: Costs, work: Work, calls: Any = None, precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    costs: Costs,
+    work: Work,
+    calls: Any = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    timed: bool = True,
 ) -> Costs:
     """The costs, with the share of each unit that tensor parallelism can divide.
 
     Args:
         calls: the script's forward and loss, a LossCall, to time and weigh one worker's part; None
             estimates by parameters.
+        timed: whether that part is timed; else it is weighed only.
     """
     try:
         batch = work.sample(2)
@@ -48,7 +53,7 @@ def divisible(
     if calls is None or not costs.measured_samples:
         return costs
     try:
-        return _by_measurement(costs, work, calls, precision, blocks)
+        return _by_measurement(costs, work, calls, precision, blocks, timed)
     except Exception as error:
         note = (
             "one worker's part under tensor parallelism could not be measured "
@@ -95,7 +100,7 @@ def _inside(name: str, unit: str) -> bool:
 
 
 def _by_measurement(
-    costs: Costs, work: Work, calls: Any, precision: str, blocks: Sequence[Block]
+    costs: Costs, work: Work, calls: Any, precision: str, blocks: Sequence[Block], timed: bool
 ) -> Costs:
     """The costs with time and memory of a model whose blocks are halved."""
     model = work.model
@@ -114,23 +119,18 @@ def _by_measurement(
     )
     kinds = ("saved", "forward_transient", "backward_transient")
     saved, forward, backward = (part.lines(kind) for kind in kinds)
-    batch = work.sample(sizes[-1])
-    ratios = []
-    with untouched(model), contextlib.ExitStack() as stack:
-        model.train()
-        timed = TimedModel(stack, model, work.optimizer, calls, chain, device, autocast)
-        for _ in range(_ROUNDS + 1):
-            whole = sum(timed.whole(batch))
-            with one_part(timed.model, blocks, 2):
-                ratios.append(sum(timed.whole(batch)) / whole)
-    # Without half of the divided part, the pass is shorter by half of that part's time.
-    divided = 2.0 * (1.0 - min(1.0, statistics.median(ratios[1:])))
-    seconds = [
-        u.forward_seconds.at(sizes[-1]) + u.backward_seconds.at(sizes[-1]) for u in costs.units
-    ]
-    by_parameters = sum(u.tensor * s for u, s in zip(costs.units, seconds, strict=True))
-    assumed = by_parameters / max(1e-12, sum(seconds))
-    factor = divided / assumed if assumed else 0.0
+    factor = 1.0
+    if timed:
+        batch = work.sample(sizes[-1])
+        ratios = []
+        with untouched(model), contextlib.ExitStack() as stack:
+            model.train()
+            copy = TimedModel(stack, model, work.optimizer, calls, chain, device, autocast)
+            for _ in range(_ROUNDS + 1):
+                whole = sum(copy.whole(batch))
+                with one_part(copy.model, blocks, 2):
+                    ratios.append(sum(copy.whole(batch)) / whole)
+        factor = _time_factor(costs, sizes[-1], statistics.median(ratios[1:]))
     units = tuple(
         replace(
             u,
@@ -142,3 +142,13 @@ def _by_measurement(
         for i, u in enumerate(costs.units)
     )
     return replace(costs, units=units, tensor_measured=True)
+
+
+def _time_factor(costs: Costs, samples: int, ratio: float) -> float:
+    """How much of its time tensor parallelism divides, against its share of the parameters."""
+    # Without half of the divided part, the pass is shorter by half of that part's time.
+    divided = 2.0 * (1.0 - min(1.0, ratio))
+    seconds = [u.forward_seconds.at(samples) + u.backward_seconds.at(samples) for u in costs.units]
+    by_parameters = sum(u.tensor * s for u, s in zip(costs.units, seconds, strict=True))
+    assumed = by_parameters / max(1e-12, sum(seconds))
+    return divided / assumed if assumed else 0.0

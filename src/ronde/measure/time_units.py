@@ -164,7 +164,7 @@ def measure(
             device=device_name(where),
             threads=torch.get_num_threads(),
             noise=noise,
-            sequence=_sequence(micro[sizes[0]], sizes[0]),
+            sequence=sequence_of(micro[sizes[0]], sizes[0]),
             measured_samples=tuple(sizes),
             whole_factor=factor,
             fit_error=fit_error,
@@ -246,7 +246,7 @@ def _share(seconds: list[list[float]], group: list[int]) -> None:
                 seconds[i][k] = middle
 
 
-def _sequence(batch: Any, samples: int) -> int:
+def sequence_of(batch: Any, samples: int) -> int:
     """Length of the sequences in a batch of token numbers; 0 for other data."""
     for t in tensors_in(batch, attributes=True):
         if t.dim() == 2 and len(t) == samples and t.dtype in (torch.int64, torch.int32):

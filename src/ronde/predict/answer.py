@@ -109,7 +109,12 @@ class Explanation:
 
 
 def explain(
-    found: SearchResult, costs: Costs, cluster: Cluster, *, with_flips: bool = True
+    found: SearchResult,
+    costs: Costs,
+    cluster: Cluster,
+    *,
+    with_flips: bool = True,
+    tell: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Explain a search result.
 
@@ -117,6 +122,7 @@ def explain(
         found: the search.
         costs, cluster: what it was about.
         with_flips: whether other values are searched, for when the answer would flip.
+        tell: shows progress.
     """
     best = found.best
     if best.verdict == "does not fit" and found.optimize == "speed":
@@ -138,7 +144,7 @@ def explain(
         sentence=sentence,
         decided=_decided(found, noise),
         runner_up=_lost(found, noise),
-        flips=flips(found, costs, cluster) if with_flips else (),
+        flips=flips(found, costs, cluster, tell) if with_flips else (),
         found=found,
         calibration=_calibration(best, costs, cluster),
         workers=found.workers,
@@ -406,7 +412,12 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 # When it would flip.
 
 
-def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ...]:
+def flips(
+    found: SearchResult,
+    costs: Costs,
+    cluster: Cluster,
+    tell: Callable[[str], None] | None = None,
+) -> tuple[Flip, ...]:
     """Find when another family would win, varying one quantity at a time in both directions.
 
     Each value of a fixed grid of up to six doublings each way gets a whole search. Large searches
@@ -415,6 +426,7 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
     Args:
         found: the search now.
         costs, cluster: what it was about.
+        tell: shows progress.
     """
 
     ask = functools.partial(search, optimize=found.optimize, prune=True, like=found.like)
@@ -470,11 +482,14 @@ def flips(found: SearchResult, costs: Costs, cluster: Cluster) -> tuple[Flip, ..
     each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
     doublings = max(1, min(_DOUBLINGS, _LOOKED_AT // max(1, each * 2 * len(asked))))
     here = _named(found.best)
-    every = [
-        find_flip(variable, value, at, direction, now=here, doublings=doublings, note=note)
-        for variable, value, at, note in asked
-        for direction in ("down", "up")
-    ]
+    every = []
+    for variable, value, at, note in asked:
+        for direction in ("down", "up"):
+            if tell is not None:
+                tell(f"looking for when the answer would flip: {variable} {direction}")
+            every.append(
+                find_flip(variable, value, at, direction, now=here, doublings=doublings, note=note)
+            )
     return tuple(flip for flip in every if flip.limit != flip.now)
 
 

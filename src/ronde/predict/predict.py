@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from ronde.plan.plan import Plan
-from ronde.plan.schedules import allowed, bubble, micro_batches_of
+from ronde.plan.schedules import allowed, bubble, in_flight, micro_batches_of, worker_of
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
@@ -184,12 +184,37 @@ class Predictor:
         correction = self.cluster.correction(plan.family, plan.workers)
         return count * total / plan.pipeline / (1.0 - wait) * correction
 
+    def floor_bytes(self, plan: Plan) -> float:
+        """Lower bound of a pipeline worker's memory, wherever it is cut. Prunes the search.
+
+        Worker w holds its states and ``f[w]`` micro-batches of what its stages save or more. Summed
+        over all workers, each divided by its ``f``: S + states / max f <= memory * sum(1 / f).
+        """
+        share = math.ceil(plan.batch_size / plan.replicas)
+        count = micro_batches_of(plan, share)
+        group = groups(plan.layout, self.cluster)["tensor"]
+        made = self.chain_of(plan, math.ceil(share / count), group)
+        part = 1.0 / plan.replicas
+        whole = part if plan.shard in ("gradients", "parameters") else 1.0
+        states = float(made.optimizer.sum()) * (part if plan.shard != "none" else 1.0)
+        states += float(made.parameters.sum()) * whole + float(made.buffers.sum())
+        flights = in_flight(plan.schedule, plan.pipeline, plan.virtual, count)
+        least = [plan.accumulation] * plan.pipeline
+        for stage, held in enumerate(flights):
+            worker = worker_of(stage, plan.pipeline, plan.schedule)
+            least[worker] = min(least[worker], held)
+        per_flight = sum(1.0 / f for f in least)
+        activations = (float(made.saved.sum()) + states / max(least)) / per_flight
+        end = states + float(made.trainable.sum()) * whole
+        fixed = self.base_bytes + self.costs.input_bytes * share
+        return fixed + max(activations, end / plan.pipeline)
+
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
         key = (samples, plan.tensor, plan.recompute, group)
         found = self._chains.get(key)
         if found is None:
-            if len(self._chains) > 256:
+            if len(self._chains) > 2048:
                 self._chains.clear()
             sums = collective(self.cluster, "all_reduce", group)
 

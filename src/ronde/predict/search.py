@@ -8,40 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ronde.plan.plan import Plan, Schedule, ShardLevel
-from ronde.plan.schedules import allowed, micro_batches_of
+from ronde.plan.plan import Plan
+from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
 from ronde.predict.predict import Predictor
-from ronde.predict.prediction import Prediction
+from ronde.predict.prediction import RISKY, Prediction
 from ronde.world import ArgumentError
 
 _VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
-_SCHEDULES: tuple[tuple[Schedule, int], ...] = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    ("interleaved", 2),
-    ("zero-bubble", 1),
-    ("looped", 2),
-    ("zbv", 2),
-    ("interleaved", 3),
-    ("interleaved", 4),
-    ("zero-bubble", 2),
-    ("looped", 4),
-)
-_TENSOR = (2, 4, 8, 16)
-_SHARDED: list[ShardLevel] = ["optimizer", "gradients", "parameters"]
 # of step time, for each mechanism more: between two plans as fast, the simpler one
 _SIMPLER = 0.005
 # of step time at most, for what is not simple: as much as the measurements were disturbed
 _DOUBT = 0.05
-# how far a pipeline's closed form may be from its simulation: no more is ruled out by it
+# how far a pipeline's closed form may be from its simulation: none that is nearer is ruled out
 _INEXACT = 1.3
 
 
@@ -104,6 +89,7 @@ def search(
     simulate: int = 50,
     prune: bool = False,
     like: Plan | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Find the best plans for ``workers`` workers.
 
@@ -117,6 +103,7 @@ def search(
         prune: leave out what cannot be the fastest, by its computation alone: the same winner
             sooner, but families may be missing.
         like: a plan whose other settings (seed, precision, clipping …) all plans take.
+        tell: shows progress.
 
     Raises:
         ArgumentError: ``workers`` is below 1, or every plan would leave a worker without a sample.
@@ -127,43 +114,18 @@ def search(
     base = dataclasses.replace(
         like or Plan(), workers=workers, batch_size=costs.batch_size, optimize=optimize
     )
-    kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]] = {}
-    left_out: dict[str, int] = {}
-    considered = 0
-    drawer_size = max(1, simulate)
     noise = max(costs.noise, cluster.noise)
-    fastest = math.inf
-
-    def look(plan: Plan) -> Prediction | None:
-        nonlocal considered, fastest
-        considered += 1
-        if prune and optimize == "speed" and predictor.floor_seconds(plan) >= fastest:
-            left_out["slower"] = left_out.get("slower", 0) + 1
-            return None
-        try:
-            quick = predictor(plan, quick=True)
-        except ArgumentError:
-            left_out["cannot be cut so"] = left_out.get("cannot be cut so", 0) + 1
-            return None
-        if quick.verdict == "does not fit":
-            left_out["memory"] = left_out.get("memory", 0) + 1
-        elif quick.verdict != "risky":
-            # This one's handicap, for what is not simple about it, counts; that of what it rules
-            # out does not, so that nothing is missed.
-            surely = rank_key(quick, optimize, noise)[1] * (_INEXACT if plan.pipeline > 1 else 1.0)
-            fastest = min(fastest, surely)
-        drawer = kept.setdefault(
-            (plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), []
-        )
-        entry = (tuple(-k for k in rank_key(quick, optimize, noise)), -considered, quick)
-        if len(drawer) < drawer_size:
-            heapq.heappush(drawer, entry)
-        else:
-            heapq.heappushpop(drawer, entry)
-        return quick
-
+    looked = _Looked(predictor, optimize, noise, prune, max(1, simulate))
+    pipelines: list[Plan] = []
     for ladder in candidates(base, costs, cluster):
-        _climb(ladder, look, optimize)
+        if ladder[0].pipeline > 1:
+            pipelines += ladder
+        else:
+            looked.climb(ladder)
+    if tell is not None:
+        tell(f"searching plans: {looked.considered + len(pipelines):,}")
+    looked.at_pipelines(pipelines)
+    kept, left_out, considered = looked.kept, looked.left_out, looked.considered
     if not kept:
         raise ArgumentError(
             f"plan: no plan gives each of {workers} workers a sample of a global batch of "
@@ -171,28 +133,25 @@ def search(
             "use fewer workers or a larger batch."
         )
     full: list[Prediction] = []
-    shortest = math.inf
-    chosen = _choose(kept, simulate)
-    if prune:
-        # the likely winner first: it rules out the most
-        chosen.sort(key=lambda p: rank_key(p, optimize, noise))
-    for quick in chosen:
-        least = (
-            max(
-                predictor.floor_seconds(quick.plan),
-                quick.step_seconds / (_INEXACT if quick.plan.pipeline > 1 else 1.0),
-            )
-            if prune
-            else 0.0
-        )
-        if prune and optimize == "speed" and least >= shortest:
+    shortest: dict[str, float] = {}
+    # the likely winner first: it rules out the most
+    chosen = sorted(_choose(kept, simulate), key=lambda p: rank_key(p, optimize, noise))
+    for number, quick in enumerate(chosen):
+        group = "" if prune else quick.plan.family
+        least = predictor.floor_seconds(quick.plan)
+        least = max(least, quick.step_seconds / (_INEXACT if quick.plan.pipeline > 1 else 1.0))
+        lost = (prune or quick.plan.pipeline > 1) and optimize == "speed"
+        if simulate and lost and least >= shortest.get(group, math.inf):
             left_out["slower"] = left_out.get("slower", 0) + 1
             continue
+        if tell is not None:
+            tell(f"simulating the best: {number + 1} of {len(chosen)}, {quick.plan.spec}")
         made = _in_full(predictor, quick.plan, optimize) if simulate else quick
         if made is not None:
             full.append(made)
             if _VERDICTS[made.verdict] == 0:
-                shortest = min(shortest, rank_key(made, optimize, noise)[1])
+                key = rank_key(made, optimize, noise)[1]
+                shortest[group] = min(shortest.get(group, math.inf), key)
     full.sort(key=lambda p: rank_key(p, optimize, noise))
     families: dict[str, Prediction] = {}
     for k, made in enumerate(full):
@@ -239,161 +198,119 @@ def rank_key(
     )
 
 
-def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
-    """Why the runtime cannot carry out a plan, or None."""
-    share = plan.batch_size / plan.replicas
-    if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
-        return (
-            f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × "
-            f"tensor={plan.tensor}"
+class _Looked:
+    """Plans predicted by closed form, the best of each family and schedule kept."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        optimize: Literal["speed", "memory"],
+        noise: float,
+        prune: bool,
+        drawer_size: int,
+    ) -> None:
+        self.predictor, self.optimize, self.noise = predictor, optimize, noise
+        self.prune, self.drawer_size = prune, drawer_size
+        self.kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]] = {}
+        self.left_out: dict[str, int] = {}
+        self.considered = 0
+        self._best: dict[str, float] = {}  # by family, or of all if it prunes: the best for sure
+        self._enough: set[Plan] = set()  # fit without recomputation
+
+    def _leave_out(self, why: str) -> None:
+        self.left_out[why] = self.left_out.get(why, 0) + 1
+
+    def _limit(self, plan: Plan) -> float:
+        return self._best.get("" if self.prune else plan.family, math.inf)
+
+    def at(self, plan: Plan) -> Prediction | None:
+        """The prediction by closed form; None if it was left out."""
+        self.considered += 1
+        fast = self.prune and self.optimize == "speed"
+        if fast and self.predictor.floor_seconds(plan) >= self._limit(plan):
+            self._leave_out("slower")
+            return None
+        return self._quick(plan)
+
+    def _quick(self, plan: Plan) -> Prediction | None:
+        try:
+            quick = self.predictor(plan, quick=True)
+        except ArgumentError:
+            self._leave_out("cannot be cut so")
+            return None
+        key = rank_key(quick, self.optimize, self.noise)
+        if quick.verdict == "does not fit":
+            self._leave_out("memory")
+        elif quick.verdict != "risky":
+            # This one's handicap, for what is not simple about it, counts; that of what it rules
+            # out does not, so that nothing is missed.
+            surely = key[1]
+            if plan.pipeline > 1:
+                surely *= _INEXACT
+            group = "" if self.prune else plan.family
+            self._best[group] = min(self._best.get(group, math.inf), surely)
+        drawer = self.kept.setdefault(
+            (plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), []
         )
-    if share < 1:
-        return (
-            f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than "
-            "one sample each"
-        )
-    if plan.pipeline > 1 and plan.tensor > 1:
-        return "pipeline and tensor do not combine"
-    if plan.shard != "none" and plan.replicas < 2:
-        return "shard needs two replicas or more"
-    for way, why in costs.refused.items():
-        if way in (f"shard={plan.shard}", *_ways(plan)):
-            return why
-    if plan.shard_within is not None and (
-        plan.shard not in ("gradients", "parameters") or plan.pipeline > 1 or plan.tensor > 1
-    ):
-        return "shard_within goes with shard=gradients or parameters alone"
-    if plan.shard_within and plan.replicas % plan.shard_within:
-        return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
-    if plan.tensor > 1 and plan.shard == "optimizer":
-        return "tensor goes with shard=gradients or parameters"
-    if plan.tensor > 1 and not any(u.tensor for u in costs.units):
-        return "no attention or MLP block was recognised"
-    if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
-        return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
-    if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
-        return "offload needs a device with memory of its own, and no pipeline or tensor"
-    if (
-        plan.pipeline > 1
-        and plan.shard in ("gradients", "parameters")
-        and plan.schedule in ("zero-bubble", "zbv")
-    ):
-        return (
-            f"{plan.schedule} delays part of the backward pass until sharded parameters have been "
-            "freed"
-        )
-    if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
-        return (
-            f"{plan.schedule} delays part of the backward pass, and recomputed activations stay "
-            "until then: nothing is gained"
-        )
-    if plan.pipeline > 1:
-        places = sum(u.cut_after for u in costs.units[:-1]) + 1
-        if plan.pipeline * plan.virtual > places:
-            return (
-                f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be "
-                f"cut into {places} at most"
+        entry = (tuple(-k for k in key), -self.considered, quick)
+        if len(drawer) < self.drawer_size:
+            heapq.heappush(drawer, entry)
+        else:
+            heapq.heappushpop(drawer, entry)
+        return quick
+
+    def climb(self, ladder: list[Plan]) -> None:
+        """Look at a ladder of falling micro-batch size."""
+        plain = dataclasses.replace(ladder[0], recompute="none", offload="none")
+        if self.optimize == "speed" and plain != ladder[0] and plain in self._enough:
+            self.considered += len(ladder)
+            self._leave_out("slower")
+            return
+        quick = _climb(ladder, self.at, self.optimize)
+        if quick is not None and quick.verdict in ("fits", "unknown"):
+            self._enough.add(ladder[0])
+
+    def at_pipelines(self, plans: list[Plan]) -> None:
+        """Look at pipelines, those with the lowest bound first. For most of them the bound alone
+        says that they lose to one of their family, or do not fit.
+        """
+        predictor, speed = self.predictor, self.optimize == "speed"
+        room = RISKY * predictor.cluster.memory_bytes or math.inf
+        too_big: dict[str, list[tuple[float, int, Plan]]] = {}
+        bounded = []
+        for plan in plans:
+            least_bytes = predictor.floor_bytes(plan)
+            bounded.append(
+                (predictor.floor_seconds(plan) if speed else least_bytes, least_bytes, plan)
             )
-        return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
-    if plan.virtual > 1:
-        return "virtual needs a pipeline"
-    return None
-
-
-def _ways(plan: Plan) -> Iterator[str]:
-    if plan.tensor > 1:
-        yield "tensor"
-    if plan.pipeline > 1:
-        yield "pipeline"
-        yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
-
-
-def candidates(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
-    """All plans for ``base.workers`` workers, in ladders of falling micro-batch size."""
-    workers, batch = base.workers, base.batch_size
-    recomputes: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-    node = cluster.devices_per_node
-    for tensor in (1, *_TENSOR):
-        replicas = workers // tensor
-        if workers % tensor or tensor > max(1, node) or replicas > batch:
-            continue
-        levels: list[ShardLevel] = ["none"]
-        if replicas > 1:
-            levels += ["gradients", "parameters"] if tensor > 1 else _SHARDED
-        for shard in levels:
-            withins: list[int | None] = [None]
-            whole = shard in ("gradients", "parameters")
-            if tensor == 1 and whole and 1 < node < replicas and replicas % node == 0:
-                withins.append(node)
-            for within in withins:
-                offloads: list[Literal["none", "optimizer", "parameters"]] = ["none"]
-                if cluster.device != "cpu" and tensor == 1 and within is None:
-                    offloads.append("optimizer")
-                    if shard != "none" or replicas == 1:
-                        offloads.append("parameters")
-                for recompute, offload in itertools.product(recomputes, offloads):
-                    if offload != "none" and recompute == "selective":
-                        continue
-                    one = dataclasses.replace(
-                        base,
-                        tensor=tensor,
-                        shard=shard,
-                        shard_within=within,
-                        recompute=recompute,
-                        offload=offload,
-                        pipeline=1,
-                    )
-                    if unsupported(one, costs, cluster) is None:
-                        yield _accumulated(one)
-    places = sum(u.cut_after for u in costs.units[:-1]) + 1
-    for pipeline in range(2, min(workers, places) + 1):
-        replicas = workers // pipeline
-        if workers % pipeline or replicas > batch:
-            continue
-        share = math.ceil(batch / replicas)
-        levels = ["none"] if replicas == 1 else ["none", "optimizer", "parameters"]
-        for schedule, virtual in _SCHEDULES:
-            if pipeline * virtual > places:
-                continue
-            counts = _counts(schedule, pipeline, virtual, share)
-            for recompute, shard, micro in itertools.product(recomputes, levels, counts):
-                one = dataclasses.replace(
-                    base,
-                    pipeline=pipeline,
-                    virtual=virtual,
-                    schedule=schedule,
-                    shard=shard,
-                    recompute=recompute,
-                    micro_batch=micro,
-                    tensor=1,
-                    shard_within=None,
-                    offload="none",
-                )
-                one = dataclasses.replace(one, accumulation=micro_batches_of(one, share))
-                if unsupported(one, costs, cluster) is None:
-                    yield [one]
-
-
-def _accumulated(plan: Plan) -> list[Plan]:
-    share = math.ceil(plan.batch_size / plan.replicas)
-    ladder = []
-    micro = share
-    while True:
-        count = math.ceil(share / micro)
-        ladder.append(
-            dataclasses.replace(plan, micro_batch=micro if count > 1 else None, accumulation=count)
-        )
-        if micro == 1:
-            return ladder
-        micro = math.ceil(micro / 2)
+        for least, least_bytes, plan in sorted(bounded, key=lambda b: b[0]):
+            self.considered += 1
+            plain = dataclasses.replace(plan, recompute="none")
+            if least >= self._limit(plan) or (speed and plain in self._enough):
+                self._leave_out("slower")
+            elif least_bytes > room:
+                self._leave_out("memory")
+                too_big.setdefault(plan.family, []).append((least_bytes, self.considered, plan))
+            else:
+                quick = self._quick(plan)
+                if quick is not None and quick.verdict in ("fits", "unknown"):
+                    self._enough.add(plan)
+        # A family of which nothing fits is there with what comes nearest.
+        families = {family for family, _ in self.kept}
+        for family in too_big.keys() - families if not (self.prune and self._best) else ():
+            next(filter(None, (self._quick(plan) for *_, plan in sorted(too_big[family]))), None)
 
 
 def _climb(
     ladder: list[Plan],
     look: Callable[[Plan], Prediction | None],
     optimize: Literal["speed", "memory"],
-) -> None:
-    """Descend a ladder to the first micro-batch that fits; smaller ones only take longer."""
+) -> Prediction | None:
+    """Descend a ladder to the first micro-batch that fits; smaller ones only take longer.
+
+    Returns:
+        The prediction of the largest micro-batch.
+    """
 
     def fits(plan: Plan) -> bool:
         quick = look(plan)
@@ -401,10 +318,12 @@ def _climb(
         # only larger ones are worth a look.
         return quick is None or quick.verdict in ("fits", "unknown")
 
-    if (fits(ladder[0]) and optimize == "speed") or len(ladder) == 1 or not fits(ladder[-1]):
-        return
+    first = look(ladder[0])
+    enough = first is None or first.verdict in ("fits", "unknown")
+    if (enough and optimize == "speed") or len(ladder) == 1 or not fits(ladder[-1]):
+        return first
     if optimize == "memory":
-        return
+        return first
     low, high = 0, len(ladder) - 1  # does not fit, fits
     while high - low > 1:
         middle = (low + high) // 2
@@ -412,20 +331,7 @@ def _climb(
             high = middle
         else:
             low = middle
-
-
-def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int) -> list[int]:
-    """Micro-batch sizes worth trying: one micro-batch a pipeline worker, two, …, one sample."""
-    wanted = [pipeline * f for f in (1, 2, 4, 8, 16)]
-    fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
-    for asked in {max(1, math.ceil(share / n)) for n in wanted} | {1}:
-        plan = Plan(
-            pipeline, pipeline=pipeline, virtual=virtual, schedule=schedule, micro_batch=asked
-        )
-        count = micro_batches_of(plan, share)
-        if allowed(schedule, pipeline, virtual, count) is None:
-            fine[count] = math.ceil(share / count)
-    return sorted(fine.values(), reverse=True)
+    return first
 
 
 def _choose(

@@ -1,0 +1,19 @@
+"""Combinations of techniques that a plan can name, and that are not carried out yet."""
+
+from __future__ import annotations
+
+from ronde.plan.plan import Plan
+
+
+def not_carried_out(plan: Plan) -> str | None:
+    """Why no strategy carries out a plan's combination, or None. The planner offers only others.
+
+    Example:
+        >>> not_carried_out(Plan(pipeline=2, tensor=2))
+        'pipeline and tensor do not combine'
+    """
+    if plan.pipeline > 1 and plan.tensor > 1:
+        return "pipeline and tensor do not combine"
+    if plan.sequence_parallel:
+        return "sequence_parallel can be planned, and is not carried out yet"
+    return None

@@ -1,0 +1,212 @@
+"""All plans that Ronde can carry out, as candidates of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from ronde.plan.combinations import not_carried_out
+from ronde.plan.plan import Plan, Schedule, ShardLevel
+from ronde.plan.schedules import allowed, micro_batches_of
+from ronde.predict.cluster import Cluster
+from ronde.predict.costs import Costs
+
+_SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("1f1b", 1),
+    ("gpipe", 1),
+    ("interleaved", 2),
+    ("zero-bubble", 1),
+    ("looped", 2),
+    ("zbv", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zero-bubble", 2),
+    ("looped", 4),
+)
+_TENSOR = (2, 4, 8, 16)
+_RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+_SHARDED: list[ShardLevel] = ["optimizer", "gradients", "parameters"]
+
+
+def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
+    """Why the runtime cannot carry out a plan, or None."""
+    share = plan.batch_size / plan.replicas
+    if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
+        return (
+            f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × "
+            f"tensor={plan.tensor}"
+        )
+    if share < 1:
+        return (
+            f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than "
+            "one sample each"
+        )
+    if (why := not_carried_out(plan)) is not None:
+        return why
+    if plan.shard != "none" and plan.replicas < 2:
+        return "shard needs two replicas or more"
+    for way, why in costs.refused.items():
+        if way in (f"shard={plan.shard}", *_ways(plan)):
+            return why
+    if plan.shard_within is not None and (
+        plan.shard not in ("gradients", "parameters") or plan.pipeline > 1 or plan.tensor > 1
+    ):
+        return "shard_within goes with shard=gradients or parameters alone"
+    if plan.shard_within and plan.replicas % plan.shard_within:
+        return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
+    if plan.tensor > 1 and plan.shard == "optimizer":
+        return "tensor goes with shard=gradients or parameters"
+    if plan.tensor > 1 and not any(u.tensor for u in costs.units):
+        return "no attention or MLP block was recognised"
+    if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
+        return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
+    if plan.sequence_parallel and (not costs.sequence or costs.sequence % plan.tensor):
+        return f"tensor={plan.tensor} does not divide a sequence of {costs.sequence}"
+    if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
+        return "offload needs a device with memory of its own, and no pipeline or tensor"
+    if (
+        plan.pipeline > 1
+        and plan.shard in ("gradients", "parameters")
+        and plan.schedule in ("zero-bubble", "zbv")
+    ):
+        return (
+            f"{plan.schedule} delays part of the backward pass until sharded parameters have been "
+            "freed"
+        )
+    if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
+        return (
+            f"{plan.schedule} delays part of the backward pass, and recomputed activations stay "
+            "until then: nothing is gained"
+        )
+    if plan.pipeline > 1:
+        places = sum(u.cut_after for u in costs.units[:-1]) + 1
+        if plan.pipeline * plan.virtual > places:
+            return (
+                f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be "
+                f"cut into {places} at most"
+            )
+        return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
+    if plan.virtual > 1:
+        return "virtual needs a pipeline"
+    return None
+
+
+def _ways(plan: Plan) -> Iterator[str]:
+    if plan.tensor > 1:
+        yield "tensor"
+    if plan.pipeline > 1:
+        yield "pipeline"
+        yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
+
+
+def candidates(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
+    """All plans for ``base.workers`` workers: ladders of falling micro-batch size for whole models,
+    then pipelines, each by itself.
+    """
+    places = sum(u.cut_after for u in costs.units[:-1]) + 1
+    divided = list(_divided(base, cluster))
+    for one in divided:
+        yield from _whole(one, costs, cluster)
+    for one in divided:
+        for pipeline in range(2, min(base.workers, places) + 1):
+            if base.workers % (pipeline * one.tensor) == 0:
+                yield from _pipelines(one, pipeline, places, costs, cluster)
+
+
+def _divided(base: Plan, cluster: Cluster) -> Iterator[Plan]:
+    """Layers whole, or divided over the workers of a node, with and without their sequence."""
+    for tensor in (1, *_TENSOR):
+        if base.workers % tensor or tensor > max(1, cluster.devices_per_node):
+            continue
+        for sequence in (False, True)[: 2 if tensor > 1 else 1]:
+            yield dataclasses.replace(base, tensor=tensor, sequence_parallel=sequence, pipeline=1)
+
+
+def _whole(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
+    """Ladders of plans without a pipeline."""
+    tensor, replicas = base.tensor, base.workers // base.tensor
+    node = cluster.devices_per_node
+    if replicas > base.batch_size:
+        return
+    levels: list[ShardLevel] = ["none"]
+    if replicas > 1:
+        levels += _SHARDED
+    for shard in levels:
+        withins: list[int | None] = [None]
+        whole = shard in ("gradients", "parameters")
+        if tensor == 1 and whole and 1 < node < replicas and replicas % node == 0:
+            withins.append(node)
+        for within in withins:
+            offloads: list[Literal["none", "optimizer", "parameters"]] = ["none"]
+            if cluster.device != "cpu" and tensor == 1 and within is None:
+                offloads.append("optimizer")
+                if shard != "none" or replicas == 1:
+                    offloads.append("parameters")
+            for recompute, offload in itertools.product(_RECOMPUTES, offloads):
+                if offload != "none" and recompute == "selective":
+                    continue
+                one = dataclasses.replace(
+                    base, shard=shard, shard_within=within, recompute=recompute, offload=offload
+                )
+                if unsupported(one, costs, cluster) is None:
+                    yield _accumulated(one)
+
+
+def _pipelines(
+    base: Plan, pipeline: int, places: int, costs: Costs, cluster: Cluster
+) -> Iterator[list[Plan]]:
+    """Plans with so many workers along a pipeline."""
+    replicas = base.workers // (pipeline * base.tensor)
+    if replicas > base.batch_size:
+        return
+    share = math.ceil(base.batch_size / replicas)
+    levels: list[ShardLevel] = ["none"]
+    levels += ["optimizer", "parameters"] if replicas > 1 else []
+    probe = dataclasses.replace(
+        base, pipeline=pipeline, shard_within=None, offload="none", recompute="none", shard="none"
+    )
+    if not_carried_out(probe) is not None:
+        return
+    for schedule, virtual in _SCHEDULES:
+        if pipeline * virtual > places:
+            continue
+        for micro in _counts(schedule, pipeline, virtual, share):
+            one = dataclasses.replace(probe, virtual=virtual, schedule=schedule, micro_batch=micro)
+            count = micro_batches_of(one, share)
+            for recompute, shard in itertools.product(_RECOMPUTES, levels):
+                made = dataclasses.replace(
+                    one, accumulation=count, shard=shard, recompute=recompute
+                )
+                if unsupported(made, costs, cluster) is None:
+                    yield [made]
+
+
+def _accumulated(plan: Plan) -> list[Plan]:
+    share = math.ceil(plan.batch_size / plan.replicas)
+    ladder = []
+    micro = share
+    while True:
+        count = math.ceil(share / micro)
+        ladder.append(
+            dataclasses.replace(plan, micro_batch=micro if count > 1 else None, accumulation=count)
+        )
+        if micro == 1:
+            return ladder
+        micro = math.ceil(micro / 2)
+
+
+def _counts(schedule: Schedule, pipeline: int, virtual: int, share: int) -> list[int]:
+    """Micro-batch sizes worth trying: one micro-batch a pipeline worker, two, …, one sample."""
+    wanted = [pipeline * f for f in (1, 2, 4, 8, 16)]
+    fine: dict[int, int] = {}  # of those that come to as many, the size that they have then
+    for asked in {max(1, math.ceil(share / n)) for n in wanted} | {1}:
+        plan = Plan(
+            pipeline, pipeline=pipeline, virtual=virtual, schedule=schedule, micro_batch=asked
+        )
+        count = micro_batches_of(plan, share)
+        if allowed(schedule, pipeline, virtual, count) is None:
+            fine[count] = math.ceil(share / count)
+    return sorted(fine.values(), reverse=True)
