@@ -34,7 +34,8 @@ from ronde.world import ArgumentError
 _EXAMPLES = """
 The script runs up to ronde.distribute. There its steps are timed in turns: on real
 batches that are reused (the synthetic ceiling), with its real input, and with one
-input stage at a time taken out. Nothing is trained or written.
+input stage at a time taken out. Then some steps of the script's own loop are timed. Ronde
+writes nothing.
 
 Examples:
 
@@ -280,7 +281,8 @@ def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
     """The gap and its uncertainty; no number if it cannot be told from zero."""
     if gap <= half and not values["refused"]:
         return [("no measurable gap", "bold green"), f" (± {half:.1f} %)"]
-    blames_input = not values["healthy"] and not _is_between_workers(values["cause"])
+    outside = _is_between_workers(values["cause"]) or _is_script(values["cause"])
+    blames_input = not values["healthy"] and not outside
     return [(f"GAP {gap:.0f} %", "bold red" if blames_input else "bold green"), f" (± {half:.1f})"]
 
 
@@ -291,6 +293,11 @@ def _is_between_workers(cause: dict[str, Any] | None) -> bool:
         and cause["stage"] in ("exchange", "straggler")
         and cause.get("within") in (None, "step")
     )
+
+
+def _is_script(cause: dict[str, Any] | None) -> bool:
+    """Whether the loss is in the script's own loop, which neither rate has."""
+    return cause is not None and cause["stage"] == "script"
 
 
 def _headline(values: dict[str, Any]) -> Line:
@@ -306,6 +313,8 @@ def _headline(values: dict[str, Any]) -> Line:
     name += f", in {cause['within']}" if cause.get("within") else ""
     name += f", rank {cause['rank']}" if "rank" in cause else ""
     text = f": {cause['points']:.0f} of {100 * values['gap']:.0f} points"
+    if _is_script(cause):
+        text = f": {cause['points']:.0f} points, beside the gap"
     if _is_between_workers(cause):
         # Not a part of the gap: synthetic steps lose it too.
         text = f": {cause['points']:.0f} % of what the workers reach without it"
@@ -323,6 +332,7 @@ _NAMES = {
     "oversubscription": "too many compute threads in the loaders",
     "exchange": "the exchange of gradients",
     "straggler": "a straggler",
+    "script": "the script's own loop",
     "unexplained": "not found",
 }
 
@@ -367,6 +377,11 @@ def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
     if straggler is not None:
         slower = f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others"
         add("straggler", straggler["points"], f"{slower}, {straggler['stage']}")
+    loop = values.get("script_loop")
+    if loop is not None and loop["points"] >= 0.5:
+        before, after = 1e3 * loop["before_seconds"], 1e3 * loop["after_seconds"]
+        text = f"{before:.1f} ms before each step, {after:.1f} ms after it; beside the gap"
+        add("script's loop", loop["points"], text)
     return found
 
 
@@ -393,7 +408,9 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
     gaps = f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}"
     lines: list[Line] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
     for p in found[:5]:
-        gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
+        gap = f"~{p['gain_here_points']:.0f} points"  # of something that is no part of the gap
+        if p["gap_here"] is not None:
+            gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
         text = f"  {p['text']}  ({p['label']})  "
         lines.append([f"   {p['number']} ", (p["id"], "bold"), text, (gap, "green")])
     for p in [p for p in found if p["settings"] is not None][:1]:

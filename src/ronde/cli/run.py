@@ -481,6 +481,8 @@ def print_summary(
                 f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} "
                 f"workers are {ratio:.2f}× as fast",
             )
+    if sentence := summary.script_sentence():
+        row("own loop", sentence, "yellow")
     if summary.loss is not None:
         first = summary.curve[0][1]
         row("loss", f"{first:.4f} → {summary.loss:.4f}")

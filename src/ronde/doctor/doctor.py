@@ -21,6 +21,7 @@ import torch
 
 from ronde.adapt import apply_settings
 from ronde.data import Pipeline
+from ronde.doctor.loop_trial import LoopTrial, with_script_loop
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
 from ronde.introspect import describe_open, preserve_state
@@ -32,7 +33,7 @@ from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.plan import Plan
+    from ronde.plan import Plan, Share
     from ronde.run.step_port import RunView
 
 _SECONDS = 60.0
@@ -55,18 +56,34 @@ def install_doctor() -> None:
 
 
 class Doctor(hooks.Observer):
-    """Examines the run before its first step, writes the result on rank 0, and exits."""
+    """Examines the run before its first step, lets the script take some steps to time its own loop,
+    writes the result on rank 0, and exits.
+    """
 
     def __init__(self, options: dict[str, Any], file: Path) -> None:
         self.options = options
         self.file = file
+        self.trial: LoopTrial | None = None
 
     def on_ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
         values = examine(run, self.options, report_progress if run.is_main else _silent)
+
+        def write(answer: dict[str, Any]) -> None:
+            if run.is_main:
+                write_study(self.file, answer)
+
+        if values["refused"] or self.options.get("verify"):
+            write(values)
+            raise SystemExit(0)
         if run.is_main:
-            write_study(self.file, values)
-        raise SystemExit(0)
+            report_progress("taking steps of the script's own loop")
+        self.trial = LoopTrial(run, values, write)
+
+    def after_update(self, run: RunView, share: Share) -> None:
+        """See :class:`Observer`."""
+        if self.trial is not None:
+            self.trial.after_update(run, share)
 
 
 def _silent(_: str) -> None:
@@ -98,7 +115,7 @@ def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str,
             "run.doctor() was called between run.backward() and run.update(): call it "
             "after update()."
         )
-    return examine(run, {"seconds": seconds, **options}, _silent)
+    return with_script_loop(run, examine(run, {"seconds": seconds, **options}, _silent))
 
 
 class _Clock:
@@ -656,7 +673,7 @@ def examine(
         values["arms"] = {name: _arm(results) for name, results in study.results.items()}
     elapsed = study.clock.passed()
     shared = broadcast_json(run.port.world, values if run.is_main else {})
-    return {**shared, "measured_seconds": elapsed}
+    return {**shared, "script_loop": None, "measured_seconds": elapsed}
 
 
 def _arm(results: list[ArmResult]) -> dict[str, Any]:

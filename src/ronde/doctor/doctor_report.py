@@ -72,6 +72,8 @@ def _headline(values: Values) -> str:
         "oversubscription": "too many compute threads in the loaders",
         "unexplained": "something that was not found",
     }.get(stage, stage)
+    if stage == "script":
+        return f"{lost} points are lost to the script's own loop; the input costs {gap}."
     if stage in ("exchange", "straggler") and cause.get("within") in (None, "step"):
         # Lost between the workers, not to the input.
         return f"{lost} points are lost to {name}; the input costs {gap}."
@@ -253,8 +255,10 @@ def _prescriptions(values: Values) -> html.Section:
         rows.append(("", cells))
     gaps = (values.get("workers", "this size"), max(sizes, default="the largest"))
     heads = ["", "what to do", "it is", "points gained", *(f"gap at {n}" for n in gaps)]
-    command = f"ronde doctor --apply {found[0].get('number', 1)} {values.get('script', '')}"
-    foot = Markup('<p class="soft">Apply and verify: <code>{}</code></p>').format(command)
+    foot = Markup("")
+    for p in [p for p in found if p.get("settings")][:1]:
+        command = f"ronde doctor --apply {p.get('number', 1)} {values.get('script', '')}"
+        foot = Markup('<p class="soft">Apply and verify: <code>{}</code></p>').format(command)
     return html.Section("Prescriptions", heads, rows, text=(1, 2), foot=foot)
 
 
@@ -269,6 +273,11 @@ def _machine(values: Values) -> html.Section:
     if order := values.get("order"):
         share = f"{html.show_seconds(order['seconds'])}, {100 * order['share']:.0f} % of each epoch"
         facts.append(("the sampler draws an epoch's order in", share))
+    if loop := values.get("script_loop"):
+        seconds = html.show_seconds(loop["before_seconds"] + loop["after_seconds"])
+        facts.append(
+            ("the script's own loop", f"{seconds} a step, {html.points(loop['points'])} points")
+        )
     for name, value in (values.get("cold") or {}).items():
         text = value if html.show_number(value) is None else html.plain(value)
         facts.append((f"cold storage, {name.replace('_', ' ')}", text))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ronde.run.script_time import ScriptTime
 from ronde.watch import RunDir, check_name
 from ronde.world import ArgumentError, CheckpointError, RondeError
 
@@ -55,6 +56,7 @@ class RunGroup:
     Attributes:
         choice: the checkpoint to resume from, once it is chosen.
         due: whether a checkpoint is written as soon as the loop's body has ended.
+        script_time: the script's own time in the loop.
     """
 
     def __init__(self, directory: RunDir | None, resumes: bool) -> None:
@@ -66,6 +68,7 @@ class RunGroup:
         self.resumes = resumes
         self.choice: Choice | None = None
         self.due = False
+        self.script_time = ScriptTime()
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
         # several holds them until all have ended, because each checkpoint has all of them.
         self._members: dict[str, weakref.ref[RunParts]] = {}

@@ -40,9 +40,20 @@ from ronde.run.non_finite import NAN_EVERY, refuse_loss
 from ronde.run.per_pass_buffers import Passes
 from ronde.run.registered import Registered, Registry
 from ronde.run.run_state import DTYPES, MicroBatches, State
+from ronde.run.script_time import timing_event
 from ronde.run.seeding import reseeding, seed_step
 from ronde.run.unregistered import Unregistered, claim
-from ronde.watch import Checkpointed, Ended, Epoch, Evaluated, Logged, RunDir, Warned, Watcher
+from ronde.watch import (
+    Checkpointed,
+    Ended,
+    Epoch,
+    Evaluated,
+    Logged,
+    RunDir,
+    ScriptLoop,
+    Warned,
+    Watcher,
+)
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.rendezvous import counted, rendezvous
 
@@ -137,6 +148,8 @@ class Run:
             self._autocast = partial(torch.autocast, device, DTYPES[precision])
         self._in_lists = in_lists
         self._group = group  # the runs of this loop
+        self._script_time = clock = group.script_time
+        clock.event, clock.measurable = timing_event(me.device)
         self._part = part  # this one's name in checkpoints and record; empty for the first
         self._source = source  # the run whose batches it takes, None if it has its own
         self._followers: list[weakref.ref[Run]] = []  # the runs that take this one's
@@ -315,6 +328,7 @@ class Run:
         Raises:
             LossError: the loss is not a scalar, or is NaN or infinite.
         """
+        self._script_time.enter()
         share = self._current_share("run.step(batch)")
         micros = list(batch) if isinstance(batch, MicroBatches) else [batch]
         if len(micros) != len(share.micro):
@@ -343,7 +357,9 @@ class Run:
         self._gathers = bool(self._gathers)
         self._loss_check.end(self)
         self._report_passes()
-        return self._update(share)
+        loss = self._update(share)
+        self._script_time.leave()
+        return loss
 
     @counted("run.backward(loss)")
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
@@ -353,6 +369,7 @@ class Run:
         Args:
             loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
         """
+        self._script_time.enter(own=True)
         share = self._current_share("run.backward(loss)")
         self._refuse_own_loop("run.backward(loss)")
         strategy, count = self._strategy, len(share.micro)
@@ -390,6 +407,7 @@ class Run:
         """Exchange, clip, update, and schedule, after :meth:`backward`. Returns the global loss, as
         :meth:`step` does.
         """
+        self._script_time.enter()
         share = self._current_share("run.update()")
         self._refuse_own_loop("run.update()")
         if hooks.observer.splits_steps(self) and 0 < self._backwards < len(share.micro):
@@ -399,7 +417,9 @@ class Run:
                 f"run.update() was called after {self._backwards} of {len(share.micro)} backward "
                 "passes: call run.backward(loss) for every micro-batch."
             )
-        return self._update(share)
+        loss = self._update(share)
+        self._script_time.leave()
+        return loss
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all workers for the current global batch, in the order of its samples: for
@@ -480,6 +500,7 @@ class Run:
             raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
         self._rendezvous.meet("run.evaluate(data)")
         self._watcher.rate.pause()
+        paused = self._script_time.pause()
         evaluation = evaluation_of(self, data, self._weak_reporter())
         self._strategy.sync_buffers()
         modes = [(module, module.training) for module in self.model.modules()]
@@ -514,6 +535,7 @@ class Run:
         shown = "  ".join(f"{name} {number}" for name, number in numbers.items())
         self._say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
         self._watcher.rate.resume()
+        self._script_time.resume(paused)
         return result
 
     def fit(
@@ -562,7 +584,11 @@ class Run:
         """
         if hooks.examiner is None:
             raise RondeError("run.doctor() needs a run that ronde.distribute made.")
-        return hooks.examiner(self, seconds, **options)
+        paused = self._script_time.pause()
+        try:
+            return hooks.examiner(self, seconds, **options)
+        finally:
+            self._script_time.resume(paused)
 
     # -- among the ranks -------------------------------------------------------------------
 
@@ -776,6 +802,7 @@ class Run:
             run._watcher.flush()  # a resume from this checkpoint does not record these steps again
             run._look_for_unregistered()
         start = time.perf_counter()
+        paused = self._script_time.pause()
         keep = max(run._keep for run in runs.values())
         path = persist.save(runs, self.dir.checkpoints, group.step, keep)
         if path is not None:
@@ -785,6 +812,7 @@ class Run:
             runs[""]._watcher.event(event, *runs[""]._best.event(path))
         for run in runs.values():
             run._watcher.rate.resume()
+        self._script_time.resume(paused)
         return path
 
     def export(self, path: str | os.PathLike[str], average: WeightAverage | None = None) -> None:
@@ -954,6 +982,7 @@ class Run:
         # The type of a batch must not depend on the number of workers.
         lists = hooks.observer.yields_lists(plan.accumulation > 1 or self._in_lists)
         pipeline = plan.spec if plan.pipeline > 1 else ""
+        clock = self._script_time
         with reseeding(self._me):
             ahead = following if more and not hooks.observed() else None
             for share, micros in self._feed.read(current, ahead):
@@ -970,7 +999,11 @@ class Run:
                 if hooks.observer.splits_steps(self):
                     yield from ready
                 else:
-                    yield MicroBatches(ready, pipeline) if lists else ready[0]
+                    given = MicroBatches(ready, pipeline) if lists else ready[0]
+                    clock.handed()
+                    yield given
+                    del given
+                    clock.enter()
         self._group.save_if_due(self)
         skipped = gather_skipped(self._feed, plan.layout, self._me)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
@@ -1005,6 +1038,7 @@ class Run:
         try:
             yield from self._read_batches()
         finally:
+            self._script_time.end_reading()
             self._group.end_reading(token)
 
     def _follow(self, share: Share) -> None:
@@ -1038,11 +1072,17 @@ class Run:
                 samples_per_second=self._watcher.rate.end_epoch(),
             )
         )
+        self._record_script_time()
         self._look_for_unregistered()
         if report := self._best.missing():
             self._warn(report)
         state.epoch += 1
         state.epoch_samples = 0
+
+    def _record_script_time(self) -> None:
+        cost = self._script_time.cost() if not self._part else None
+        if cost is not None:
+            self._watcher.event(ScriptLoop(step=self.state.step, **cost))
 
     def _end_loading(self) -> None:
         """End loading threads and processes. They start again at the next read."""
@@ -1131,6 +1171,7 @@ class Run:
         if self._deadline is not None:
             self._write_measure()  # the training was shorter than the time asked for
         state = self.state
+        self._record_script_time()
         self._watcher.event(
             Ended(
                 status=status,

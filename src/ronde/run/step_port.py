@@ -22,6 +22,7 @@ from ronde.parallel import Replicate, Strategy, Work
 from ronde.plan import Plan, Share
 from ronde.run.losses import LossCall
 from ronde.run.run_state import MicroBatches, State
+from ronde.run.script_time import ScriptTime
 from ronde.run.seeding import seed_step
 from ronde.run.snapshot import Snapshot
 from ronde.watch import RunDir, Silent, Watcher
@@ -98,6 +99,7 @@ class RunParts(RunView, Protocol):
     _registry: Any
     _averages: Any
     _averaging: bool
+    _script_time: ScriptTime
     _best: Any
     _save_every: int | None
     _deadline: float | None
@@ -163,6 +165,11 @@ class StepPort:
     def loss(self) -> LossCall:
         """The script's ``forward`` and ``loss``."""
         return self._run._loss
+
+    @property
+    def script_seconds(self) -> dict[str, Any] | None:
+        """What the script's own loop takes of each step here, see :meth:`ScriptTime.cost`."""
+        return self._run._script_time.cost()
 
     @property
     def backwards(self) -> int:
@@ -241,6 +248,7 @@ class StepPort:
         run = self._run
         off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "_averaging", "scheduler"))
         off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
+        off["_script_time"] = ScriptTime()
         off["_loss_check"] = type(run._loss_check)(over=True)
         before = {name: getattr(run, name) for name in off}
         run._watcher.rate.pause()

@@ -158,6 +158,21 @@ class LossChecked(Event):
 
 
 @dataclass(frozen=True)
+class ScriptLoop(Event):
+    """Seconds of a step, on average over ``steps`` so far, that the script itself takes on rank 0:
+    ``before_seconds`` from a batch to its step, ``after_seconds`` from there to the next batch, of
+    ``period_seconds`` in all.
+    """
+
+    type: ClassVar[str] = "script_loop"
+    step: int
+    steps: int
+    before_seconds: float
+    after_seconds: float
+    period_seconds: float
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``) or ``interrupted``.
@@ -187,6 +202,7 @@ EVENTS: dict[str, type[Event]] = {
         BestFound,
         Warned,
         LossChecked,
+        ScriptLoop,
         Ended,
     )
 }
@@ -249,9 +265,8 @@ def _is_void(event: Event, resumed: Resumed) -> bool:
     """Whether a run trains an earlier event again after it has resumed."""
     if isinstance(event, Epoch) and event.epoch >= resumed.epoch:
         return True
-    return isinstance(event, StepRecorded | Evaluated | Logged | Epoch | BestFound) and (
-        event.step > resumed.step
-    )
+    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | ScriptLoop
+    return isinstance(event, kinds) and event.step > resumed.step
 
 
 def read(path: Path) -> list[Event]:

@@ -15,12 +15,15 @@ from ronde.watch.record import (
     Evaluated,
     Event,
     LossChecked,
+    ScriptLoop,
     Started,
     StepRecorded,
     Warned,
     read,
 )
 from ronde.watch.run_dir import RunDir
+
+_TOLD = 0.05  # share of a step above which the script's own time is told
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,26 @@ class Summary:
     error: str | None = None
     written: float = 0.0
     parts: dict[str, Summary] = field(default_factory=dict)
+    script_loop: ScriptLoop | None = None
+
+    @property
+    def script_share(self) -> float | None:
+        """Share of a step that the script's own code takes, between Ronde's calls."""
+        loop = self.script_loop
+        if loop is None or not loop.period_seconds > 0:
+            return None
+        return (loop.before_seconds + loop.after_seconds) / loop.period_seconds
+
+    def script_sentence(self) -> str:
+        """What the script's own loop costs, if that is worth telling; else empty."""
+        loop, share = self.script_loop, self.script_share
+        if loop is None or share is None or share <= _TOLD:
+            return ""
+        return (
+            f"{100 * share:.0f} % of each step is the script's own code: "
+            f"{1e3 * loop.before_seconds:.1f} ms between run.batches() and the step, "
+            f"{1e3 * loop.after_seconds:.1f} ms after it"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``--json``."""
@@ -73,6 +96,14 @@ class Summary:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
+            "script_loop": None
+            if (loop := self.script_loop) is None
+            else {
+                "share": self.script_share,
+                "before_seconds": loop.before_seconds,
+                "after_seconds": loop.after_seconds,
+                "step_seconds": loop.period_seconds,
+            },
             **({"parts": {n: p.to_dict() for n, p in self.parts.items()}} if self.parts else {}),
         }
 
@@ -143,4 +174,5 @@ def _summarise(
         error=ended.error if ended else None,
         written=written,
         parts=parts or {},
+        script_loop=_last(events, ScriptLoop),
     )

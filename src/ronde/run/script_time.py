@@ -1,0 +1,265 @@
+"""Measure the time that a script takes between Ronde's calls in its loop over batches.
+
+Every step costs a few readings of the clock. In one step of 37, hooks on all modules find the
+forward passes that the script makes itself: these, and what follows a pass with gradients, are
+training, and are not counted. On a GPU, where a script that reads a value waits for the device, no
+more is counted than the device is idle.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from ronde.world.tensors import tensors_in
+
+__all__ = ["ScriptTime", "timing_event"]
+
+_SKIPPED = 3  # steps at the start
+_SAMPLED = (
+    37  # one step of so many has hooks, and the 4th, 8th and 16th: scripts log every 10 or 32
+)
+_FEWEST = 5  # steps that say something
+
+
+class _Forwards:
+    """The forward passes of this thread between two of Ronde's calls."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._start = 0.0
+        self._seconds = 0.0
+        self._trains_from: float | None = None
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        )
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if not self._depth:
+            self._start = perf_counter()
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth or self._trains_from is not None:
+            return
+        if any(t.requires_grad for t in tensors_in(output)):
+            self._trains_from = self._start  # a loss and a backward pass follow
+        elif next(module.parameters(), None) is not None:
+            self._seconds += perf_counter() - self._start
+
+    def end(self, now: float) -> tuple[float, bool]:
+        """Remove the hooks. Seconds of training, and whether a pass had gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        trains = self._trains_from
+        return self._seconds + (now - trains if trains is not None else 0.0), trains is not None
+
+
+class ScriptTime:
+    """The script's own time in one loop, which several runs may share.
+
+    Args:
+        event: makes a timing event of the device; None on a CPU.
+
+    Example:
+        >>> clock = ScriptTime()
+        >>> for _ in range(10):
+        ...     clock.handed()  # run.batches() gives a batch
+        ...     clock.enter()  # run.step() begins
+        ...     clock.leave()  # and ends
+        ...     clock.enter()  # the next batch is asked for
+        >>> sorted(clock.cost())
+        ['after_seconds', 'before_seconds', 'period_seconds', 'steps']
+    """
+
+    def __init__(self, event: Callable[[], Any] | None = None) -> None:
+        self.event = event
+        self.measurable = True  # False where the device has no timing events
+        self._steps = 0
+        self._handed = 0
+        self._period = 0.0
+        self._spent = [0.0, 0.0]  # before the step, after it
+        self._pending = [0.0, 0.0]
+        self._excluded = 0.0
+        self._begun: float | None = None  # when the current batch was given
+        self._since: float | None = None  # since when the script runs
+        self._stepped = 0  # 1 after the step: an index
+        self._own = False  # the script makes the forward pass
+        self._samples = False  # this step is one with hooks
+        self._forwards: _Forwards | None = None
+        # In sampled steps: whether the script trains there itself, and the seconds besides.
+        self._trains = [False, False]
+        self._rests: tuple[list[float], list[float]] = ([], [])
+        self._idle: list[float] = []
+        self._events: list[Any] = []
+        self._asked = self._wait = 0.0
+
+    # -- called in each step -----------------------------------------------------------
+
+    def handed(self) -> None:
+        """A batch is given to the script."""
+        now = perf_counter()
+        if self._stepped:
+            self._commit(now)
+        if self._begun is None:
+            self._begun = now
+        self._stepped = 0
+        self._handed = count = self._handed + 1
+        self._samples = (count % _SAMPLED == 0 or count in (4, 8, 16)) and not _compiles()
+        if self._samples:
+            for seconds in self._rests:
+                seconds.append(0.0)
+        if len(self._events) == 1:
+            self._wait = now - self._asked
+            self._mark()
+        self._open(now)
+
+    def enter(self, own: bool = False) -> None:
+        """A call of Ronde begins. ``own``: the script has made the forward pass."""
+        since, self._since = self._since, None
+        if since is None:
+            return
+        now = self._asked = perf_counter()
+        self._pending[self._stepped] += now - since
+        if own:
+            self._own = True
+        if self._forwards is not None:
+            seconds, trains = self._forwards.end(now)
+            self._forwards = None
+            if own and not trains:
+                seconds = now - since  # a pass that calls no module
+            self._trains[self._stepped] |= seconds > 0
+            self._rests[self._stepped][-1] += now - since - seconds
+        if len(self._events) == 2 and not self._stepped:
+            self._mark()
+
+    def leave(self) -> None:
+        """The step ends, and the script goes on."""
+        if self._begun is None:
+            return
+        self._stepped = 1
+        if self._samples and self.event is not None:
+            self._read_idle()
+            self._mark()
+        self._open(perf_counter())
+
+    def _open(self, now: float) -> None:
+        if self._samples and self._forwards is None:
+            self._forwards = _Forwards()
+        self._since = now
+
+    def _commit(self, now: float) -> None:
+        """The time from one batch to the next is complete."""
+        before, after = self._pending
+        if self._handed > _SKIPPED and self._begun is not None:
+            self._spent[0] += before
+            self._spent[1] += after
+            self._period += now - self._begun - self._excluded
+            self._steps += 1
+        self._pending[0] = self._pending[1] = self._excluded = 0.0
+        self._begun = now
+
+    # -- called now and then -----------------------------------------------------------
+
+    def pause(self) -> tuple[float, bool]:
+        """Ronde evaluates or saves inside of the loop; give the result to :meth:`resume`."""
+        running = self._since is not None
+        self.enter()
+        return perf_counter(), running
+
+    def resume(self, paused: tuple[float, bool]) -> None:
+        """The script goes on, if it ran."""
+        if self._begun is not None:
+            start, running = paused
+            now = perf_counter()
+            self._excluded += now - start
+            self._since = now if running else None
+
+    def end_reading(self) -> None:
+        """The loop over batches has ended, or was left."""
+        self._since = None
+        if self._forwards is not None:
+            self._forwards.end(0.0)
+            self._forwards = None
+        if self._stepped:
+            self._commit(perf_counter())
+        self._begun, self._stepped, self._events = None, 0, []
+        self._pending = [0.0, 0.0]
+
+    def _mark(self) -> None:
+        assert self.event is not None
+        event = self.event()
+        event.record()
+        self._events.append(event)
+
+    def _read_idle(self) -> None:
+        """Device seconds from the end of a sampled step to the next, without the wait for input.
+        They are read one sampled step later, when nothing waits for them.
+        """
+        events, self._events = self._events, []
+        if len(events) < 2:
+            return
+        last = events[1 if self._own or len(events) < 3 else 2]
+        if last.query():
+            idle = events[0].elapsed_time(last) / 1e3 - self._wait
+            self._idle.append(max(0.0, idle))
+
+    def cost(self) -> dict[str, Any] | None:
+        """Seconds of a step, on average: ``before_seconds`` from a batch to its step,
+        ``after_seconds`` from there to the next batch, of ``period_seconds`` in all. None if it
+        cannot be told.
+        """
+        if self._steps < _FEWEST or self._period <= 0 or not self.measurable:
+            return None
+        if self._own and not self._rests[0]:
+            return None  # the forward pass could not be told apart
+        if self.event is not None and not self._idle:
+            return None
+        # The difference of two long times would be mostly noise: sampled rests count as they are.
+        before, after = (
+            statistics.fmean(rests) if trains else spent / self._steps
+            for spent, trains, rests in zip(self._spent, self._trains, self._rests, strict=True)
+        )
+        if self.event is not None and before + after > 0:
+            share = min(1.0, statistics.fmean(self._idle) / (before + after))
+            before, after = before * share, after * share
+        return {
+            "steps": self._steps,
+            "before_seconds": before,
+            "after_seconds": after,
+            "period_seconds": self._period / self._steps,
+        }
+
+
+def _compiles() -> bool:
+    """Whether torch.compile has run here: hooks on modules would make it compile again."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return bool(getattr(dynamo, "counters", {}).get("frames")) if dynamo is not None else False
+
+
+def timing_event(device: torch.device) -> tuple[Callable[[], Any] | None, bool]:
+    """What makes timing events on a device, and whether its time can be measured."""
+    if device.type == "cpu":
+        return None, True
+    if device.type == "cuda" and torch.cuda.is_available():
+        return partial(torch.cuda.Event, enable_timing=True), True
+    return None, False
