@@ -71,7 +71,7 @@ $(CORE_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(CORE_STAMP)
 	@echo "installing its tools"
-	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models,images,tables,remote,report]'
+	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models,images,tables,remote,report,notebook]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)

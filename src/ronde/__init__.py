@@ -27,6 +27,7 @@ from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
+    from ronde.launch.call import launch
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run
     from ronde.run.distribute import distribute
@@ -48,10 +49,11 @@ __all__ = [
     "WorldError",
     "distribute",
     "feed",
+    "launch",
     "world",
 ]
 
-_ROOMS = ("feed",)
+_ROOMS = ("feed", "launch")
 
 _LATER = {
     "distribute": "ronde.run",

@@ -67,7 +67,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from rich.console import Console
 
-        from ronde.launch import Job, check_workers, launch, resolve_workers
+        from ronde.launch import Job, check_workers, resolve_workers, run_here
         from ronde.predict import Cluster
 
         count = resolve_workers(workers)
@@ -87,9 +87,9 @@ def register(app: typer.Typer) -> None:
                     def show(message: dict[str, Any]) -> None:
                         status.update(str(message.get("bench", "")))
 
-                    outcome = launch(job, output_parts.append, show)
+                    outcome = run_here(job, output_parts.append, show)
             else:
-                outcome = launch(job, output_parts.append, lambda _: None)
+                outcome = run_here(job, output_parts.append, lambda _: None)
             if outcome.interrupted:
                 Console(stderr=True).print(
                     f"{outcome.error}; every worker has ended, nothing was written"

@@ -198,12 +198,12 @@ def gathered(
         runs: the folder of runs; None where nothing is kept.
         say: called with a line about each phase.
     """
-    from ronde.launch import Fleet, Output, check_workers, launch, notes, resolve_workers, share
+    from ronde.launch import Fleet, Output, check_workers, notes, resolve_workers, run_here, share
 
     if places is None:
         count = resolve_workers(workers)
         check_workers(count)
-        yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], launch)
+        yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], run_here)
         return
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)

@@ -384,7 +384,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
     Measured twice, with threads that spin while they wait and with ``ronde run``'s setting. Which
     is faster depends on the machine's load; the comparison uses the better one.
     """
-    from ronde.launch import Job, launch
+    from ronde.launch import Job, run_here
 
     found: list[float] = []
     ways: tuple[dict[str, str], ...] = ({"OMP_WAIT_POLICY": "ACTIVE"}, {})
@@ -399,7 +399,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
                 "RONDE_FEED": feed,
                 **waits,
             }
-            if launch(Job(command, 1, None, environment), discard, _ignore).interrupted:
+            if run_here(Job(command, 1, None, environment), discard, _ignore).interrupted:
                 return None
             try:
                 found.append(float(json.loads(file.read_text())["samples_per_second"]))

@@ -280,7 +280,7 @@ def examine(
         RondeError: the script failed before.
         typer.Exit: a signal stopped it.
     """
-    from ronde.launch import Job, launch
+    from ronde.launch import Job, run_here
 
     out = folder / "answer.json"
     told = {
@@ -297,7 +297,7 @@ def examine(
         if "study" in message:
             say(str(message["study"]))
 
-    outcome = launch(Job(command, workers, folder / "run", told), discard, heard)
+    outcome = run_here(Job(command, workers, folder / "run", told), discard, heard)
     if outcome.interrupted:
         typer.echo(
             "stopped by SIGINT; every process has ended"

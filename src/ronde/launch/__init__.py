@@ -1,15 +1,20 @@
-"""Start workers and watch them. Offers :func:`launch` (on this machine) and :class:`Outcome`.
+"""Start workers and watch them. Offers :func:`run_here`, :class:`Fleet`, its engines, and
+:func:`ronde.launch`.
 
 TorchElastic's agent starts, watches and stops the processes. Ronde gives it a rendezvous on
 loopback, routes the workers' output, and names the rank that failed first.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.engine import parse_hostfile, parse_hosts
 from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
-from ronde.launch.local import check_workers, launch, resolve_workers
+from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.ssh import Ssh
@@ -25,10 +30,22 @@ __all__ = [
     "Ssh",
     "check_workers",
     "environment_for",
-    "launch",
     "notes",
     "parse_hostfile",
     "parse_hosts",
     "resolve_workers",
+    "run_here",
     "share",
 ]
+
+
+class _Launch(ModuleType):
+    """The room under the name of what it is for: ``ronde.launch(function, args, workers=2)``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        from ronde.launch.call import launch
+
+        return launch(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Launch

@@ -12,7 +12,7 @@ from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers
 from ronde.launch.console import Output, Router
 from ronde.world import ArgumentError
 
-__all__ = ["check_workers", "launch", "resolve_workers"]
+__all__ = ["check_workers", "run_here", "resolve_workers"]
 
 _MOST_PER_CORE = 8
 
@@ -52,7 +52,7 @@ def check_workers(workers: int) -> None:
         )
 
 
-def launch(
+def run_here(
     job: Job,
     show: Callable[[bytes], None],
     message: Callable[[dict[str, Any]], None],
