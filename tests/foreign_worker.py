@@ -18,7 +18,7 @@ from foreign_models import build
 
 for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
     load()
-STEPS, RATE = 10, 0.01
+STEPS, SOME_STEPS, RATE = 10, 3, 0.01
 
 
 class Samples(torch.utils.data.Dataset):
@@ -73,7 +73,7 @@ def decomposes(built, data) -> bool:
         model.load_state_dict(state)
 
 
-def plain(kind: str, name: str) -> tuple[dict[str, torch.Tensor], set[str]]:
+def plain(kind: str, name: str, steps: int = STEPS) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The weights, and the names of those whose gradient is zero in exact arithmetic: only rounding
     is left of it.
     """
@@ -81,7 +81,7 @@ def plain(kind: str, name: str) -> tuple[dict[str, torch.Tensor], set[str]]:
     data = Samples(built.batch)
     optimizer = torch.optim.SGD(built.model.parameters(), lr=RATE, momentum=0.9)
     largest: dict[str, float] = {}
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         built.call(built.model, data.take(torch.arange(data.n))).backward()
         for k, p in built.model.named_parameters(remove_duplicate=False):
@@ -95,7 +95,7 @@ def plain(kind: str, name: str) -> tuple[dict[str, torch.Tensor], set[str]]:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     rank, stages = ronde.world().rank, ronde.world().size
-    for kind, name in cases:
+    for kind, name, *plan in cases:
         file = out / f"{kind}-{name}-{rank}"
         built = calm(build(getattr(foreign, kind), name))
         data = Samples(built.batch)
@@ -111,16 +111,16 @@ def main() -> None:
                 forward=lambda model, ids, call=built.call, data=data: call(model, data.take(ids)),
                 batch_size=data.n,
                 shuffle=False,
-                plan=f"pipeline={stages},micro_batch={micro}",
+                plan=f"{plan[0] if plan else f'pipeline={stages}'},micro_batch={micro}",
             )
         except ronde.ArgumentError as error:
             file.with_suffix(".error").write_text(str(error))
             continue
-        for _ in run.epochs(STEPS):
+        for _ in run.epochs(SOME_STEPS if plan else STEPS):
             for batch in run.batches():
                 run.step(batch)
         held = {
-            k: v.detach().clone().contiguous()
+            k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone().contiguous()
             for k, v in built.model.state_dict().items()
             if run.port.strategy.owns(k)
         }

@@ -126,6 +126,7 @@ def plain(case: dict) -> dict[str, torch.Tensor]:
     end.
     """
     model, optimizer, scheduler = build(case)
+    averaged = [p.detach().clone() for p in model.parameters()]
     samples, size, losses = data(case["kind"], case["n"]), case["batch"], []
     loss = weighted_loss if case.get("weighted") else mean_loss
     while len(losses) < case["steps"]:
@@ -139,6 +140,7 @@ def plain(case: dict) -> dict[str, torch.Tensor]:
                 nn.utils.clip_grad_norm_(model.parameters(), case["clip"])
             optimizer.step()
             scheduler.step()
+            torch._foreach_lerp_(averaged, [p.detach() for p in model.parameters()], 0.1)
             losses.append(value.detach())
             if len(losses) == case["steps"]:
                 break
@@ -148,7 +150,14 @@ def plain(case: dict) -> dict[str, torch.Tensor]:
     if isinstance(value, tuple):
         value = value[0] / value[1]
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    return {**state, "losses": torch.stack(losses), "evaluation": value}
+    state |= {"losses": torch.stack(losses), "evaluation": value}
+    if case.get("average"):
+        with torch.no_grad():
+            for p, average in zip(model.parameters(), averaged, strict=True):
+                p.copy_(average)
+            value = loss(*forward(model, samples[:]))
+        state["averaged"] = value[0] / value[1] if isinstance(value, tuple) else value
+    return state
 
 
 def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
@@ -171,6 +180,7 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
         split_at=case.get("split_at"),
         precision=case.get("precision", "fp32"),
     )
+    average = run.average(decay=0.9) if case.get("average") else None
     losses: list[torch.Tensor] = []
     for _ in run.epochs(10_000):
         for batch in run.batches():
@@ -181,6 +191,12 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
             break
     evaluated = run.evaluate(data(case["kind"], case["n"]))["loss"]
     held = {}
+    if average is not None:
+        with average.applied():
+            value = run.evaluate(data(case["kind"], case["n"]), name="averaged")["loss"]
+            held["averaged"] = torch.tensor(value, dtype=torch.float64)
+        with run.whole_model() as whole:
+            held |= {k: v.detach().clone() for k, v in whole.state_dict().items()}
     for name, value in model.state_dict().items():
         if run.port.strategy.owns(name):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value

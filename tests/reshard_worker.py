@@ -46,6 +46,7 @@ PLANS = {
     "pipeline-zero3": (4, "pipeline=2,shard=parameters"),
     "tensor": (2, "tensor=2"),
     "tensor-zero3": (4, "tensor=2,shard=parameters"),
+    "pipeline-tensor": (4, "pipeline=2,tensor=2"),
 }
 _DATA = ["single", "replicate", "zero1", "zero2", "zero3", "zero3x3", "hybrid"]
 _MODEL = [
@@ -57,6 +58,7 @@ _MODEL = [
     "pipeline-zero3",
     "tensor",
     "tensor-zero3",
+    "pipeline-tensor",
 ]
 # from -> to: all of the first; of the second each with two very different ones, both ways.
 # Otherwise each to two others.
@@ -72,7 +74,9 @@ MATRICES = {
 if not ALL:
     MATRICES = {
         "data": [(a, _DATA[(i + step) % 7]) for i, a in enumerate(_DATA) for step in (1, 3)],
-        "model": [(a, _MODEL[(i + step) % 8]) for i, a in enumerate(_MODEL) for step in (1, 3)],
+        "model": [
+            (a, _MODEL[(i + step) % len(_MODEL)]) for i, a in enumerate(_MODEL) for step in (1, 3)
+        ],
     }
 STOP, END = 3, 6
 
@@ -488,7 +492,7 @@ def meta(folder: Path) -> None:
         run.export(folder / f"{name}{suffix}.end")
         run.save()
 
-    plans = ["single", "replicate", "zero3", "pipeline", "hybrid"]
+    plans = ["single", "replicate", "zero3", "pipeline", "hybrid", "pipeline-tensor"]
     for size in (1, 2, 4):
         some = [plan for plan in plans if PLANS[plan][0] == size]
         fork(size, lambda some=some: [go(plan, initialise, "") for plan in some])

@@ -24,7 +24,7 @@ from ronde.parallel.first_steps import late_gradient
 
 PLANS = {
     2: ["replicate", "shard=optimizer", "tensor=2"],
-    4: ["shard=parameters,shard_within=2", "pipeline=2", "pipeline=2,shard=optimizer"],
+    4: ["shard=parameters,shard_within=2", "pipeline=2,shard=optimizer", "pipeline=2,tensor=2"],
 }
 
 

@@ -67,7 +67,7 @@ def test_written_under_one_plan_and_continued_under_another(matrix, tmp_path):
 
 def test_the_scripts_own_state_dict_under_every_plan(tmp_path):
     told = worker("states", tmp_path)
-    assert len(told) == 13
+    assert len(told) == 14
     for plan, found in told.items():
         assert found["back"] == 0 and found["whole"] == 0 and found["moved"] > 1e-3, (plan, found)
         assert not any("taken" in rank for rank in found["ranks"]), plan
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 def test_a_model_on_meta_begins_and_trains_alike_under_every_plan(tmp_path):
     differences = worker("meta", tmp_path)
-    assert differences.pop("at all") > 0.1 and len(differences) == 6
+    assert differences.pop("at all") > 0.1 and len(differences) == 7
     assert max(differences.values()) <= 1e-10, differences
     assert differences["from a checkpoint"] == differences["from a file"] == 0
 

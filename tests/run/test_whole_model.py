@@ -18,6 +18,7 @@ PLANS = {
     "tensor": (2, "tensor=2"),
     "hybrid": (4, "pipeline=2,shard=parameters"),
     "pairs": (4, "tensor=2"),
+    "both": (4, "pipeline=2,tensor=2"),
 }
 CALLED = "rank 0 called the model"
 

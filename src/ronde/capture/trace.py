@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -138,6 +138,8 @@ class Trace:
     result: Any = None  # of the pass, without its graph
     reached: set[int] = field(default_factory=set)  # parameters that the loss's gradient reaches
     kept: tuple[tuple[nn.Module, str], ...] = ()  # (module, attribute) that outlives the pass
+    # paths of modules that one stage must run together, the last of them at the end
+    together: tuple[tuple[str, ...], ...] = ()
 
     def points(self) -> list[Point]:
         """All places where a stage may begin, in order, except the first event's."""
@@ -203,7 +205,20 @@ class Trace:
                         f"{where} changes a tensor in place that shares memory with an earlier one"
                     )
                     ranges.append((before.maker + 1, value.maker, why))
-        return ranges
+        return [*ranges, *self._inside_together()]
+
+    def _inside_together(self) -> Iterator[tuple[int, int, str]]:
+        calls = sorted(self.calls, key=lambda c: c.start)
+        for paths in self.together:
+            first: int | None = None
+            for call in calls:
+                if call.path not in paths or call.start == call.stop:
+                    continue
+                first = call.start if first is None else first
+                if call.path == paths[-1]:
+                    why = f"it lies between {paths[0]!r} and {paths[-1]!r}, which workers split"
+                    yield first + 1, call.stop - 1, f"{why} together"
+                    first = None
 
     def _why_not(self, at: int, crossing: list[int], forbidden: list[tuple[int, int, str]]) -> str:
         for low, high, why in forbidden:

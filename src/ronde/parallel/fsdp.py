@@ -87,14 +87,20 @@ def replica_mesh(plan: Plan, me: World) -> DeviceMesh:
 
     With ``shard_within``, neighboring replicas share one copy. A collective over all workers.
     """
+    whole = sharded_mesh(plan, me)
+    names = whole.mesh_dim_names or ()
+    wanted = ("replicate", "shard") if "replicate" in names else ("shard",)
+    return whole if len(names) == len(wanted) else whole[wanted]
+
+
+def sharded_mesh(plan: Plan, me: World) -> DeviceMesh:
+    """The mesh of all workers of which :func:`replica_mesh` is a part. A collective over all."""
     layout, within = plan.layout, shard_width(plan, plan.layout.replicas)
     copies = layout.replicas // within
     sizes = (layout.pipeline, copies, within, layout.tensor)
     dims = zip(("pipeline", "replicate", "shard", "tensor"), sizes, strict=True)
     shape = {name: n for name, n in dims if n > 1 or name == "shard"}
-    whole = mesh_of(me.device.type, shape)
-    wanted = ("replicate", "shard") if copies > 1 else ("shard",)
-    return whole if len(shape) == len(wanted) else whole[wanted]
+    return mesh_of(me.device.type, shape)
 
 
 def _broadcast_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:

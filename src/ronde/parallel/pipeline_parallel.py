@@ -11,6 +11,7 @@ Lamy-Poirier 2022. Zero-bubble: Qi et al. 2023.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,12 @@ from torch.distributed.pipelining._backward import (
     stage_backward_input,
     stage_backward_weight,
 )
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from ronde.capture import stay
 from ronde.checkpoint import local_part
+from ronde.parallel.fsdp import sharded_mesh
 from ronde.parallel.stage_ownership import StageOwnership, signature
 from ronde.parallel.stage_run import Program, StageRun
 from ronde.parallel.strategy import (
@@ -37,6 +41,12 @@ from ronde.parallel.strategy import (
     forget_frozen,
     part_gradients,
     scale_gradients,
+)
+from ronde.parallel.tensor_parallel import (
+    Divided,
+    complete_gradients,
+    divide_stages,
+    extend_scaler,
 )
 from ronde.plan import Plan
 from ronde.plan.schedules import Action, actions, stages_of
@@ -98,14 +108,21 @@ class PipelineParallel(Strategy):
         self.run_empty_inference = plan.replicas > 1 and plan.shard in ("gradients", "parameters")
         _refuse(plan, self.model)
         self.along, self.data = group_of("pipeline"), None
-        if plan.replicas > 1:
+        self.divided: Divided | None = None
+        if plan.replicas > 1 or plan.tensor > 1:
             sharded = self.run_empty_inference and plan.shard_within is None
             replicas = "shard" if sharded else "data"  # the same mesh as fully_shard's
-            mesh = mesh_of(me.device.type, {"pipeline": workers, replicas: plan.replicas})
-            self.along, self.data = mesh.get_group("pipeline"), mesh.get_group(replicas)
+            sizes = {"pipeline": workers, replicas: plan.replicas, "tensor": plan.tensor}
+            mesh = mesh_of(me.device.type, {name: n for name, n in sizes.items() if n > 1})
+            self.along = mesh.get_group("pipeline")
+            self.data = mesh.get_group(replicas) if plan.replicas > 1 else None
+            if plan.tensor > 1:
+                whole = sharded_mesh(plan, me) if self.run_empty_inference else mesh
+                self.divided = divide_stages(plan, work, me, whole["tensor"])
         self._ranks = self.layout.along_pipeline(me.rank)
         self._unsplit: set[tuple[Program, int]] = set()
-        self.owner = StageOwnership(plan, work, me, self.stages, self.data)
+        self._mixed_tensors = ExitStack()
+        self.owner = StageOwnership(plan, work, me, self.stages, self.data, self.divided)
         self.points, self.parameters = self.owner.points, self.owner.parameters
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
         self._samples = 1
@@ -170,6 +187,8 @@ class PipelineParallel(Strategy):
         if scale is not None:
             # a scaler starts with its first use, and not every stage has the loss
             scale(torch.zeros((), device=self.me.device))
+            if self.divided is not None:
+                extend_scaler(scale, self.me)
         self._samples = parts[0].global_samples
         programs = [self.owner.program_of(m) for m in micros]
         self.owner.check_replicas(programs)
@@ -339,10 +358,16 @@ class PipelineParallel(Strategy):
         for group, parameters in self.owner.tied:
             self._sum([p for p in parameters if p.requires_grad], group)
         if self.plan.replicas > 1:
-            self._sum(self.owner.whole, self.data)
+            self._sum([*self.owner.whole, *self.owner.split], self.data)
+        if self.divided is not None:
+            complete_gradients(self.divided, self.owner.names, self.parameters, self.me)
+            # An optimizer may take all parameters at once, plain ones and DTensors.
+            self._mixed_tensors.enter_context(implicit_replication())
         mine = self._loss.clone() if self.counts else torch.zeros_like(self._loss)
         self.local_loss = self._loss[0].clone() if self.holds_result else None
-        if self.plan.replicas == 1:  # the last stage finishes before the first: nobody waits twice
+        if (
+            self.plan.replicas == self.plan.tensor == 1
+        ):  # the last stage finishes before the first: nobody waits twice
             dist.broadcast(mine, self._ranks[self.owner.worker_at(self.last)])
         else:
             dist.all_reduce(mine)
@@ -355,7 +380,7 @@ class PipelineParallel(Strategy):
 
     def _scale_gradients(self, factor: torch.Tensor) -> None:
         scale_gradients(self.owner.whole, factor)
-        for p in self.owner.divided:
+        for p in (*self.owner.split, *self.owner.sharded_parameters):
             if p.grad is not None:
                 local_part(p.grad).mul_(factor.to(p.dtype))
 
@@ -381,21 +406,27 @@ class PipelineParallel(Strategy):
 
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`: each weight counts once, whoever holds it."""
-        square = torch.zeros((), dtype=torch.float64, device=self.me.device)
-        for p in self.owner.divided:
-            if p.grad is not None:
-                square += torch.linalg.vector_norm(local_part(p.grad)).to(torch.float64) ** 2
-        if self.owner.sharded:
-            mesh = self.owner.shard_mesh
-            dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))
-        for p in self.owner.whole:
-            if p.grad is not None and id(p) in self.owner.counted:
-                square += torch.linalg.vector_norm(p.grad).to(torch.float64) ** 2
+        owner = self.owner
+        # of gradients divided over: nothing; tensor parallel workers; replicas; both
+        squares = torch.zeros(4, dtype=torch.float64, device=self.me.device)
+        for base, parameters in ((0, owner.whole), (0, owner.split), (2, owner.sharded_parameters)):
+            for p in parameters:
+                if p.grad is not None and id(p) in owner.counted:
+                    at = base + (isinstance(p, DTensor) and "tensor" in _dims(p))
+                    squares[at] += torch.linalg.vector_norm(local_part(p.grad)).double() ** 2
+        if owner.sharded:
+            mesh = owner.shard_mesh
+            dist.all_reduce(squares[2:], group=mesh.get_group(mesh.ndim - 1))
+        parted, square = squares[1] + squares[3], squares[0] + squares[2]
+        if self.divided is not None:
+            dist.all_reduce(parted, group=self.divided.mesh.get_group())
+        square += parted
         dist.all_reduce(square, group=self.along)
         self._scale_gradients((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
 
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
+        self._mixed_tensors.close()
         if self.owner.optimizer_parts is not None:
             self.owner.optimizer_parts.exchange()
 
@@ -467,8 +498,12 @@ class PipelineParallel(Strategy):
                     buffer.copy_(data)
 
 
+def _dims(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ()
+
+
 def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     flat = torch.cat([g.reshape(-1) for g in gradients])
     dist.all_reduce(flat, group=group)
     for g, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
@@ -542,11 +577,6 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
         raise ArgumentError(
             "sync_batchnorm=True does not work in a pipeline, which normalizes each micro-batch "
             "separately. Use group or layer normalization, or plan='replicate' or 'shard'."
-        )
-    if plan.tensor > 1:
-        raise ArgumentError(
-            f"plan={plan.spec!r}: pipeline and tensor do not combine. Use pipeline with shard, or "
-            "tensor with shard."
         )
     if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
         raise ArgumentError(

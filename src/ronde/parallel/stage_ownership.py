@@ -12,7 +12,7 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from ronde.parallel.fsdp_repairs import KeepContainers, clone_views, exchange_un
 from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
 from ronde.parallel.strategy import Flags, Work, trainable
+from ronde.parallel.tensor_parallel import Divided
 from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import worker_of
@@ -66,10 +67,13 @@ class StageOwnership:
     Args:
         stages: the stages this worker runs.
         replica_group: the replicas' process group, None without replicas.
+        divided: the blocks that tensor parallel workers hold together, None without them.
 
     Attributes:
         points: where the stages after the first begin.
-        parameters: the parameters this worker trains, ``whole`` or ``divided`` (DTensors).
+        parameters: the parameters this worker trains: ``whole``, ``split`` (over tensor parallel
+            workers), or ``sharded_parameters`` (over the replicas, maybe over both).
+        names: theirs.
         counted: identities of the parameters whose norm this worker counts.
         tied: groups of workers that share parameters, with those parameters.
         sharded: modules whose parameters are sharded over the replicas.
@@ -80,7 +84,13 @@ class StageOwnership:
     """
 
     def __init__(
-        self, plan: Plan, work: Work, me: World, stages: list[int], replica_group: Any
+        self,
+        plan: Plan,
+        work: Work,
+        me: World,
+        stages: list[int],
+        replica_group: Any,
+        divided: Divided | None,
     ) -> None:
         self.plan, self.me, self.work, self.model = plan, me, work, work.model
         self.layout, self.stages, self._replica_group = plan.layout, stages, replica_group
@@ -97,7 +107,11 @@ class StageOwnership:
         self._stage_of: dict[int, int] = {}  # key of a parameter -> the first stage that uses it
         # key of a parameter -> the workers that hold it; empty before the cut
         self._holders: dict[int, set[int]] = {}
-        self._broadcast_weights()
+        self._divided = divided
+        if divided is None:
+            self._broadcast_weights()
+        else:
+            self._keep_whole(divided)
         self._cut()
         self._take_parts()
         self._guard()
@@ -110,6 +124,14 @@ class StageOwnership:
                     data = tensor.detach().contiguous()
                     dist.broadcast(data, 0)
                     tensor.data.copy_(data)
+
+    def _keep_whole(self, divided: Divided) -> None:
+        """Follow the model with the parameters that it had before they were divided."""
+        for path, owner in self.model.named_modules(remove_duplicate=False):
+            for name, p in owner._parameters.items():
+                whole = divided.whole.get(f"{path}.{name}" if path else name)
+                if whole is not None and p is not None:
+                    self._followed_as[id(p)] = self._stand_ins[owner, name] = whole
 
     def _cut(self) -> None:
         """Follow the model; rank 0 decides the cut."""
@@ -126,7 +148,7 @@ class StageOwnership:
                 if self.me.is_main:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
                     try:
-                        with self._undivided():
+                        with self._undivided(), self._alone():
                             answer["names"] = choose_cut.choose_cut(
                                 plan, self.model, self.work.optimizer, trace, samples, call
                             )
@@ -150,6 +172,11 @@ class StageOwnership:
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer
 
+    def _alone(self) -> AbstractContextManager[None]:
+        """Only this worker runs the model."""
+        runtime = self._divided.runtime if self._divided is not None else None
+        return nullcontext() if runtime is None else runtime.alone()
+
     def _first_pass(self, batch: Any) -> Trace:
         try:
             return self._follow(self.work.compute, batch)
@@ -170,7 +197,14 @@ class StageOwnership:
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
         with self._undivided(), self.opened(), self._keeper.plain():
-            return follow(self.model, lambda: call(batch))
+            trace = follow(self.model, lambda: call(batch))
+        if self._divided is not None:
+            trace.together = tuple(
+                (*block.column, *((block.path,) if block.narrow else ()), block.row)
+                for block in self._divided.blocks
+                if block.kind != "multihead"  # its layers are not called one by one
+            )
+        return trace
 
     def _replace_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Replace meta tensors by shape-only stand-ins. Returns the original buffers."""
@@ -301,6 +335,8 @@ class StageOwnership:
         self._remote_names = {n for n, p in named if id(p) not in self._held}
         self._place_buffers(made)
         self._group_tied(everyone)
+        for whole in self._stand_ins.values() if self._divided is not None else ():
+            _hollow(whole)
         self._release()
         for group in self.work.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in self._held]
@@ -377,10 +413,14 @@ class StageOwnership:
 
     def list_parameters(self) -> None:
         """List the parameters this worker trains."""
-        self.parameters = [p for n, p in trainable(self.model) if n not in self._remote_names]
-        divided = {id(p) for p in self.parameters if isinstance(p, DTensor)}
-        self.whole = [p for p in self.parameters if id(p) not in divided]
-        self.divided = [p for p in self.parameters if id(p) in divided]
+        mine = [(n, p) for n, p in trainable(self.model) if n not in self._remote_names]
+        self.names, self.parameters = [n for n, _ in mine], [p for _, p in mine]
+        self.whole = [p for p in self.parameters if not isinstance(p, DTensor)]
+        divided = [p for p in self.parameters if isinstance(p, DTensor)]
+        self.split = [p for p in divided if p.device_mesh.mesh_dim_names == ("tensor",)]
+        self.sharded_parameters = [
+            p for p in divided if p.device_mesh.mesh_dim_names != ("tensor",)
+        ]
         self._real = {self.key(p): p for p in self.model.parameters()}
         self._flags = Flags(self.model)
         self._weights_at: dict[tuple[Program, int], list[nn.Parameter]] = {}
@@ -444,7 +484,8 @@ class StageOwnership:
         adopt(self.work.optimizer, {p: after[name] for name, p in changed.items()})
         for name, p in changed.items():
             self._followed_as[id(after[name])] = self._followed_as.pop(id(p), p)
-            _hollow(p)
+            if not isinstance(p, DTensor):
+                _hollow(p)
         self.counted |= {id(after[name]) for name, p in changed.items() if id(p) in self.counted}
 
     def check_replicas(self, programs: Sequence[Program]) -> None:

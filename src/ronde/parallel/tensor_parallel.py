@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as Whole
@@ -29,7 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ronde.capture import not_an_event
+from ronde.capture import following, not_an_event
 from ronde.checkpoint import local_part, shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.buckets import exchange_packed
@@ -70,7 +71,17 @@ from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import tensors_in
 
-__all__ = ["Divided", "Tensor", "TensorShard", "divide", "one_part", "tensor"]
+__all__ = [
+    "Divided",
+    "Tensor",
+    "TensorShard",
+    "complete_gradients",
+    "divide",
+    "divide_stages",
+    "extend_scaler",
+    "one_part",
+    "tensor",
+]
 
 _LOSS, _WEIGHT, _UNUSED = 0, 1, 2
 
@@ -100,7 +111,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         ctx.group = group
-        if group is not None:
+        if group is not None and not isinstance(total, FakeTensor):  # a pass that is followed
             dist.all_reduce(total, group=group)
         return total
 
@@ -157,7 +168,7 @@ class _WorkerRuntime(BlockRuntime):
     def begin(self, block: Block, training: bool) -> None:
         if self.own_calls is not None:
             self.own_calls.enter(block.path)
-        if not training:
+        if not training or following():
             return
         before = torch.default_generator.get_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_())
@@ -177,6 +188,15 @@ class _WorkerRuntime(BlockRuntime):
             torch.default_generator.set_state(kept.after if drew else kept.before)
             if kept.cuda is not None:
                 torch.cuda.set_rng_state(kept.cuda)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run blocks on this worker only: their results are no sums, and are not used."""
+        group, self.group = self.group, None
+        try:
+            yield
+        finally:
+            self.group = group
 
     def _states(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]
@@ -237,6 +257,7 @@ class Divided:
         partial: whole parameters of which each worker uses a part: their gradients are summed.
         note: what to tell the user, or nothing.
         runtime: how the blocks communicate; None if torch's ``parallelize_module`` divided them.
+        whole: the parameters before they were divided, by name.
     """
 
     mesh: DeviceMesh
@@ -244,6 +265,7 @@ class Divided:
     partial: frozenset[str] = frozenset()
     note: str = ""
     runtime: _WorkerRuntime | None = None
+    whole: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
 
 
 def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:
@@ -428,7 +450,8 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             f"tensor={plan.tensor}: {len(blocks)} blocks are split. {len(refused)} stay whole on "
             f"every worker: {_reasons(refused, model)}"
         )
-    return Divided(mesh, blocks, partials, note, runtime)
+    whole_parameters = {name: old for name, (old, _) in changed.items()}
+    return Divided(mesh, blocks, partials, note, runtime, whole_parameters)
 
 
 def _wrong_blocks(
@@ -522,57 +545,50 @@ def _sum_over(mesh: DeviceMesh, gradients: list[torch.Tensor], mean: bool = Fals
     exchange_packed(gradients, add)
 
 
-class _Together:
-    """What both strategies do among the workers that hold a layer together."""
+def extend_scaler(scale: Scale | None, me: World) -> None:
+    """Let the gradient scaler take divided and whole gradients, and agree on overflow."""
+    scaler = getattr(scale, "__self__", None)
+    if scaler is None or "_unscale_grads_" in vars(scaler):
+        return
 
-    model: nn.Module
-    me: World
-    divided: Divided
-    names: list[str]
-    parameters: list[nn.Parameter]
+    def unscale(
+        optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, _allow_fp16: bool
+    ) -> dict[Any, torch.Tensor]:
+        overflow, inverse = overflow.to(me.device), inverse.to(me.device)
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_type.setdefault(p.grad.dtype, []).append(local_part(p.grad))
+        for same in by_type.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        return {me.device: overflow}
 
-    def _extend_scaler(self, scale: Scale | None) -> None:
-        """Let the gradient scaler take divided and whole gradients, and agree on overflow."""
-        scaler = getattr(scale, "__self__", None)
-        if scaler is None or "_unscale_grads_" in vars(scaler):
-            return
-
-        def unscale(
-            optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, _allow_fp16: bool
-        ) -> dict[Any, torch.Tensor]:
-            device = self.me.device
-            overflow, inverse = overflow.to(device), inverse.to(device)
-            by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        by_type.setdefault(p.grad.dtype, []).append(local_part(p.grad))
-            for same in by_type.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-            return {device: overflow}
-
-        scaler._unscale_grads_ = unscale
-
-    def _complete(self) -> None:
-        """Sum gradients of which each worker has a part; on GPUs, average those all have.
-
-        Kernels may round differently there, and whole parameters would drift apart.
-        """
-        partials, same = [], []
-        for name, p in zip(self.names, self.parameters, strict=True):
-            if p.grad is None or p.grad.is_sparse:
-                continue
-            if name in self.divided.partial:
-                partials.append(local_part(p.grad))
-            elif not isinstance(p, DTensor) or "tensor" not in (p.device_mesh.mesh_dim_names or ()):
-                same.append(local_part(p.grad))
-        _sum_over(self.divided.mesh, partials)
-        if self.me.device.type != "cpu":
-            _sum_over(self.divided.mesh, same, mean=True)
+    scaler._unscale_grads_ = unscale
 
 
-class Tensor(_Together, Replicate):
+def complete_gradients(
+    divided: Divided, names: Sequence[str], parameters: Sequence[nn.Parameter], me: World
+) -> None:
+    """Sum gradients of which each worker has a part; on GPUs, average those all have.
+
+    Kernels may round differently there, and whole parameters would drift apart.
+    """
+    partials, same = [], []
+    for name, p in zip(names, parameters, strict=True):
+        if p.grad is None or p.grad.is_sparse:
+            continue
+        if name in divided.partial:
+            partials.append(local_part(p.grad))
+        elif not isinstance(p, DTensor) or "tensor" not in (p.device_mesh.mesh_dim_names or ()):
+            same.append(local_part(p.grad))
+    _sum_over(divided.mesh, partials)
+    if me.device.type != "cpu":
+        _sum_over(divided.mesh, same, mean=True)
+
+
+class Tensor(Replicate):
     """Carries ``tensor=T`` out, with as many replicas as there are workers for.
 
     Args:
@@ -604,7 +620,7 @@ class Tensor(_Together, Replicate):
         """See :meth:`Strategy.micro`."""
         if not self._begun:
             self._begun = True
-            self._extend_scaler(scale)
+            extend_scaler(scale, self.me)
             self._payload.zero_()
             for p in self.parameters:
                 p.grad = None
@@ -633,7 +649,7 @@ class Tensor(_Together, Replicate):
                 p.grad = g.redistribute(placements=p.placements)
         if self._replicas.size() > 1:
             self._exchange()
-        self._complete()
+        complete_gradients(self.divided, self.names, self.parameters, self.me)
         # An optimizer may take all parameters at once, plain ones and DTensors.
         self._mixed_tensors.enter_context(implicit_replication())
         loss = self._payload[_LOSS].clone()
@@ -692,7 +708,7 @@ class Tensor(_Together, Replicate):
             self.divided.runtime.own_calls = calls
 
 
-class TensorShard(_Together, Shard):
+class TensorShard(Shard):
     """Carries ``tensor=T`` out with replicas that shard the model: FSDP2 over a mesh of both."""
 
     def __init__(
@@ -710,7 +726,7 @@ class TensorShard(_Together, Shard):
 
     def micro(self, compute: Compute | None, part: Part, scale: Scale | None) -> None:
         """See :meth:`Strategy.micro`."""
-        self._extend_scaler(scale)
+        extend_scaler(scale, self.me)
         super().micro(compute, part, scale)
 
     def watch(self, calls: OwnCalls) -> None:
@@ -727,7 +743,7 @@ class TensorShard(_Together, Shard):
             loss = super().finish()
         finally:
             self.me = me
-        self._complete()
+        complete_gradients(self.divided, self.names, self.parameters, self.me)
         return loss
 
 
@@ -756,13 +772,44 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
             "shard='gradients', which divides the optimizer's state as well."
         )
     sharded = plan.shard != "none" and plan.replicas > 1
+    _refuse(plan, work)
+    data, together = _meshes(plan, me)
+    divided = _divided(plan, work, me, together, sharded)
+    divided.whole.clear()
+    if plan.sync_batchnorm:
+        synchronise(work.model, data.get_group() if data.ndim == 1 else group_of("batchnorm"))
+    if sharded:
+        return TensorShard(work, me, data, divided, plan)
+    return Tensor(work, me, data, divided, plan.sync_batchnorm and bool(batchnorms(work.model)))
+
+
+def divide_stages(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
+    """Divide the blocks of a model that a pipeline will cut, and keep the whole parameters.
+
+    Raises:
+        ArgumentError: nothing in the model can be split so.
+    """
+    if work.tensor_plan is not None:
+        raise ArgumentError(
+            f"plan={plan.spec!r}: tensor_plan does not go with a pipeline, which follows the "
+            "model's own layers. Leave tensor_plan out, so that Ronde finds the blocks, or use "
+            f"tensor={plan.tensor} without a pipeline."
+        )
+    _refuse(plan, work)
+    return _divided(plan, work, me, mesh, plan.shard != "none" and plan.replicas > 1)
+
+
+def _refuse(plan: Plan, work: Work) -> None:
     refuse_divided(work.model)
     if type(work.optimizer).__name__ != "SparseAdam":  # embeddings stay whole
         refuse_optimizer(work.optimizer, f"tensor={plan.tensor}", "plan='replicate'")
+
+
+def _divided(plan: Plan, work: Work, me: World, mesh: DeviceMesh, sharded: bool) -> Divided:
+    """Divide a model that is on every worker, and prepare its optimizer."""
     fix_dtensors()
-    data, together = _meshes(plan, me)
     _broadcast_model(work.model, me)
-    divided = divide(plan, work, me, together)
+    divided = divide(plan, work, me, mesh)
     if divided.note and me.is_main:
         warnings.warn(divided.note, stacklevel=2)
     for group in work.optimizer.param_groups:
@@ -771,11 +818,7 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
             group.update(foreach=False, fused=None)
             # which fused ones promise a gradient scaler
             work.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    if plan.sync_batchnorm:
-        synchronise(work.model, data.get_group() if data.ndim == 1 else group_of("batchnorm"))
-    if sharded:
-        return TensorShard(work, me, data, divided, plan)
-    return Tensor(work, me, data, divided, plan.sync_batchnorm and bool(batchnorms(work.model)))
+    return divided
 
 
 def _broadcast_model(model: nn.Module, me: World) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ronde.checkpoint import local_part
 from ronde.parallel.batchnorm import batchnorms
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate
@@ -38,7 +39,10 @@ class OptimizerParts:
         self._bytes = [0] * self.size
         self._all: list[list[torch.Tensor]] = []
         self.let_go()
-        optimizer.register_step_pre_hook(self._narrow)
+        first = optimizer.register_step_pre_hook(self._narrow)
+        # around a step over local parts (fsdp_repairs.step_locally), not inside of it
+        hooks: Any = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+        hooks.move_to_end(first.id, last=False)
         optimizer.register_step_post_hook(self._widen)
 
     def _assign(self) -> None:
@@ -80,7 +84,9 @@ class OptimizerParts:
             def send(flat: torch.Tensor, owner: int = owner) -> None:
                 dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=owner)
 
-            changed = [p for p, o in self._owner.items() if o == owner and p.grad is not None]
+            changed = [
+                local_part(p) for p, o in self._owner.items() if o == owner and p.grad is not None
+            ]
             exchange_packed(changed, send, write=owner != self.rank)
 
 

@@ -200,8 +200,8 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """``"replicate"``, ``"shard"``, ``"pipeline"``, ``"tensor"``, or two of them as ``"pipeline
-        × shard"``.
+        """``"replicate"``, ``"shard"``, ``"pipeline"``, ``"tensor"``, or several of them as
+        ``"pipeline × shard"``.
         """
         parts = [name for name in ("pipeline", "tensor") if getattr(self, name) > 1]
         if self.shard != "none":

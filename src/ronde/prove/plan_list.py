@@ -21,6 +21,7 @@ _HYBRIDS = (
     "pipeline=2,shard=optimizer",
     "pipeline=2,shard=parameters",
     "tensor=2,shard=parameters",
+    "pipeline=2,tensor=2",
 )
 # settings belong to the plan before them
 _SETTINGS = ("schedule", "virtual", "micro_batch", "split_at", "optimize", "shard_within")

@@ -401,8 +401,10 @@ def _work(
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
         work.fill = filler(model, init, opening.seed, me)
-        if me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES:
+        alone = me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES
+        if alone or chosen.tensor > 1:  # blocks are found by passes over the whole model
             work.fill(lambda name: True)
+            work.fill = None
             model.to(me.device)
     return work
 

@@ -1,0 +1,129 @@
+"""Pipeline × tensor × replicas, and × shard: the same training as a plain loop in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import zygote
+from pipeline_cases import largest_difference, plain
+from processes import PATHS, TESTS, forked
+from sampling import ALL, long
+
+BOUND = 1e-10
+GRID = "pipeline=2,tensor=2"
+
+
+def case(kind: str, plan: str, **options) -> dict:
+    return {"kind": kind, "plan": plan, "n": 22, "batch": 8, "steps": 4, **options}
+
+
+FOUR = [
+    case("GPT", f"{GRID},schedule=interleaved", clip=0.05, weighted=True, average=True),
+    case("EncoderDecoder", GRID, weighted=True),
+    case("GPT", f"{GRID},schedule=zbv", optimizer="sgd"),
+    case("GPT", f"{GRID},recompute=full", clip=0.05),
+    case("GPT", f"{GRID},schedule=zero-bubble"),
+    case("MLP", GRID, n=21),
+]
+EIGHT = [
+    case("EncoderDecoder", f"{GRID},shard=parameters,schedule=interleaved", clip=0.05),
+    case("GPT", f"{GRID},shard=optimizer", average=True),
+    case("GPT", GRID, clip=0.05, n=21),
+    case("EncoderDecoder", f"{GRID},shard=optimizer", weighted=True),
+    case("GPT", f"{GRID},shard=gradients", clip=0.05, weighted=True),
+    case("GPT", f"{GRID},shard=parameters,schedule=interleaved", average=True),
+    # a replica without a sample of the last batch
+    case("MLP", f"{GRID},shard=gradients", n=9),
+    case("EncoderDecoder", GRID, schedule="gpipe", weighted=True),
+]
+REFUSED = [
+    case("GPT", GRID, split_at=["blocks.1.down"]),
+    case("LSTM", GRID),
+    case("GPT", f"{GRID},schedule=zero-bubble,shard=parameters"),
+]
+if not ALL:
+    FOUR, EIGHT = FOUR[:3], EIGHT[:3]
+
+
+def launch(worker: str, workers: int, cases: list, folder: Path, *imports: str) -> Path:
+    listing, out = folder / "cases.json", folder / "out"
+    out.mkdir()
+    listing.write_text(json.dumps(cases))
+    script = TESTS / worker
+    names = ["torch.distributed.pipelining", *imports]
+    done = zygote.run(
+        forked(script, workers, listing, out, imports=names),
+        env={**os.environ, "PYTHONPATH": PATHS},
+        cwd=folder,
+        timeout=560 if ALL else 170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.mark.timeout(600 if ALL else 180)
+@pytest.mark.parametrize(("workers", "cases"), [(4, FOUR), (8, EIGHT)], ids=["four", "eight"])
+def test_three_dimensions_are_the_same_training(workers, cases, tmp_path):
+    refused = REFUSED if workers == 4 else []
+    out = launch("pipeline_worker.py", workers, [*cases, *refused], tmp_path)
+    for i, values in enumerate(cases):
+        expected, name = plain(values), f"{values['kind']} {values['plan']}"
+        held = [load_file(out / f"{i}-{rank}.safetensors") for rank in range(workers)]
+        for rank, found in enumerate(held):
+            difference, where = largest_difference(found, expected)
+            assert difference <= BOUND, f"{name}, rank {rank}: {where} differs by {difference:.1e}"
+        assert set().union(*held) == expected.keys(), name
+        if not values.get("average"):
+            assert len({frozenset(found) for found in held}) > 1, f"{name}: everyone holds all"
+    for i, said in enumerate(
+        (
+            "no stage can begin at blocks.1.down: it lies between 'blocks.1.up' and "
+            "'blocks.1.down', which workers split together",
+            "tensor=2: nothing in the model can be split by 2",
+            "zero-bubble delays part of the backward pass",
+        )
+        if refused
+        else (),
+        len(cases),
+    ):
+        for rank in range(workers):
+            assert said in (out / f"{i}-{rank}.error").read_text()
+
+
+@long
+@pytest.mark.timeout(600)
+def test_models_nobody_here_wrote_in_three_dimensions(tmp_path):
+    check_foreign(8, [("gpt2", f"{GRID},shard=gradients"), ("t5", GRID)], tmp_path)
+
+
+def test_models_nobody_here_wrote_in_two_of_them(tmp_path):
+    check_foreign(4, [("gpt2", GRID), ("t5", f"{GRID},schedule=interleaved")], tmp_path)
+
+
+def check_foreign(workers: int, cases: list[tuple[str, str]], folder: Path) -> None:
+    pytest.importorskip("transformers")
+    import foreign_models as foreign
+    from foreign_worker import SOME_STEPS
+    from foreign_worker import plain as plain_foreign
+
+    foreign.load_transformers()
+    rows = [["TRANSFORMERS", name, plan] for name, plan in cases]
+    loader = "foreign_models:load_transformers"
+    out = launch("foreign_worker.py", workers, rows, folder, loader)
+    for name, _ in cases:
+        expected, aside = plain_foreign("TRANSFORMERS", name, SOME_STEPS)
+        error = out / f"TRANSFORMERS-{name}-0.error"
+        assert not error.exists(), error.read_text()
+        held = [
+            load_file(out / f"TRANSFORMERS-{name}-{rank}.safetensors") for rank in range(workers)
+        ]
+        assert set().union(*held) == expected.keys()
+        for found in held:
+            compared = {k: v for k, v in found.items() if k not in aside}
+            difference, where = largest_difference(compared, expected)
+            assert difference <= BOUND, f"{name}: {where} differs by {difference:.1e}"
