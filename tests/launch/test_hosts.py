@@ -292,6 +292,20 @@ def test_inside_an_allocation_of_slurm(hosts, place, one):
         equal(place / "slurm.st", one)
         first, second = hosts.names
         assert f"4 workers on {first}:2, {second}:2" in done.stdout
+        odd = "a $(touch caught) 'b'"
+        words = ["--nodes", "2", "--tasks", "2", "--requeue", "train.py", "sub.st", "4", odd]
+        with child(ronde("submit", *words), place, made.env) as began:
+            done = began.done(90)
+        assert done.returncode == 0, done.stdout + done.stderr
+        equal(place / "sub.st", one)
+        assert "4 workers on" in done.stdout and "completed" in done.stdout
+        assert f"I am 0 4 0 2 0 {first} [{odd!r}]" in done.stdout
+        assert not (place / "caught").exists()
+        assert re.search(r"submitted job \d+: train.py", done.stderr), done.stderr
+        words = ["--nodes", "9", "train.py"]
+        with child(ronde("submit", *words), place, made.env) as began:
+            done = began.done(60)
+        assert done.returncode == 2 and "Slurm refuses the job" in done.stderr
         mark = "cancelled"
         words = [*ronde("run", "--slurm", "train.py", "x.st", "100000", "forever", mark)]
         with child(["salloc", "-Q", "--nodes=2", *words], place, made.env) as began:

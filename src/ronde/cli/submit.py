@@ -1,0 +1,180 @@
+"""``ronde submit``: a batch job of Slurm that runs a script on all of its nodes."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from ronde.cli.script import ArgumentsOption, ModuleOption, command_of
+from ronde.watch import check_name, script_stem
+from ronde.world import ArgumentError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+Examples:
+
+  ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
+
+  ronde submit --preset jean-zay-a100 --account abc@a100 --nodes 2 train.py
+
+  ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
+
+  ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "submit",
+        help="Submit a script to Slurm, on all nodes of a job, and follow it.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )
+    def submit(
+        arguments: ArgumentsOption = None,
+        module: ModuleOption = None,
+        nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="How many nodes.")] = 1,
+        gpus: Annotated[
+            int | None,
+            typer.Option("--gpus", min=1, help="GPUs per node, a worker each.", show_default=False),
+        ] = None,
+        tasks: Annotated[
+            int | None,
+            typer.Option(
+                "--tasks", min=1, help="Workers per node. Default: one per GPU.", show_default=False
+            ),
+        ] = None,
+        cores: Annotated[
+            int | None,
+            typer.Option("--cores", min=1, help="Cores per worker.", show_default=False),
+        ] = None,
+        limit: Annotated[
+            str | None,
+            typer.Option(
+                "--time",
+                metavar="LIMIT",
+                help="Time limit: 20:00:00, 2-12:00:00, or minutes.",
+                show_default=False,
+            ),
+        ] = None,
+        partition: Annotated[
+            str | None, typer.Option("--partition", "-p", help="Partition.", show_default=False)
+        ] = None,
+        account: Annotated[
+            str | None,
+            typer.Option("--account", "-A", help="Account that pays.", show_default=False),
+        ] = None,
+        preset: Annotated[
+            str | None,
+            typer.Option(
+                "--preset",
+                metavar="CLUSTER",
+                help="What a known cluster needs; 'list' shows them.",
+                show_default=False,
+            ),
+        ] = None,
+        name: Annotated[
+            str | None,
+            typer.Option(
+                "--name",
+                help="Name of the job and its run, with the job's number. Default: the script's.",
+                show_default=False,
+            ),
+        ] = None,
+        plan: Annotated[
+            str | None,
+            typer.Option("--plan", metavar="PLAN", help="As in ronde run.", show_default=False),
+        ] = None,
+        array: Annotated[
+            str | None,
+            typer.Option(
+                "--array",
+                metavar="PLACES",
+                help="Many runs, as 0-9; each reads its place in SLURM_ARRAY_TASK_ID.",
+                show_default=False,
+            ),
+        ] = None,
+        requeue: Annotated[
+            bool,
+            typer.Option("--requeue", help="Let Slurm start the job again; it resumes the run."),
+        ] = False,
+        sbatch: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--sbatch",
+                metavar="--OPTION=VALUE",
+                help="A further option of sbatch. Repeat it for more.",
+                show_default=False,
+            ),
+        ] = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
+        ] = False,
+        following: Annotated[
+            bool,
+            typer.Option("--follow/--no-follow", help="Show the output until the job ends."),
+        ] = True,
+    ) -> None:
+        from ronde.launch.batch import Batch, follow, presets
+        from ronde.launch.batch import submit as send
+
+        known = presets()
+        if preset == "list":
+            for each, what in known.items():
+                typer.echo(f"{each:<16}{what['about']}")
+            return
+        command = command_of(module, arguments or [])
+        if preset is not None and preset not in known:
+            raise ArgumentError(f"--preset {preset}: known are {', '.join(known)}.")
+        needs = known.get(preset or "", {})
+        if "account" in needs.get("needs", ()) and account is None:
+            raise ArgumentError(f"--preset {preset} needs --account: the project that pays.")
+        name = name or script_stem(module or command[0])
+        check_name(name)
+        gpus = gpus or (None if tasks else needs.get("gpus"))
+        directives = [
+            *needs.get("directives", ()),
+            *([f"--partition={partition}"] if partition else []),
+            *([f"--account={account}"] if account else []),
+            *(sbatch or ()),
+        ]
+        batch = Batch(
+            command,
+            name,
+            ["--plan", plan] if plan else [],
+            nodes,
+            gpus,
+            tasks,
+            cores or (needs.get("cores_per_gpu") if gpus else None),
+            limit,
+            directives,
+            array,
+            requeue,
+            needs.get("modules", ()),
+        )
+        if dry_run:
+            typer.echo(batch.text(), nl=False)
+            return
+        job = send(batch)
+        typer.echo(f"submitted job {job}: {shlex.join(command)}", err=True)
+        if array is not None or not following:
+            where = f"slurm-{job}_*.out" if array is not None else f"slurm-{job}.out"
+            typer.echo(f"its output: {where}   end it with: scancel {job}", err=True)
+            return
+        from ronde.launch.console import to_terminal
+
+        try:
+            state = follow(job, to_terminal, lambda line: typer.echo(line, err=True))
+        except KeyboardInterrupt:
+            typer.echo(
+                f"\njob {job} goes on; its output: slurm-{job}.out   end it with: scancel {job}",
+                err=True,
+            )
+            raise typer.Exit(130) from None
+        if state != "COMPLETED":
+            raise typer.Exit(1)

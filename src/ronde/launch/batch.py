@@ -1,0 +1,169 @@
+"""A batch job of Slurm: its script, its submission, and its output while it runs."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ronde.world import ArgumentError, WorldError
+
+__all__ = ["Batch", "follow", "presets", "submit"]
+
+_PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
+_TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
+_POLL_SECONDS = 1.0
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Known clusters: name -> what a job needs there."""
+    text = (importlib.resources.files("ronde.launch") / "presets.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A job to submit.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        options: further options of ``ronde run``.
+        name: name of the run and the job.
+        nodes: how many.
+        gpus: per node; None for a job without GPUs.
+        tasks: workers per node; None: one per GPU.
+        cores: per worker.
+        limit: time limit, as sbatch takes it.
+        directives: further options of sbatch.
+        array: places of an array of runs, ``0-9``; each reads ``SLURM_ARRAY_TASK_ID``.
+        requeue: whether Slurm may start it again, which resumes the run.
+        modules: environment modules to load.
+    """
+
+    command: Sequence[str]
+    name: str
+    options: Sequence[str] = ()
+    nodes: int = 1
+    gpus: int | None = None
+    tasks: int | None = None
+    cores: int | None = None
+    limit: str | None = None
+    directives: Sequence[str] = ()
+    array: str | None = None
+    requeue: bool = False
+    modules: Sequence[str] = ()
+    folder: Path = field(default_factory=Path.cwd)
+
+    def __post_init__(self) -> None:
+        """Refuse what sbatch would refuse late, or read as something else."""
+        if self.limit is not None and not _TIME.fullmatch(self.limit):
+            raise ArgumentError(
+                f"--time {self.limit!r}: expected minutes, 20:00:00, or 2-12:00:00 (days-hours)."
+            )
+        if self.array is not None and not re.fullmatch(r"[\d,%:-]+", self.array):
+            raise ArgumentError(f"--array {self.array!r}: expected places, as in 0-9 or 1,3,5%2.")
+        for directive in self.directives:
+            if not directive.startswith("--") or not _PLAIN.fullmatch(directive):
+                raise ArgumentError(f"{directive!r} is no option of sbatch: expected --name=value.")
+
+    def text(self) -> str:
+        """The batch script."""
+        tasks = self.tasks or self.gpus
+        lines = [
+            f"--job-name={self.name}",
+            f"--nodes={self.nodes}",
+            *([f"--ntasks-per-node={tasks}"] if tasks else []),
+            *([f"--gpus-per-node={self.gpus}"] if self.gpus else []),
+            *([f"--cpus-per-task={self.cores}"] if self.cores else []),
+            *([f"--time={self.limit}"] if self.limit else []),
+            f"--output={'slurm-%A_%a.out' if self.array else 'slurm-%j.out'}",
+            "--requeue" if self.requeue else "--no-requeue",
+            *([f"--array={self.array}"] if self.array else []),
+            *map(shlex.quote, self.directives),
+        ]
+        place = (
+            "$SLURM_JOB_ID" if self.array is None else "$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
+        )
+        run = shlex.join([sys.executable, "-m", "ronde", "run", "--slurm", *self.options])
+        again = " ${SLURM_RESTART_COUNT:+--resume}" if self.requeue else ""
+        parts = [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in lines),
+            "",
+            "set -euo pipefail",
+            f"cd {shlex.quote(str(self.folder))}",
+            *(["module purge", f"module load {shlex.join(self.modules)}"] if self.modules else []),
+            "# One call for all nodes: Ronde starts a step on each. Restarted by Slurm, it resumes."
+            if self.requeue
+            else "# One call for all nodes: Ronde starts a step on each.",
+            f'exec {run} --name {shlex.quote(self.name)}-job"{place}"{again} '
+            f"{shlex.join(self.command)}",
+        ]
+        return "\n".join(parts) + "\n"
+
+
+def submit(batch: Batch) -> str:
+    """Submit a job and return its number.
+
+    Raises:
+        ArgumentError: there is no sbatch here.
+        WorldError: Slurm refuses it.
+    """
+    if shutil.which("sbatch") is None:
+        raise ArgumentError(
+            "sbatch was not found: submit where Slurm's commands are. --dry-run prints the script."
+        )
+    done = subprocess.run(
+        ["sbatch", "--parsable"], input=batch.text(), capture_output=True, text=True, timeout=60
+    )
+    if done.returncode != 0:
+        raise WorldError(f"Slurm refuses the job: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip().split(";")[0]
+
+
+def _state(job: str) -> tuple[str, str]:
+    """A job's state, and why it waits; empty once Slurm has forgotten it."""
+    done = subprocess.run(
+        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=60
+    )
+    found = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+    return found.get("JobState", ""), found.get("Reason", "")
+
+
+def follow(job: str, show: Callable[[bytes], None], say: Callable[[str], None]) -> str:
+    """Show a job's output until it ends, and return its last state: ``COMPLETED``, ``FAILED`` …
+
+    Args:
+        job: its number.
+        show: called with what it printed.
+        say: called with a line about each change: waiting and why, running, ended.
+    """
+    file, place, last = Path(f"slurm-{job}.out"), 0, ""
+    state = ""
+    while True:
+        state, reason = _state(job)
+        told = f"{state.lower()} ({reason})" if state == "PENDING" else state.lower()
+        if told != last and state:
+            say(f"job {job}: {told}")
+            last = told
+        if file.exists():
+            with file.open("rb") as opened:
+                os.lseek(opened.fileno(), place, os.SEEK_SET)
+                while data := opened.read(1 << 16):
+                    show(data)
+                    place += len(data)
+        if state in _ENDED or not state:
+            return state
+        time.sleep(_POLL_SECONDS)
