@@ -120,8 +120,8 @@ def register(app: typer.Typer) -> None:
             typer.Option("--follow/--no-follow", help="Show the output until the job ends."),
         ] = True,
     ) -> None:
-        from ronde.launch.batch import Batch, follow, presets
-        from ronde.launch.batch import submit as send
+        from ronde.launch.sbatch import BatchJob, follow_job, presets
+        from ronde.launch.sbatch import submit as send
 
         known = presets()
         if preset == "list":
@@ -143,7 +143,7 @@ def register(app: typer.Typer) -> None:
             *([f"--account={account}"] if account else []),
             *(sbatch or ()),
         ]
-        batch = Batch(
+        batch = BatchJob(
             command,
             name,
             ["--plan", plan] if plan else [],
@@ -169,7 +169,7 @@ def register(app: typer.Typer) -> None:
         from ronde.launch.console import to_terminal
 
         try:
-            state = follow(job, to_terminal, lambda line: typer.echo(line, err=True))
+            state = follow_job(job, to_terminal, lambda line: typer.echo(line, err=True))
         except KeyboardInterrupt:
             typer.echo(
                 f"\njob {job} goes on; its output: slurm-{job}.out   end it with: scancel {job}",

@@ -19,7 +19,7 @@ import yaml
 
 from ronde.world import ArgumentError, WorldError
 
-__all__ = ["Batch", "follow", "presets", "submit"]
+__all__ = ["BatchJob", "follow_job", "presets", "submit"]
 
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
@@ -34,7 +34,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """A job to submit.
 
     Attributes:
@@ -114,7 +114,7 @@ class Batch:
         return "\n".join(parts) + "\n"
 
 
-def submit(batch: Batch) -> str:
+def submit(batch: BatchJob) -> str:
     """Submit a job and return its number.
 
     Raises:
@@ -142,7 +142,7 @@ def _state(job: str) -> tuple[str, str]:
     return found.get("JobState", ""), found.get("Reason", "")
 
 
-def follow(job: str, show: Callable[[bytes], None], say: Callable[[str], None]) -> str:
+def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], None]) -> str:
     """Show a job's output until it ends, and return its last state: ``COMPLETED``, ``FAILED`` …
 
     Args:
